@@ -1,0 +1,272 @@
+"""The two forms of a quantised weight: canonical (one code a byte, row-major) and packed (the kernels' order)."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formats
+
+_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+class CheckpointError(ValueError):
+    """A file that is not what it claims to be.
+
+    Attributes:
+        path: the file.
+        tensor: the tensor at fault, or None if the fault is in the file as a whole.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], message: str, tensor: str | None = None) -> None:
+        where = f"{os.fspath(path)}: tensor {tensor!r}" if tensor is not None else os.fspath(path)
+        super().__init__(f"{where}: {message}")
+        self.path = os.fspath(path)
+        self.tensor = tensor
+
+
+def _names(types: tuple[torch.dtype, ...]) -> str:
+    return ", ".join(str(t).removeprefix("torch.") for t in types)
+
+
+def _check(name: str, value: Any, shape: tuple[int, ...], types: tuple[torch.dtype, ...], device: torch.device) -> None:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
+    if value.dtype not in types:
+        raise TypeError(f"{name} has dtype {_names((value.dtype,))}; supported are {_names(types)}")
+    if tuple(value.shape) != shape:
+        raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
+    if value.device != device:
+        raise ValueError(f"{name} is on {value.device}; the codes are on {device}")
+
+
+@dataclass(frozen=True, eq=False)
+class QuantizedWeight:
+    """A weight ``W[N, K]`` in its canonical form: what every checkpoint is read into and what is packed.
+
+    The value of code ``q`` in row n and group j is ``scales[n, j] * (q - zeros[n, j])``,
+    ``scales[n, j] * (q - 2**(bits-1)) + offsets[n, j]``, or, with neither zeros nor offsets,
+    ``scales[n, j] * (q - 2**(bits-1))``.
+
+    Attributes:
+        codes: uint8 ``[N, K]``, each below ``2**bits``.
+        scales: fp16, bf16 or fp32 ``[N, G]``; may be negative. Kept exactly.
+        zeros: uint8 ``[N, G]`` below ``2**bits``, or None.
+        offsets: fp16, bf16 or fp32 ``[N, G]``, or None. At most one of zeros and offsets is given.
+        bits: 4 or 8.
+        group_size: 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K / group_size)``; the last may be short.
+        bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
+        perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
+            (GPTQ's act order, with columns already sorted by group).
+
+    Raises:
+        TypeError: an argument of the wrong type or dtype.
+        ValueError: a shape, range or combination that means nothing; the message has the value.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None = None
+    offsets: Tensor | None = None
+    bits: int = 4
+    group_size: int = 128
+    bias: Tensor | None = None
+    perm: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        formats.check_bits(self.bits)
+        formats.check_group_size(self.group_size)
+        if not isinstance(self.codes, Tensor):
+            raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
+        if self.codes.dim() != 2 or 0 in self.codes.shape:
+            raise ValueError(f"codes has shape {tuple(self.codes.shape)}; [N, K] with N and K at least 1 is expected")
+        n, k = self.codes.shape
+        device = self.codes.device
+        _check("codes", self.codes, (n, k), (torch.uint8,), device)
+        vector = (n, formats.group_count(k, self.group_size))
+        _check("scales", self.scales, vector, _FLOAT_TYPES, device)
+        if self.zeros is not None and self.offsets is not None:
+            raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
+        if self.zeros is not None:
+            _check("zeros", self.zeros, vector, (torch.uint8,), device)
+        if self.offsets is not None:
+            _check("offsets", self.offsets, vector, _FLOAT_TYPES, device)
+        if self.bias is not None:
+            _check("bias", self.bias, (n,), _FLOAT_TYPES, device)
+        if self.bits < 8:
+            for name, value in (("codes", self.codes), ("zeros", self.zeros)):
+                if value is not None and (largest := int(value.max())) >= 1 << self.bits:
+                    raise ValueError(f"{name} holds {largest}; with bits={self.bits} the largest is {(1 << self.bits) - 1}")
+        if self.perm is not None:
+            _check("perm", self.perm, (k,), (torch.int32, torch.int64), device)
+            if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
+                raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
+
+    @property
+    def n(self) -> int:
+        """Output features."""
+        return self.codes.shape[0]
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.codes.shape[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.n, self.k
+
+    @property
+    def groups(self) -> int:
+        """Groups along K."""
+        return self.scales.shape[1]
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether neither zero points nor offsets are stored."""
+        return self.zeros is None and self.offsets is None
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.codes.device
+
+    def to(self, device: torch.device | str) -> QuantizedWeight:
+        """The same weight on ``device``."""
+        return QuantizedWeight(
+            codes=self.codes.to(device),
+            scales=self.scales.to(device),
+            zeros=None if self.zeros is None else self.zeros.to(device),
+            offsets=None if self.offsets is None else self.offsets.to(device),
+            bits=self.bits,
+            group_size=self.group_size,
+            bias=None if self.bias is None else self.bias.to(device),
+            perm=None if self.perm is None else self.perm.to(device),
+        )
+
+
+def group_vector_rows(n_pad: int) -> Tensor:
+    """Row of the weight at each position of a packed group vector, int64 ``[n_pad]``.
+
+    Inside each slab of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
+    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
+    """
+    position = torch.arange(n_pad)
+    inside = position % formats.ROWS_PER_SLAB
+    g, i, h = inside // 8, inside % 8 // 2, inside % 2
+    return position - inside + 16 * i + 8 * h + g
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the order in which tensor-core lanes read it; made by :func:`cutlass_ops.reorder`.
+
+    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128.
+
+    Attributes:
+        codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
+        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows in the order of :func:`group_vector_rows`.
+        zeros: int8 ``[groups, n_pad]``, zero points minus ``2**(bits-1)``, or None.
+        offsets: ``[groups, n_pad]``, or None.
+        bias: ``[N]``, or None.
+        perm: int32 ``[K]``, or None.
+        n, k, bits, group_size: as in :class:`QuantizedWeight`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+    bias: Tensor | None
+    perm: Tensor | None
+    n: int
+    k: int
+    bits: int
+    group_size: int
+
+    def __post_init__(self) -> None:
+        formats.check_bits(self.bits)
+        formats.check_group_size(self.group_size)
+        if self.n < 1 or self.k < 1:
+            raise ValueError(f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1")
+        n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k)
+        if not isinstance(self.codes, Tensor):
+            raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
+        device = self.codes.device
+        vector = (formats.padded_groups(self.k, self.group_size), n_pad)
+        _check("codes", self.codes, (n_pad * k_pad * self.bits // 8,), (torch.uint8,), device)
+        _check("scales", self.scales, vector, _FLOAT_TYPES, device)
+        if self.zeros is not None and self.offsets is not None:
+            raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
+        for name, value, shape, types in (
+            ("zeros", self.zeros, vector, (torch.int8,)),
+            ("offsets", self.offsets, vector, _FLOAT_TYPES),
+            ("bias", self.bias, (self.n,), _FLOAT_TYPES),
+            ("perm", self.perm, (self.k,), (torch.int32,)),
+        ):
+            if value is not None:
+                _check(name, value, shape, types, device)
+        for name, value in self.tensors().items():
+            if not value.is_contiguous():
+                raise ValueError(f"{name} has strides {value.stride()}; a contiguous tensor is expected")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by attribute name."""
+        named = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.n, self.k
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.codes.device
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that the tensors take."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same weight on ``device``; itself if it is there already."""
+        if self.codes.device == torch.device(device):
+            return self
+        moved: dict[str, Any] = dict.fromkeys(("zeros", "offsets", "bias", "perm"))
+        moved.update({name: value.to(device) for name, value in self.tensors().items()})
+        return PackedWeight(**moved, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size)
+
+    def unpack(self) -> QuantizedWeight:
+        """The canonical weight this was packed from, on the same device; exact."""
+        from . import _C
+
+        packed = self.codes.cpu()
+        codes = torch.empty(self.n, self.k, dtype=torch.uint8)
+        _C.unpack(packed.data_ptr(), codes.data_ptr(), self.n, self.k, self.bits)
+        groups = formats.group_count(self.k, self.group_size)
+        position = torch.argsort(group_vector_rows(self.scales.shape[1]))[: self.n].to(self.device)
+
+        def rows(vector: Tensor) -> Tensor:
+            return vector[:groups, position].t().contiguous()
+
+        zeros = None
+        if self.zeros is not None:
+            zeros = (rows(self.zeros).to(torch.int16) + formats.midpoint(self.bits)).to(torch.uint8)
+        return QuantizedWeight(
+            codes=codes.to(self.device),
+            scales=rows(self.scales),
+            zeros=zeros,
+            offsets=None if self.offsets is None else rows(self.offsets),
+            bits=self.bits,
+            group_size=self.group_size,
+            bias=self.bias,
+            perm=None if self.perm is None else self.perm.long(),
+        )
