@@ -1,0 +1,72 @@
+# Decides whether CUDA is built, finds the CUTLASS headers, and configures a target's CUDA code.
+#
+# Sets CUTLASS_OPS_HAS_CUDA and, when it is ON, CUTLASS_INCLUDE_DIR.
+
+include(CheckLanguage)
+
+set(CUTLASS_OPS_HAS_CUDA OFF)
+if(NOT CUTLASS_OPS_CUDA MATCHES "^(AUTO|ON|OFF)$")
+  message(FATAL_ERROR "CUTLASS_OPS_CUDA is '${CUTLASS_OPS_CUDA}': it must be AUTO, ON or OFF")
+endif()
+if(NOT CUTLASS_OPS_CUDA STREQUAL "OFF")
+  check_language(CUDA)
+  if(CMAKE_CUDA_COMPILER)
+    set(CUTLASS_OPS_HAS_CUDA ON)
+  elseif(CUTLASS_OPS_CUDA STREQUAL "ON")
+    message(FATAL_ERROR "CUTLASS_OPS_CUDA is ON, but no working nvcc was found: put it on PATH or set CUDACXX")
+  endif()
+endif()
+
+if(NOT CUTLASS_OPS_HAS_CUDA)
+  message(STATUS "cutlass_ops: building for the CPU alone (CUTLASS_OPS_CUDA=${CUTLASS_OPS_CUDA})")
+  return()
+endif()
+
+# Targets take their architectures and runtime from these, so they come before the language is enabled.
+set(CMAKE_CUDA_ARCHITECTURES "${CUTLASS_OPS_ARCHITECTURES}")
+set(CMAKE_CUDA_RUNTIME_LIBRARY Static)
+set(CMAKE_CUDA_STANDARD 17)
+set(CMAKE_CUDA_STANDARD_REQUIRED ON)
+set(CMAKE_CUDA_EXTENSIONS OFF)
+enable_language(CUDA)
+find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
+
+if(CUTLASS_PATH)
+  set(CUTLASS_INCLUDE_DIR "${CUTLASS_PATH}/include")
+else()
+  # -I steps out of pip's build environment and sees what is installed where the package goes.
+  foreach(isolated "" "-I")
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" ${isolated} -c
+              "from importlib.util import find_spec; print(find_spec('cutlass_library').submodule_search_locations[0])"
+      OUTPUT_VARIABLE cutlass_library OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET RESULT_VARIABLE missing)
+    if(NOT missing)
+      set(CUTLASS_INCLUDE_DIR "${cutlass_library}/source/include")
+      break()
+    endif()
+  endforeach()
+endif()
+if(NOT EXISTS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h")
+  message(FATAL_ERROR
+    "The CUTLASS headers were not found (looked for '${CUTLASS_INCLUDE_DIR}/cutlass/version.h'). Install the package "
+    "nvidia-cutlass, or set CUTLASS_PATH to a folder that holds include/cutlass, or build without CUDA "
+    "(CUTLASS_OPS_CUDA=OFF).")
+endif()
+message(STATUS "cutlass_ops: building CUDA kernels with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} "
+               "for ${CUTLASS_OPS_ARCHITECTURES}; CUTLASS headers in ${CUTLASS_INCLUDE_DIR}")
+
+find_program(CCACHE_PROGRAM ccache)
+set(nvcc_checked "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/nvcc_checked.py")
+if(CCACHE_PROGRAM)
+  list(APPEND nvcc_checked "${CCACHE_PROGRAM}")
+endif()
+set(CUTLASS_OPS_CUDA_LAUNCHER "${nvcc_checked}")
+
+# Options, headers and the checked compiler for the CUDA code of a target.
+function(cutlass_ops_cuda_target target)
+  target_include_directories(${target} SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}")
+  target_compile_options(${target} PRIVATE
+    # NDEBUG in every build type: with assertions in, ptxas serialises wgmma (warning C7510).
+    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xptxas=-v;-Xcompiler=-Wall;-lineinfo>)
+  set_property(TARGET ${target} PROPERTY CUDA_COMPILER_LAUNCHER "${CUTLASS_OPS_CUDA_LAUNCHER}")
+endfunction()

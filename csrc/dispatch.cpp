@@ -1,0 +1,140 @@
+#include "dispatch.h"
+
+#include <algorithm>
+
+#include "cutlass_ops/layout.h"
+#include "kernels/kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr int kAnyM = kMaxM;
+constexpr int kAnyLater = 1 << 30;  // architectures: PTX carries the kernels to those that come after
+
+#if CUTLASS_OPS_CUDA
+#define LAUNCHER(function) &function
+#else
+#define LAUNCHER(function) nullptr
+#endif
+
+// clang-format off
+constexpr Row kTable[] = {
+    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 0, 16, {128, 16, 4, 2},
+     LAUNCHER(launch_mma_gemm_a16<16>), "16 tokens: the weights are read once and K is split until the grid fills the GPU"},
+    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 17, 32, {128, 32, 3, 2},
+     LAUNCHER(launch_mma_gemm_a16<32>), "32 tokens: as for 16, with every decoded weight used twice as often"},
+    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 33, 64, {128, 64, 3, 1},
+     LAUNCHER(launch_mma_gemm_a16<64>), "64 tokens a tile"},
+    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 65, kAnyM, {128, 128, 2, 1},
+     LAUNCHER(launch_mma_gemm_a16<128>), "the largest tile whose sums fit in registers beside the group's"},
+    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 0, 16, {128, 16, 4, 2},
+     LAUNCHER(launch_mma_gemm_a8<16>), "16 tokens: the weights are read once and K is split until the grid fills the GPU"},
+    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 17, 32, {128, 32, 4, 2},
+     LAUNCHER(launch_mma_gemm_a8<32>), "32 tokens: as for 16, with every decoded weight used twice as often"},
+    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 33, 64, {128, 64, 3, 1},
+     LAUNCHER(launch_mma_gemm_a8<64>), "64 tokens a tile"},
+    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 65, kAnyM, {128, 128, 3, 1},
+     LAUNCHER(launch_mma_gemm_a8<128>), "the largest tile whose fp32 sums fit in registers beside the int32 ones"},
+};
+// clang-format on
+#undef LAUNCHER
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
+Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
+
+bool is_float(DataType type) {
+  return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16;
+}
+
+// The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least two tiles of K each. The
+// count depends on shapes and the device alone, so a result's bits do too.
+int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
+  int64_t tiles = ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
+  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / tiles;
+  int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / 2);
+  return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+}
+
+}  // namespace
+
+Row const* table(size_t* count) {
+  *count = sizeof(kTable) / sizeof(kTable[0]);
+  return kTable;
+}
+
+Status select(GemmProblem const& problem, Device const& device, Row const** row) {
+  PackedWeight const& w = problem.weight;
+  if (w.bits != 4 && w.bits != 8) {
+    return unsupported("bits is " + std::to_string(w.bits) + "; supported are 4 and 8");
+  }
+  if (w.n < 1 || w.k < 1) {
+    return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) + "]; both must be at least 1");
+  }
+  if (problem.m < 0 || problem.m > kMaxM) {
+    return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
+  }
+  bool group_fits = w.group_size == -1 || w.group_size == 32 || w.group_size == 64 || (w.group_size > 0 && w.group_size % 128 == 0);
+  if (!group_fits) {
+    return unsupported("group_size is " + std::to_string(w.group_size) + "; supported are 32, 64, multiples of 128, and -1");
+  }
+  if (!is_float(w.scale_type)) return invalid("scale_type is not a float type");
+  if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
+  if (w.zeros && w.offsets) return invalid("the weight has zeros and offsets; at most one is supported");
+  bool quantized = problem.quantized.codes != nullptr;
+  if (quantized) {
+    int block = problem.quantized.block, fits = activation_block(w.group_size);
+    if (block != -1 && block != fits) {
+      return unsupported("the activations' block is " + std::to_string(block) + "; beside weights in groups of " +
+                         std::to_string(w.group_size) + " it must be " + std::to_string(fits) + " or -1");
+    }
+  } else if (!is_float(problem.x_type)) {
+    return unsupported("x has a type that is not fp16, bf16 or fp32");
+  } else if (problem.act_quant == ActQuant::kNone && problem.x_type == DataType::kFloat32) {
+    return unsupported("x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 with \"token\" or \"block\")");
+  }
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
+  unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
+  for (Row const& candidate : kTable) {
+    if ((candidate.weights & weight) && (candidate.inputs & input) && device.architecture >= candidate.min_architecture &&
+        device.architecture <= candidate.max_architecture && problem.m >= candidate.min_m && problem.m <= candidate.max_m) {
+      *row = &candidate;
+      return {};
+    }
+  }
+  return unsupported("the GPU is sm_" + std::to_string(device.architecture) + "; the kernels run on sm_80 and later");
+}
+
+WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits) {
+  PackedWeight const& w = problem.weight;
+  WorkspaceLayout layout;
+  int64_t k_pad = padded_k(w.k);
+  if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes) {
+    layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
+    layout.stride = int(ceil_div(problem.m, 16) * 16);
+    int64_t blocks = layout.block == -1 ? 1 : k_pad / layout.block;
+    layout.scales = align_256(size_t(problem.m) * k_pad);
+    layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
+    layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
+  }
+  layout.total = layout.partials + (splits > 1 ? size_t(splits) * problem.m * padded_rows(w.n) * sizeof(float) : 0);
+  return layout;
+}
+
+Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
+  Row const* row = nullptr;
+  if (Status status = select(problem, device, &row); !status.ok()) return status;
+  plan->kernel = row->kernel;
+  plan->why = row->why;
+  plan->tile_rows = row->tile.rows;
+  plan->tile_tokens = row->tile.tokens;
+  plan->stages = row->tile.stages;
+  plan->splits = split_count(problem, device, row->tile);
+  plan->workspace = workspace_layout(problem, plan->splits).total;
+  return {};
+}
+
+}  // namespace cutlass_ops

@@ -1,0 +1,3 @@
+"""Mixed-precision GEMM for quantised weights, built on CUTLASS."""
+
+__version__ = "0.1.0"
