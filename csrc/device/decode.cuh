@@ -1,0 +1,340 @@
+// From packed codes to the registers of operand A. A decoder to fp16 or bf16 is two functions:
+// `bits`, pure 32-bit assembly (host and device, tested exhaustively on the CPU), and `fragment`,
+// the same followed by the vector instruction that makes numbers of it. A decoder to int8 is
+// assembly alone.
+//
+// Words are those of a lane's 16 bytes (layout.h): codes centred, c = q - 2^(bits-1), two's
+// complement. Decoders to fp16 and bf16 fill the four registers of an m16 x k16 fragment, for
+// mma.sync and wgmma alike:
+//     out[0] row g,   k 2t, 2t+1      out[2] row g,   k 2t+8, 2t+9
+//     out[1] row g+8, k 2t, 2t+1      out[3] row g+8, k 2t+8, 2t+9
+// the smaller k in the low half.
+// Decoders to int8 fill the four of an m16 x k32 fragment: out[0], out[1] rows g, g+8 of the first
+// 16 k, out[2], out[3] of the second. Each says how many words it eats (kWords): word pointers
+// advance by kWords from fragment to fragment along K.
+//
+// Zero points are centred too, zc = z - 2^(bits-1), and belong to a row: `zero_constants(zc of row
+// g, zc of row g+8)` prepares, once per group, what `fragment` needs. Every result is c - zc
+// (Int4Int8: 16 * c) exactly.
+//
+// The magic in the float decoders: a float of exponent e has a unit in the last place of 2^(e -
+// mantissa bits), so an integer u put into the mantissa of a suitable power of two *is* that power
+// plus u; one exact subtraction leaves u. fp16: 0x6400 | u = 1024 + u; bf16: 0x4300 | u = 128 + u.
+// A two's complement code becomes unsigned, u = c + 2^(bits-1), by inverting its sign bit, which
+// rides on the XOR that sets the exponent: AND-XOR is one LOP3.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "cutlass_ops/layout.h"
+
+#ifdef __CUDACC__
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#endif
+
+namespace cutlass_ops::decode {
+
+// One 32-bit constant for each of a lane's two rows.
+struct RowConstants {
+  uint32_t g;
+  uint32_t g8;
+};
+
+// The 16 bits of an fp16 or bf16 number, twice: a half2 of equal halves.
+CUTLASS_OPS_HD constexpr uint32_t both_halves(uint32_t bits16) { return bits16 * 0x00010001u; }
+
+// The 8 bits of a byte, four times.
+CUTLASS_OPS_HD constexpr uint32_t all_bytes(uint32_t bits8) { return bits8 * 0x01010101u; }
+
+// (value & mask) ^ flip. One LOP3, which the compiler does not find where mask and flip are both
+// constants (it then uses two, each with an immediate).
+CUTLASS_OPS_HD inline uint32_t and_xor(uint32_t value, uint32_t mask, uint32_t flip) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0x6a;" : "=r"(result) : "r"(value), "r"(mask), "r"(flip));
+  return result;
+#else
+  return (value & mask) ^ flip;
+#endif
+}
+
+// Picks bytes of the eight of (high, low): nibble i of the selector, 0..7, names the source of byte
+// i. PRMT on the device.
+CUTLASS_OPS_HD inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+  return __byte_perm(low, high, selector);
+#else
+  const uint64_t source = uint64_t(high) << 32 | low;
+  uint32_t result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const uint32_t byte = uint32_t(source >> 8 * (selector >> 4 * i & 7)) & 0xffu;
+    result |= byte << 8 * i;
+  }
+  return result;
+#endif
+}
+
+#ifdef __CUDACC__
+namespace detail {
+__device__ inline __half2 as_half2(uint32_t bits) {
+  return *reinterpret_cast<const __half2*>(&bits);
+}
+__device__ inline uint32_t as_bits(__half2 value) {
+  return *reinterpret_cast<const uint32_t*>(&value);
+}
+__device__ inline __nv_bfloat162 as_bfloat162(uint32_t bits) {
+  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
+}
+__device__ inline uint32_t as_bits(__nv_bfloat162 value) {
+  return *reinterpret_cast<const uint32_t*>(&value);
+}
+}  // namespace detail
+#endif
+
+// 4 bits -> fp16. Row g's nibbles stand at bits 0..3 of each 16 (of w, then of w >> 8) and give
+// 1024 + u; row g+8's stand at bits 4..7 and give 1024 + 16u: not shifted down, because HFMA2 by
+// 1/16 costs no more than HSUB2.
+//
+// Worked example, w = 0x0000'00e3 (nibble 0: row g, c = 3; nibble 1: row g+8, c = -2; all others
+// 0), no zero points:
+//   out[0]: (w & 0x000f000f) ^ 0x64086408 = 0x6408'640b = (1032, 1035); minus 1032 = (0, 3)
+//   out[1]: (w & 0x00f000f0) ^ 0x64806480 = 0x6480'6460 = (1152, 1120)
+//           / 16 = (72, 70); minus 72 = (0, -2)
+struct Int4Half {
+  static constexpr int kWords = 1;
+
+  CUTLASS_OPS_HD static void bits(const uint32_t* word, uint32_t (&out)[4]) {
+    const uint32_t low = word[0], high = word[0] >> 8;
+    out[0] = and_xor(low, 0x000f000fu, 0x64086408u);
+    out[1] = and_xor(low, 0x00f000f0u, 0x64806480u);
+    out[2] = and_xor(high, 0x000f000fu, 0x64086408u);
+    out[3] = and_xor(high, 0x00f000f0u, 0x64806480u);
+  }
+
+  // half2 of 1024 + 8 + zc for row g, to be subtracted; of -(64 + 8 + zc) for row g+8, the addend.
+  // Built from their bits: a half in [1024, 2048) is 0x6400 + n, one in (-128, -64] is 0xd400 +
+  // 16n. zc in [-8, 7].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {both_halves(uint32_t(0x6408 + zero_g)),
+            both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(const uint32_t* word, RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
+    bits(word, out);
+    const __half2 sixteenth = as_half2(0x2c002c00u);
+    out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
+    out[1] = as_bits(__hfma2(as_half2(out[1]), sixteenth, as_half2(zero.g8)));
+    out[2] = as_bits(__hsub2(as_half2(out[2]), as_half2(zero.g)));
+    out[3] = as_bits(__hfma2(as_half2(out[3]), sixteenth, as_half2(zero.g8)));
+  }
+
+  __device__ static void fragment(const uint32_t* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
+#endif
+};
+
+// 4 bits -> bf16. Its mantissa has 7 bits: no room for 16u, so all four registers are shifted to
+// bits 0..3 and give 128 + u.
+//
+// Worked example, w = 0x0000'00e3 as above:
+//   out[0]: ( w       & 0x000f000f) ^ 0x43084308 = 0x4308'430b = (136, 139); minus 136 = (0, 3)
+//   out[1]: ((w >> 4) & 0x000f000f) ^ 0x43084308 = 0x4308'4306 = (136, 134); minus 136 = (0, -2)
+struct Int4Bfloat16 {
+  static constexpr int kWords = 1;
+
+  CUTLASS_OPS_HD static void bits(const uint32_t* word, uint32_t (&out)[4]) {
+    for (int r = 0; r < 4; ++r) out[r] = and_xor(word[0] >> 4 * r, 0x000f000fu, 0x43084308u);
+  }
+
+  // bf16x2 of 128 + 8 + zc for both rows, to be subtracted: a bf16 in [128, 256) is 0x4300 + n. zc
+  // in [-8, 7].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {both_halves(uint32_t(0x4308 + zero_g)), both_halves(uint32_t(0x4308 + zero_g8))};
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(const uint32_t* word, RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
+    bits(word, out);
+    out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
+    out[1] = as_bits(__hsub2(as_bfloat162(out[1]), as_bfloat162(zero.g8)));
+    out[2] = as_bits(__hsub2(as_bfloat162(out[2]), as_bfloat162(zero.g)));
+    out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
+  }
+
+  __device__ static void fragment(const uint32_t* word, uint32_t (&out)[4]) {
+    fragment(word, zero_constants(0, 0), out);
+  }
+#endif
+};
+
+// 8 bits -> fp16: 0x64 put above each byte gives 1024 + u. Words: row g, row g+8 (words 2c and 2c+1
+// of a lane's four, 16-column c); bytes 0, 2 of a word are k 2t, 2t+1 and bytes 1, 3 are k 2t+8,
+// 2t+9.
+//
+// Worked example, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2), no zero points: inverted
+// signs 0x8080'7e83;
+//   out[0]: bytes 0, 2: 0x6480'6483 = (1152, 1155); minus 1152 = (0, 3)
+//   out[2]: bytes 1, 3: 0x6480'647e = (1152, 1150); minus 1152 = (0, -2)
+struct Int8Half {
+  static constexpr int kWords = 2;
+
+  CUTLASS_OPS_HD static void bits(const uint32_t* words, uint32_t (&out)[4]) {
+    for (int row = 0; row < 2; ++row) {
+      const uint32_t unsigned_codes = words[row] ^ 0x80808080u;
+      out[row] = permute_bytes(unsigned_codes, 0x64646464u, 0x4240u);
+      out[row + 2] = permute_bytes(unsigned_codes, 0x64646464u, 0x4341u);
+    }
+  }
+
+  // half2 of 1024 + 128 + zc for both rows, to be subtracted. zc in [-128, 127].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {both_halves(uint32_t(0x6480 + zero_g)), both_halves(uint32_t(0x6480 + zero_g8))};
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(const uint32_t* words, RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
+    bits(words, out);
+    out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
+    out[1] = as_bits(__hsub2(as_half2(out[1]), as_half2(zero.g8)));
+    out[2] = as_bits(__hsub2(as_half2(out[2]), as_half2(zero.g)));
+    out[3] = as_bits(__hsub2(as_half2(out[3]), as_half2(zero.g8)));
+  }
+
+  __device__ static void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+    fragment(words, zero_constants(0, 0), out);
+  }
+#endif
+};
+
+// 8 bits -> bf16, whose mantissa is one bit short. So a code is split: c = low7 - 128 * sign, 128 +
+// low7 and 128 * (1 + sign) are both bf16 by the magic (0x4380 is 256), and their difference is c.
+// A zero point takes a second subtraction, exact because |c - zc| <= 255. (Through fp32, PRMT and
+// CVT, four codes take 11 instructions; this takes 7, or 9 with zero points.)
+//
+// Worked example, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2):
+//   out[0], bytes 0, 2: 0x4300'4303 - 0x4300'4300 = (128, 131) - (128, 128) = (0, 3)
+//   out[2], bytes 1, 3: 0x4300'437e - 0x4300'4380 = (128, 254) - (128, 256) = (0, -2)
+struct Int8Bfloat16 {
+  static constexpr int kWords = 2;
+
+  // minuend - subtrahend = c.
+  CUTLASS_OPS_HD static void bits(const uint32_t* words, uint32_t (&minuend)[4],
+                                  uint32_t (&subtrahend)[4]) {
+    for (int r = 0; r < 4; ++r) {
+      const uint32_t word = words[r % 2] >> 8 * (r / 2);
+      minuend[r] = and_xor(word, 0x007f007fu, 0x43004300u);
+      subtrahend[r] = and_xor(word, 0x00800080u, 0x43004300u);
+    }
+  }
+
+  // bf16x2 of zc for both rows, to be subtracted. zc in [-128, 127].
+  CUTLASS_OPS_HD static RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {both_halves(bfloat16_bits(zero_g)), both_halves(bfloat16_bits(zero_g8))};
+  }
+
+  // The bits of an integer of magnitude <= 256 as bf16: 8 significant bits, so cutting the fp32 is
+  // exact.
+  CUTLASS_OPS_HD static uint32_t bfloat16_bits(int value) {
+    const float number = float(value);
+#ifdef __CUDA_ARCH__
+    return __float_as_uint(number) >> 16;
+#else
+    uint32_t float_bits;
+    std::memcpy(&float_bits, &number, sizeof float_bits);
+    return float_bits >> 16;
+#endif
+  }
+
+#ifdef __CUDACC__
+  __device__ static void fragment(const uint32_t* words, RowConstants zero, uint32_t (&out)[4]) {
+    using namespace detail;
+    fragment(words, out);
+    out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
+    out[1] = as_bits(__hsub2(as_bfloat162(out[1]), as_bfloat162(zero.g8)));
+    out[2] = as_bits(__hsub2(as_bfloat162(out[2]), as_bfloat162(zero.g)));
+    out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
+  }
+
+  __device__ static void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+    using namespace detail;
+    uint32_t subtrahend[4];
+    bits(words, out, subtrahend);
+    for (int r = 0; r < 4; ++r)
+      out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
+  }
+#endif
+};
+
+// 4 bits -> int8, symmetric: the bytes 16 * c, a nibble in the upper half of a byte; the caller
+// divides the group's scale by kScale. Three instructions for eight codes. |16 c| <= 128, so a sum
+// over 128 k is at most 2^21.
+//
+// Worked example, words[0] = 0x0000'00e3 (row g: c = 3, row g+8: c = -2):
+//   out[0] = (w << 4) & 0xf0f0f0f0 = 0x0000'0030: 48 = 16 * 3
+//   out[1] = w & 0xf0f0f0f0 = 0x0000'00e0: -32 = 16 * -2
+struct Int4Int8 {
+  static constexpr int kWords = 2;
+  static constexpr int kScale = 16;
+
+  CUTLASS_OPS_HD static constexpr void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+    for (int column = 0; column < 2; ++column) {
+      out[2 * column] = (words[column] << 4) & 0xf0f0f0f0u;
+      out[2 * column + 1] = words[column] & 0xf0f0f0f0u;
+    }
+  }
+};
+
+// 4 bits -> int8 with zero points: the bytes c - zc, in [-15, 15] (16 times that would not fit). In
+// each byte u = c + 8, then u + (120 - zc) = 128 + (c - zc) lies in [113, 143]: no carry leaves the
+// byte, so one 32-bit addition serves four codes. Inverting bit 7 takes the 128 away. Seven
+// instructions for eight codes.
+//
+// Worked example, words[0] = 0x0000'00e3 (row g: c = 3, row g+8: c = -2), zc = -5 for both, byte 0:
+//   out[0]: (0x03 ^ 0x08) + 125 = 0x88;  ^ 0x80 = 0x08 = 3 + 5
+//   out[1]: (0x0e ^ 0x08) + 125 = 0x83;  ^ 0x80 = 0x03 = -2 + 5
+struct Int4MinusZeroInt8 {
+  static constexpr int kWords = 2;
+  static constexpr int kScale = 1;
+
+  // zc in [-8, 7].
+  CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
+    return {all_bytes(uint32_t(120 - zero_g)), all_bytes(uint32_t(120 - zero_g8))};
+  }
+
+  CUTLASS_OPS_HD static void fragment(const uint32_t* words, RowConstants zero,
+                                      uint32_t (&out)[4]) {
+    for (int column = 0; column < 2; ++column) {
+      const uint32_t row_g = words[column], row_g8 = words[column] >> 4;
+      out[2 * column] = (and_xor(row_g, 0x0f0f0f0fu, 0x08080808u) + zero.g) ^ 0x80808080u;
+      out[2 * column + 1] = (and_xor(row_g8, 0x0f0f0f0fu, 0x08080808u) + zero.g8) ^ 0x80808080u;
+    }
+  }
+};
+
+// 8 bits -> int8: the words are the fragment.
+struct Int8Int8 {
+  static constexpr int kWords = 4;
+  static constexpr int kScale = 1;
+
+  CUTLASS_OPS_HD static constexpr void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+    for (int r = 0; r < 4; ++r) out[r] = words[r];
+  }
+};
+
+#ifdef __CUDACC__
+// The decoder of `kBits`-bit weights for activations of type Element (__half or __nv_bfloat16).
+template <int kBits, class Element>
+using ToFloat = std::conditional_t<std::is_same_v<Element, __half>,
+                                   std::conditional_t<kBits == 4, Int4Half, Int8Half>,
+                                   std::conditional_t<kBits == 4, Int4Bfloat16, Int8Bfloat16>>;
+#endif
+
+}  // namespace cutlass_ops::decode

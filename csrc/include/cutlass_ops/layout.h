@@ -1,0 +1,126 @@
+// THE order of packed weights: "slab64", version 1. One index formula, used by the host packer and
+// by every kernel.
+//
+// Weights are operand A of every matrix instruction (rows of W are the instruction's M), so that a
+// lane's fragment of weights goes from memory to registers by one 16-byte load, without shared
+// memory, and the tokens' tile can be any N the instruction has.
+//
+//   packed = [n_pad / 64 slabs][k_pad / 128 tiles][chunk]
+//   chunk  = 64 rows x 128 k      = [4 row blocks][2 units at 4 bits | 4 at 8]: 4096 | 8192 B
+//   unit   = 16 rows x 64 | 32 k  = [32 lanes][16 B]: one coalesced 16-byte load of a warp
+//
+//                  k 0            16           32           48          63
+//   4-bit unit       +------------+------------+------------+------------+   a lane's 16 bytes
+//   (16 x 64)  row 0 |   word 0   |   word 1   |   word 2   |   word 3   |   are 4 words, one for
+//                    |   of all   |   of all   |   of all   |   of all   |   each 16 k
+//             row 15 |  32 lanes  |  32 lanes  |  32 lanes  |  32 lanes  |
+//                    +------------+------------+------------+------------+
+//
+//   lane = 4*g + t holds, in word j, rows g and g+8 and four k of that column:
+//        nibble p   7     6     5     4     3     2     1     0
+//        row       g+8    g    g+8    g    g+8    g    g+8    g
+//        k - 16j   2t+9  2t+9  2t+1  2t+1  2t+8  2t+8   2t    2t
+//
+//                  k 0                   16                  31
+//   8-bit unit       +-------------------+-------------------+   lane = 4*g + t: words 0, 2 are
+//   (16 x 32)  rows  |      word 0       |      word 2       |   row g, words 1, 3 row g+8;
+//              0..7  |                   |                   |   byte e is k = 2t + {0, 8, 1, 9}[e]
+//                    +-------------------+-------------------+   of the word's 16
+//              rows  |      word 1       |      word 3       |
+//              8..15 |                   |                   |
+//                    +-------------------+-------------------+
+//
+// The reason of each order:
+//   - Slabs outermost: 64 rows are what one wgmma (or four mma.sync) covers, so a thread block can
+//     own one slab, and N is padded to 64 only.
+//   - Tiles of 128 k next: a block walking along K reads one contiguous stream, one bulk copy
+//     a step.
+//   - Row blocks before k: warp w of a warpgroup owns rows 16w .. 16w+15 of a wgmma fragment, hence
+//     one contiguous quarter of the chunk.
+//   - Lane = 4*g + t with rows g and g+8: the A fragment of mma.sync and of wgmma, fp16 and int8
+//     alike (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma").
+//   - The k 2t, 2t+1, 2t+8, 2t+9: what that lane holds of a 16 x 16 fp16 fragment. An int8 fragment
+//     wants 4t .. 4t+3 of each 16. It gets the same bytes, because the int8 activations are stored
+//     in that order too (activation_position): a sum over k does not care in which order both
+//     operands are walked. So one order serves fp16, bf16 and int8 activations.
+//   - Rows interleaved inside a byte, g low and g+8 high: w & 0xf0f0f0f0 is row g+8 and
+//     (w << 4) & 0xf0f0f0f0 row g, both as int8 bytes 16 * c. And 2t+8 stands between 2t and 2t+1,
+//     which so lie sixteen bits apart: one AND makes a half2 of them (device/decode.cuh).
+//
+// Codes are stored centred, c = q - 2^(bits-1), in two's complement: padding is zero bytes, and
+// 8-bit words are int8 fragments as they stand.
+#pragma once
+
+#include <cstdint>
+
+#ifdef __CUDACC__
+#define CUTLASS_OPS_HD __host__ __device__
+#else
+#define CUTLASS_OPS_HD
+#endif
+
+namespace cutlass_ops {
+
+inline constexpr int kRowsPerSlab = 64;
+inline constexpr int kKPerTile = 128;
+inline constexpr int kRowsPerBlock = 16;
+inline constexpr int kLaneBytes = 16;
+inline constexpr int kUnitBytes = 32 * kLaneBytes;
+
+// Bytes of one chunk of 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
+CUTLASS_OPS_HD constexpr int chunk_bytes(int bits) { return kRowsPerSlab * kKPerTile * bits / 8; }
+
+CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) {
+  return (n + kRowsPerSlab - 1) / kRowsPerSlab * kRowsPerSlab;
+}
+
+CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) {
+  return (k + kKPerTile - 1) / kKPerTile * kKPerTile;
+}
+
+// Bytes of a packed [n, k] weight, padding included.
+CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
+  return padded_rows(n) * padded_k(k) * bits / 8;
+}
+
+// Where a code lives: bits [shift, shift + bits) of the byte at offset `byte`.
+struct CodePosition {
+  int64_t byte;
+  int shift;
+};
+
+// The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 4 or 8.
+CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int bits) {
+  const int row = n % kRowsPerBlock;          // inside the 16-row block
+  const int g = row % 8, half = row / 8;      // lane group; 0: row g, 1: row g + 8
+  const int kk = k % 16;                      // inside the 16 k of one word
+  const int t = kk % 8 / 2;                   // lane inside its group
+  const int element = kk / 8 + 2 * (kk % 2);  // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
+  const int k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
+  const int unit = k % kKPerTile / k_per_unit;
+  const int column = k % k_per_unit / 16;  // which 16 k of the unit
+
+  const int64_t chunk = int64_t(n / kRowsPerSlab) * (k_pad / kKPerTile) + k / kKPerTile;
+  const int block = n % kRowsPerSlab / kRowsPerBlock;
+  const int units_per_block = kKPerTile / k_per_unit;
+  const int64_t unit_start =
+      chunk * chunk_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
+  const int lane_start = (4 * g + t) * kLaneBytes;
+  if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
+  return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
+}
+
+// Position of a row inside its slab of 64 in the group vectors (scales, zeros, offsets): row 16*i +
+// 8*h + g stands at 8*g + 2*i + h. So the eight rows of a lane group g lie side by side: one
+// 16-byte load of fp16 scales, one 8-byte load of int8 zeros, and warp i of a warpgroup takes its
+// two rows by one 4-byte load.
+CUTLASS_OPS_HD constexpr int group_row(int row) {
+  return 8 * (row % 8) + 2 * (row % kRowsPerSlab / 16) + row % 16 / 8;
+}
+
+// Position of column k inside its 16 of the int8 activations: 0 .. 15 are stored as 0, 8, 1, 9,
+// ..., 7, 15. Then bytes 4t .. 4t+3, which the int8 instructions hand to lane t, are k = 2t, 2t+8,
+// 2t+1, 2t+9: the k whose weights that lane holds.
+CUTLASS_OPS_HD constexpr int activation_position(int k) { return 2 * (k % 8) + k % 16 / 8; }
+
+}  // namespace cutlass_ops
