@@ -29,6 +29,7 @@ set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_EXTENSIONS OFF)
 enable_language(CUDA)
+find_package(CUDAToolkit REQUIRED)
 find_package(Python 3.10 REQUIRED COMPONENTS Interpreter)
 
 if(CUTLASS_PATH)

@@ -13,7 +13,8 @@ import sys
 from pathlib import Path
 
 # ptxas -v names a kernel, then its properties, then its registers, each on a line of its own.
-FUNCTION = re.compile(r"(?:Compiling entry function|Function properties for) '?([\w$.]+)'?(?: for '(\w+)')?")
+FUNCTION = re.compile(r"Function properties for '?([\w$.]+)")
+ARCHITECTURE = re.compile(r" for '(sm_\w+)'")
 SPILL = re.compile(r"(\d+) bytes spill (?:stores|loads)")
 REGISTERS = re.compile(r"Used (\d+) registers")
 WARNING = re.compile(r"\(C75\d\d\)")  # C7508 to C7514: wgmma serialised, or its registers moved
@@ -29,12 +30,14 @@ def demangle(text: str) -> str:
 def faults(report: str) -> list[str]:
     """Return a line for each register spill and each C75xx warning in what ptxas printed."""
     found = []
-    function = "?"
+    function = architecture = "?"
     for line in report.splitlines():
+        if match := ARCHITECTURE.search(line):
+            architecture = match[1]
         if match := FUNCTION.search(line):
-            function = match[1] + (f" ({match[2]})" if match[2] else "")
+            function = match[1]
         if any(int(size) for size in SPILL.findall(line)):
-            found.append(f"{function}: {line.strip()}")
+            found.append(f"{architecture}: {function}: {line.strip()}")
         if WARNING.search(line):
             found.append(line.strip())
     return found
