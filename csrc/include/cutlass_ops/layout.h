@@ -80,7 +80,7 @@ CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) {
 
 // Bytes of a packed [n, k] weight, padding included.
 CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
-  return padded_rows(n) * padded_k(k) * bits / 8;
+  return padded_rows(n) * padded_k(k) / 8 * bits;
 }
 
 // Where a code lives: bits [shift, shift + bits) of the byte at offset `byte`.
