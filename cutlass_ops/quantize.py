@@ -1,0 +1,59 @@
+"""Float weights to quantised ones, by rounding to nearest."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from . import formats, reference
+from .weight import QuantizedWeight
+
+_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
+_PIECE = 1 << 24
+
+
+def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> QuantizedWeight:
+    """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
+
+    Args:
+        weight: fp16, bf16 or fp32 ``[N, K]``; scales are stored in its dtype.
+        bits: 4 or 8.
+        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
+        symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
+        point.
+
+    Returns:
+        The weight in canonical form, on the same device.
+
+    Raises:
+        TypeError: weight is no tensor, or of another dtype.
+        ValueError: weight is not a matrix, holds NaN or inf, or bits or group_size is not supported.
+    """
+    if not isinstance(weight, Tensor):
+        raise TypeError(f"weight is a {type(weight).__name__}; a torch.Tensor is expected")
+    if weight.dtype not in _FLOAT_TYPES:
+        dtype = str(weight.dtype).removeprefix("torch.")
+        raise TypeError(f"weight has dtype {dtype}; supported are float16, bfloat16, float32")
+    if weight.dim() != 2 or 0 in weight.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K], neither empty, is expected")
+    formats.check_bits(bits)
+    formats.check_group_size(group_size)
+    rows = max(1, _PIECE // weight.shape[1])
+    pieces = [
+        reference.quantize_weight(piece, bits, group_size, symmetric)
+        for piece in torch.split(weight.detach(), rows)
+    ]
+    scales = torch.cat([piece.scales for piece in pieces])
+    if not scales.isfinite().all():
+        row, group = (~scales.isfinite()).nonzero()[0].tolist()
+        raise ValueError(f"weight has NaN, inf or a range beyond fp32 in row {row}, group {group}")
+    zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
+    return QuantizedWeight(
+        codes=torch.cat([piece.codes for piece in pieces]),
+        scales=scales,
+        zeros=torch.cat(zeros) if zeros else None,
+        bits=bits,
+        group_size=group_size,
+    )

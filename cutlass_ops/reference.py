@@ -1,0 +1,497 @@
+"""The specification: every number that a kernel may produce, in plain torch, on any device.
+
+Codes and scales of activations are normative bit for bit; products are normative up to the order in which
+fp32 sums are taken. ``compute_dtype=torch.float64`` turns the products into an oracle for tests.
+
+Everything rounds half to even. Every fp32 product, quotient and difference of the quantisers is rounded by
+itself: a kernel must not fuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TypeAlias
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import formats
+from .weight import QuantizedWeight
+
+#: ``None``, ``"relu"``, ``"relu6"``, ``"gelu"`` (the erf form), ``"silu"`` or ``("clamp", lo, hi)``.
+Activation: TypeAlias = "str | tuple[str, float, float] | None"
+
+#: Below this, the range of a block or group counts as zero: its reciprocal could overflow.
+SMALLEST_RANGE = 2.0**-100
+
+#: fp32 holds every integer up to this.
+_EXACT_IN_FP32 = 2**24
+
+_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: Elements of a temporary tensor: 4 MB of fp32 stay in the cache, several times as fast as
+#: one pass over all rows.
+_CHUNK = 1 << 20
+
+
+# ---- blocks along K
+
+
+def _blocks(x: Tensor, size: int) -> Tensor:
+    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block."""
+    k = x.shape[1]
+    size = k if size == -1 else size
+    count = formats.group_count(k, size)
+    missing = count * size - k
+    return (F.pad(x, (0, missing)) if missing else x).reshape(x.shape[0], count, size)
+
+
+def _row_chunks(rows: int, elements_per_row: int) -> Iterator[slice]:
+    """Slices of the rows whose temporaries have about ``_CHUNK`` elements."""
+    step = max(64, _CHUNK // elements_per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def _check_block(block: int) -> None:
+    if block != -1 and block < 1:
+        raise ValueError(f"block is {block!r}; a number of columns, or -1 (one block a row), is expected")
+
+
+def _check_matrix(name: str, x: Tensor, types: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in types:
+        accepted = ", ".join(str(t).removeprefix("torch.") for t in types)
+        raise TypeError(f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; supported are {accepted}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; a matrix with columns is expected")
+
+
+# ---- quantisers
+
+
+def _quotient(a: float | Tensor, b: float | Tensor, like: Tensor) -> Tensor:
+    """``a / b``, rounded once.
+
+    torch computes ``number / tensor`` as ``reciprocal(tensor) * number`` and, on CUDA, ``tensor / number`` as
+    ``tensor * (1 / number)``: two roundings, other codes. With tensors on both sides it divides.
+    """
+    numerator = a if isinstance(a, Tensor) else like.new_full((), a)
+    denominator = b if isinstance(b, Tensor) else like.new_full((), b)
+    return torch.div(numerator, denominator)
+
+
+def quantize_activations(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Quantise activations to int8, one scale (and zero point) for each row and block of K.
+
+    All of it in fp32, each operation rounded by itself; amax, lo and hi are those of the block.
+
+    - symmetric: ``s = amax / 127``, ``r = 127 / amax``, ``q = clamp(rint(x * r), -127, 127)``;
+    - asymmetric: ``lo = min(0, x)``, ``hi = max(0, x)``, ``s = (hi - lo) / 255``, ``r = 255 / (hi - lo)``,
+      ``z = clamp(rint(-128 - lo * r), -128, 127)``, ``q = clamp(rint(x * r) + z, -128, 127)``.
+
+    A block whose range (amax or hi - lo) is below 2^-100 has s = 1, q = z = 0. A block whose range is not
+    finite (it holds NaN or inf, or hi - lo overflows) has s = NaN, q = z = 0, so that every product with it
+    is NaN.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, K]``.
+        block: columns that share a scale; the last block may be short. -1: one block a row.
+        symmetric: whether there are no zero points.
+
+    Returns:
+        codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]``, or None if symmetric. The
+        value of a code is ``scale * (code - zero)``.
+
+    Raises:
+        TypeError, ValueError: x is not such a matrix, or block means nothing.
+    """
+    _check_matrix("x", x, _FLOAT_TYPES)
+    _check_block(block)
+    k = x.shape[1]
+    values = _blocks(x.float(), block)
+    lo = values.amin(-1).clamp(max=0)
+    hi = values.amax(-1).clamp(min=0)
+    # NaN goes through amin, amax and maximum. The zeros that fill a short block move neither amax nor lo
+    # nor hi.
+    span = torch.maximum(hi, -lo) if symmetric else hi - lo
+    steps = 127.0 if symmetric else 255.0
+    regular = span.isfinite() & (span >= SMALLEST_RANGE)
+    scales = torch.where(regular, _quotient(span, steps, span), 1.0)
+    scales = torch.where(span.isfinite(), scales, torch.nan)
+    reciprocal = _quotient(steps, span, span)
+    codes = (values * reciprocal[..., None]).round()
+    if symmetric:
+        zeros = None
+        codes = codes.clamp(-127, 127)
+    else:
+        zeros = (-128.0 - lo * reciprocal).round().clamp(-128, 127)
+        zeros = torch.where(regular, zeros, 0.0)
+        codes = (codes + zeros[..., None]).clamp(-128, 127)
+        zeros = zeros.to(torch.int8)
+    codes = torch.where(regular[..., None], codes, 0.0).to(torch.int8)
+    return codes.flatten(1)[:, :k].contiguous(), scales, zeros
+
+
+def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive finite fp32 scales as the nearest values of ``dtype`` that are not smaller."""
+    nearest = scales.to(dtype)
+    if dtype == torch.float32:
+        return nearest
+    # The bits of positive floats are ordered as integers, so the next larger value is the next integer.
+    above = (nearest.view(torch.int16) + 1).view(dtype)
+    return torch.where(nearest.float() < scales, above, nearest)
+
+
+def quantize_weight(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> QuantizedWeight:
+    """Quantise a weight by rounding to nearest, one scale (and zero point) for each row and group of K.
+
+    In fp32; amax, lo = min(0, w) and hi = max(0, w) are those of the group.
+
+    - symmetric: ``s = amax / (2^(b-1) - 1)``, codes ``rint(w / s) + 2^(b-1)``; code 0 is never used, so
+      that w and -w have mirrored codes;
+    - asymmetric: ``s = (hi - lo) / (2^b - 1)``, ``z = rint(-lo / s)``, codes
+      ``clamp(rint(w / s) + z, 0, 2^b - 1)``.
+
+    Scales are stored in the weight's dtype and codes are computed with the stored ones. s is rounded up to
+    that dtype, never down: then no scale becomes 0 in fp16, the largest weight of a group still has a code,
+    and every weight is within s / 2 of its value. (s is at most 2/7 of the largest weight, so it does not
+    overflow.)
+
+    A group whose range (amax or hi - lo) is below 2^-100 has scale 1 and codes of value 0. One whose range
+    is not finite has a NaN scale and codes of value 0.
+
+    Args:
+        weight: fp16, bf16 or fp32 ``[N, K]``.
+        bits: 4 or 8.
+        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
+        symmetric: whether there are no zero points.
+
+    Raises:
+        TypeError, ValueError: weight is not such a matrix, or bits or group_size is not supported.
+    """
+    _check_matrix("weight", weight, _FLOAT_TYPES)
+    formats.check_bits(bits)
+    formats.check_group_size(group_size)
+    k = weight.shape[1]
+    values = _blocks(weight.float(), group_size)
+    lo = values.amin(-1).clamp(max=0)
+    hi = values.amax(-1).clamp(min=0)
+    middle, largest = formats.midpoint(bits), 2**bits - 1
+    span, steps = (torch.maximum(hi, -lo), middle - 1) if symmetric else (hi - lo, largest)
+    regular = span.isfinite() & (span >= SMALLEST_RANGE)
+    scales = _rounded_up(torch.where(regular, _quotient(span, steps, span), 1.0), weight.dtype)
+    codes = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values).round(), 0.0)
+    if symmetric:
+        zeros = None
+        codes = codes.clamp(1 - middle, middle - 1) + middle
+    else:
+        zeros = torch.where(regular, _quotient(-lo, scales.float(), lo).round(), 0.0)
+        codes = (codes + zeros[..., None]).clamp(0, largest)
+        zeros = zeros.to(torch.uint8)
+    return QuantizedWeight(
+        codes=codes.to(torch.uint8).flatten(1)[:, :k].contiguous(),
+        scales=torch.where(span.isfinite(), scales, torch.nan),
+        zeros=zeros,
+        bits=bits,
+        group_size=group_size,
+    )
+
+
+# ---- dequantisers
+
+
+def _centred_weight(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """The integers ``q - z`` of some rows, ``[rows, G, group]``; after K, whatever: nothing there is used."""
+    codes = _blocks(qw.codes[rows], qw.group_size).to(dtype)
+    if qw.zeros is None:
+        return codes.sub_(formats.midpoint(qw.bits))
+    return codes.sub_(qw.zeros[rows].to(dtype)[..., None])
+
+
+def _weight_rows(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
+    """The values of some rows, ``[rows, K]``, columns in the order of the codes."""
+    values = _centred_weight(qw, rows, dtype).mul_(qw.scales[rows].to(dtype)[..., None])
+    if qw.offsets is not None:
+        values.add_(qw.offsets[rows].to(dtype)[..., None])
+    return values.flatten(1)[:, : qw.k]
+
+
+def dequantize_weight(qw: QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """The weight's values ``[N, K]``, columns in the order of the input features (act order undone).
+
+    ``s * (q - z)``, or ``s * (q - 2^(b-1)) + o``: product and sum are rounded to fp32 (for float64: to
+    float64), the result once more to ``dtype``.
+    """
+    compute = torch.float64 if dtype == torch.float64 else torch.float32
+    out = torch.empty(qw.shape, dtype=dtype, device=qw.device)
+    columns = slice(None) if qw.perm is None else qw.perm.long()
+    for rows in _row_chunks(qw.n, qw.k):
+        out[rows, columns] = _weight_rows(qw, rows, compute).to(dtype)
+    return out
+
+
+def _centred_activations(codes: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype) -> Tensor:
+    """The integers ``q - z`` ``[M, K]``."""
+    if zeros is None:
+        return codes.to(dtype)
+    return (_blocks(codes.to(dtype), block) - zeros.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]]
+
+
+def dequantize_activations(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int) -> Tensor:
+    """Values ``s * (q - z)``, rounded to fp32, ``[M, K]``, of what :func:`quantize_activations` returns."""
+    _check_activations(codes, scales, zeros, block)
+    integers = _blocks(_centred_activations(codes, zeros, block, torch.float32), block)
+    return (integers * scales[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
+
+
+def _check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, block: int) -> None:
+    _check_matrix("codes", codes, (torch.int8,))
+    _check_block(block)
+    shape = (codes.shape[0], formats.group_count(codes.shape[1], block))
+    for name, value, dtype in (("scales", scales, torch.float32), ("zeros", zeros, torch.int8)):
+        if value is not None:
+            _check_matrix(name, value, (dtype,))
+            if tuple(value.shape) != shape:
+                raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
+
+
+# ---- the order in which kernels read activations
+
+
+def activation_order(codes: Tensor, zeros: Tensor | None, block: int) -> Tensor:
+    """Codes ``[M, K]`` in kernel order, int8 ``[M, k_pad]``, K padded to 128.
+
+    Inside each 16 columns, position ``2 * (k % 8) + (k % 16) // 8`` holds column k. A padding column holds
+    the zero point of its block, or 0 where there are no zero points or where no column of its block is
+    real.
+    """
+    _check_activations(codes, None, zeros, block)
+    m, k = codes.shape
+    k_pad = formats.padded_k(k)
+    padded = F.pad(codes, (0, k_pad - k))
+    if zeros is not None:
+        end = k_pad if block == -1 else min(k_pad, zeros.shape[1] * block)
+        padded[:, k:end] = zeros[:, -1:]
+    return padded.view(m, -1, 2, 8).transpose(2, 3).reshape(m, k_pad)
+
+
+def natural_order(ordered: Tensor, k: int) -> Tensor:
+    """The inverse of :func:`activation_order`: int8 ``[M, k_pad]`` to ``[M, K]``, padding dropped."""
+    _check_matrix("ordered", ordered, (torch.int8,))
+    if ordered.shape[1] != formats.padded_k(k):
+        raise ValueError(
+            f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}"
+        )
+    m, k_pad = ordered.shape
+    return ordered.view(m, -1, 8, 2).transpose(2, 3).reshape(m, k_pad)[:, :k].contiguous()
+
+
+# ---- products
+
+
+def check_activation(activation: Activation) -> None:
+    """Raise ``ValueError`` if ``activation`` is none of those that :func:`epilogue` knows."""
+    if activation is None or activation in ("relu", "relu6", "gelu", "silu"):
+        return
+    if isinstance(activation, tuple) and len(activation) == 3 and activation[0] == "clamp":
+        if activation[1] <= activation[2]:
+            return
+        raise ValueError(f"activation is {activation!r}; clamp takes bounds lo <= hi")
+    raise ValueError(
+        f"activation is {activation!r}; supported are None, 'relu', 'relu6', 'gelu', 'silu', ('clamp', lo, hi)"
+    )
+
+
+def _activate(y: Tensor, activation: Activation) -> Tensor:
+    if activation is None:
+        return y
+    if activation == "relu":
+        return y.clamp(min=0)
+    if activation == "relu6":
+        return y.clamp(0, 6)
+    if activation == "gelu":
+        return F.gelu(y)
+    if activation == "silu":
+        return F.silu(y)
+    return y.clamp(float(activation[1]), float(activation[2]))
+
+
+def epilogue(
+    total: Tensor,
+    bias: Tensor | None = None,
+    activation: Activation = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    saturate: bool = False,
+) -> Tensor:
+    """``activation(total + bias) + residual`` in total's dtype, rounded once to ``out_dtype``.
+
+    A total that is not finite becomes NaN first, and NaN goes through every activation. What overflows
+    ``out_dtype`` becomes inf, or its largest finite value if ``saturate`` (NaN stays NaN).
+
+    Args:
+        total: sums, fp32 (fp64 for an oracle) ``[M, N]``.
+        bias: floating ``[N]``.
+        activation: see :data:`Activation`.
+        residual: floating ``[M, N]``.
+        out_dtype: dtype of the result.
+        saturate: clamp instead of overflowing.
+    """
+    check_activation(activation)
+    y = torch.where(total.isfinite(), total, torch.nan)
+    if bias is not None:
+        y = y + bias.to(y.dtype)
+    y = _activate(y, activation)
+    if residual is not None:
+        y = y + residual.to(y.dtype)
+    if saturate:
+        limits = torch.finfo(out_dtype)
+        y = y.clamp(limits.min, limits.max)
+    return y.to(out_dtype)
+
+
+def _check_product(
+    k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None
+) -> Tensor | None:
+    """The bias that applies, after checking shapes."""
+    if k != qw.k:
+        raise ValueError(f"the activations have {k} columns; the weight {qw.shape} takes {qw.k}")
+    if bias is not None and qw.bias is not None:
+        raise ValueError("a bias is given, but the weight has one already")
+    if bias is not None and tuple(bias.shape) != (qw.n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(qw.n,)} is expected")
+    if residual is not None and tuple(residual.shape) != (m, qw.n):
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; {(m, qw.n)} is expected")
+    return qw.bias if bias is None else bias
+
+
+def gemm_quantized(
+    codes: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    block: int,
+    qw: QuantizedWeight,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = None,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype = torch.float32,
+    saturate: bool = False,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """The product of quantised activations and a quantised weight, ``[M, N]``.
+
+    A step b along K is the smaller of block and group. With ``I[m, n, b]`` the sum over b of
+    ``(qa - za) * (qw - zw)`` (exact) and ``S[m, b]`` the sum over b of ``sa * (qa - za)``,
+
+        y[m, n] = sum over b of sa[m, b] * sw[n, b] * I[m, n, b]  +  sum over b of o[n, b] * S[m, b]
+
+    in ``compute_dtype``; the second term only if the weight has offsets.
+
+    Args:
+        codes, scales, zeros, block: as :func:`quantize_activations` takes and returns them. Column j of the
+            codes belongs to column j of the weight's codes: with act order, ``x[:, qw.perm]`` was
+            quantised.
+        qw: the weight; its bias is added.
+        bias, activation, residual, out_dtype, saturate: see :func:`epilogue`.
+        compute_dtype: fp32, or fp64 for an oracle.
+
+    Raises:
+        ValueError: shapes that do not fit, a block and a group of which neither divides the other, or two
+        biases.
+    """
+    _check_activations(codes, scales, zeros, block)
+    m, k = codes.shape
+    bias = _check_product(k, m, qw, bias, residual)
+    sizes = [size for size in (block, qw.group_size) if size != -1]
+    step = min(sizes, default=k)
+    if max(sizes, default=k) % step:
+        raise ValueError(f"block is {block} and group_size is {qw.group_size}; one must divide the other")
+
+    # Both factors are integers of at most 8 bits, so that fp32, and even TF32 and bf16 if torch's matmul is
+    # set to them, holds them exactly. Every partial sum of a step is an integer no larger than this bound:
+    # below 2^24 fp32 adds without rounding, in any order and with or without fused multiply-add. fp64 does
+    # up to 2^53.
+    largest_a = 128 if zeros is None else 255
+    largest_w = formats.midpoint(qw.bits) if qw.zeros is None else 2**qw.bits - 1
+    exact = torch.float64 if step * largest_a * largest_w > _EXACT_IN_FP32 else torch.float32
+
+    steps = formats.group_count(k, step)
+    start = torch.arange(steps, device=codes.device) * step
+    a = _blocks(_centred_activations(codes, zeros, block, exact), step).transpose(0, 1)  # [steps, M, step]
+    scale_a = scales.to(compute_dtype)[:, start // (k if block == -1 else block)]  # [M, steps]
+    group = start // (k if qw.group_size == -1 else qw.group_size)
+    sums = scale_a * a.sum(-1).t().to(compute_dtype)  # [M, steps]
+
+    total = torch.empty(m, qw.n, dtype=compute_dtype, device=codes.device)
+    for rows in _row_chunks(qw.n, k + 2 * m * steps):
+        w = _blocks(_centred_weight(qw, rows, exact).flatten(1)[:, :k], step)
+        integers = (a @ w.permute(1, 2, 0)).to(compute_dtype)  # [steps, M, rows]
+        scale_w = qw.scales[rows].to(compute_dtype)[:, group]
+        factors = scale_a.t()[:, :, None] * scale_w.t()[:, None, :]
+        total[:, rows] = (integers * factors).sum(0)
+        if qw.offsets is not None:
+            total[:, rows] += sums @ qw.offsets[rows].to(compute_dtype)[:, group].t()
+    return epilogue(total, bias, activation, residual, out_dtype, saturate)
+
+
+def mixed_gemm(
+    x: Tensor,
+    qw: QuantizedWeight,
+    *,
+    bias: Tensor | None = None,
+    activation: Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    saturate: bool = False,
+    compute_dtype: torch.dtype = torch.float32,
+) -> Tensor:
+    """``activation(x @ W^T + bias) + residual``, ``[M, N]``.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, K]``. Act order gathers its columns before anything else.
+        qw: the weight; its bias is added.
+        act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``. "token" or
+            "block": x goes through :func:`quantize_activations`, with one block a row or blocks of
+            :func:`cutlass_ops.formats.activation_block`, and on to :func:`gemm_quantized`.
+        act_symmetric: whether quantised activations have no zero points.
+        bias, activation, residual, saturate: see :func:`epilogue`.
+        out_dtype: dtype of the result; x's if None.
+        compute_dtype: fp32, or fp64 for an oracle.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message has its value.
+    """
+    _check_matrix("x", x, _FLOAT_TYPES)
+    if act_quant not in ("none", "token", "block"):
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    m, k = x.shape
+    added_bias = _check_product(k, m, qw, bias, residual)
+    if out_dtype is None:
+        out_dtype = x.dtype
+    if qw.perm is not None:
+        x = x[:, qw.perm.long()]
+    if act_quant != "none":
+        block = -1 if act_quant == "token" else formats.activation_block(qw.group_size)
+        codes, scales, zeros = quantize_activations(x, block, act_symmetric)
+        return gemm_quantized(
+            codes,
+            scales,
+            zeros,
+            block,
+            qw,
+            bias=bias,
+            activation=activation,
+            residual=residual,
+            out_dtype=out_dtype,
+            saturate=saturate,
+            compute_dtype=compute_dtype,
+        )
+    x = x.to(compute_dtype)
+    total = torch.empty(m, qw.n, dtype=compute_dtype, device=x.device)
+    for rows in _row_chunks(qw.n, k):
+        total[:, rows] = x @ _weight_rows(qw, rows, compute_dtype).t()
+    return epilogue(total, added_bias, activation, residual, out_dtype, saturate)
