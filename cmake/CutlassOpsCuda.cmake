@@ -57,17 +57,22 @@ message(STATUS "cutlass_ops: building CUDA kernels with ${CMAKE_CUDA_COMPILER} $
                "for ${CUTLASS_OPS_ARCHITECTURES}; CUTLASS headers in ${CUTLASS_INCLUDE_DIR}")
 
 find_program(CCACHE_PROGRAM ccache)
-set(nvcc_checked "${Python_EXECUTABLE}" "${CMAKE_CURRENT_LIST_DIR}/nvcc_checked.py")
-if(CCACHE_PROGRAM)
-  list(APPEND nvcc_checked "${CCACHE_PROGRAM}")
+if(NOT CCACHE_PROGRAM)
+  set(CCACHE_PROGRAM "")
 endif()
-set(CUTLASS_OPS_CUDA_LAUNCHER "${nvcc_checked}")
+set(CMAKE_CUDA_COMPILER_LAUNCHER ${CCACHE_PROGRAM})
 
-# Options, headers and the checked compiler for the CUDA code of a target.
-function(cutlass_ops_cuda_target target)
+# Options and headers for the CUDA code of a target.
+function(cutlass_ops_cuda_options target)
   target_include_directories(${target} SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}")
+  # NDEBUG in every build type: with assertions in, ptxas serialises wgmma (warning C7510).
   target_compile_options(${target} PRIVATE
-    # NDEBUG in every build type: with assertions in, ptxas serialises wgmma (warning C7510).
-    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-Xptxas=-v;-Xcompiler=-Wall;-lineinfo>)
-  set_property(TARGET ${target} PROPERTY CUDA_COMPILER_LAUNCHER "${CUTLASS_OPS_CUDA_LAUNCHER}")
+    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-lineinfo;-Xcompiler=-Wall>)
+endfunction()
+
+# For the kernels of the library, in addition: a register spill or a serialised wgmma is an error.
+function(cutlass_ops_check_kernels target)
+  target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
+  set_property(TARGET ${target} PROPERTY CUDA_COMPILER_LAUNCHER
+               "${Python_EXECUTABLE}" "${CMAKE_CURRENT_FUNCTION_LIST_DIR}/nvcc_checked.py" ${CCACHE_PROGRAM})
 endfunction()
