@@ -1,7 +1,7 @@
 """The PEP 517 backend: scikit-build-core, plus the CUTLASS headers when the build is going to compile CUDA.
 
-pip builds in an environment of its own, which does not see what is installed elsewhere. The package `nvidia-cutlass`
-brings the headers there, but also scipy and networkx, so a build without CUDA must not ask for it.
+pip builds in an environment of its own, which does not see what is installed elsewhere. The package
+`nvidia-cutlass` brings the headers there, but also scipy and networkx, so a build without CUDA must not ask for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def _cutlass(config_settings: dict[str, Any] | None) -> list[str]:
     settings = config_settings or {}
     mode = settings.get("cmake.define.CUTLASS_OPS_CUDA", os.environ.get("CUTLASS_OPS_CUDA", "AUTO"))
     path = settings.get("cmake.define.CUTLASS_PATH", os.environ.get("CUTLASS_PATH"))
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
-    return [CUTLASS] if nvcc and not path and str(mode).upper() != "OFF" else []
+    nvcc = [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"), os.environ.get("CUDACXX")]
+    return [CUTLASS] if any(nvcc) and not path and str(mode).upper() != "OFF" else []
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:

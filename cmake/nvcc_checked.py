@@ -1,7 +1,8 @@
 """Run nvcc (or ccache nvcc) and fail when a kernel spills registers or ptxas warns that it serialised wgmma.
 
-CMake puts this in front of every nvcc call (`CUDA_COMPILER_LAUNCHER`). nvcc is called with `-Xptxas -v`; what ptxas says
-of every kernel goes to a file beside the object, `NAME.cu.o.ptxas.txt`, and one line of it to the terminal.
+CMake puts this in front of every nvcc call (`CUDA_COMPILER_LAUNCHER`). nvcc is called with `-Xptxas -v`; what
+ptxas says of every kernel goes to a file beside the object, `NAME.cu.o.ptxas.txt`, and one line of it to the
+terminal.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ def main(command: list[str]) -> int:
     if found:
         output.unlink(missing_ok=True)
         sys.stderr.write(demangle("".join(f"error: {output.stem}: {fault}\n" for fault in found)))
-        sys.stderr.write("A kernel must neither spill registers nor make ptxas serialise wgmma: the build fails here.\n")
+        sys.stderr.write("Kernels must not spill registers, and ptxas must not serialise wgmma: the build fails.\n")
         return 1
     return 0
 
