@@ -105,6 +105,7 @@ __device__ inline uint32_t as_bits(__nv_bfloat162 value) {
 //           / 16 = (72, 70); minus 72 = (0, -2)
 struct Int4Half {
   static constexpr int kWords = 1;
+  static constexpr uint32_t kSixteenth = 0x2c002c00u;  // half2 of 1/16, the factor of row g+8
 
   CUTLASS_OPS_HD static void bits(const uint32_t* word, uint32_t (&out)[4]) {
     const uint32_t low = word[0], high = word[0] >> 8;
@@ -126,11 +127,10 @@ struct Int4Half {
   __device__ static void fragment(const uint32_t* word, RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
     bits(word, out);
-    const __half2 sixteenth = as_half2(0x2c002c00u);
     out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
-    out[1] = as_bits(__hfma2(as_half2(out[1]), sixteenth, as_half2(zero.g8)));
+    out[1] = as_bits(__hfma2(as_half2(out[1]), as_half2(kSixteenth), as_half2(zero.g8)));
     out[2] = as_bits(__hsub2(as_half2(out[2]), as_half2(zero.g)));
-    out[3] = as_bits(__hfma2(as_half2(out[3]), sixteenth, as_half2(zero.g8)));
+    out[3] = as_bits(__hfma2(as_half2(out[3]), as_half2(kSixteenth), as_half2(zero.g8)));
   }
 
   __device__ static void fragment(const uint32_t* word, uint32_t (&out)[4]) {

@@ -1,0 +1,29 @@
+// What the vector instructions of device/decode.cuh compute, on the host, in double. Their operands
+// are 16-bit floats and their results integers below 2^8, so that double is exact, and so are the
+// instructions, provided the numbers come out as integers of that size: the tests see to it.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+namespace cutlass_ops::emulate {
+
+// The number in the low or the high half of a register, read as fp16.
+inline double half(uint32_t reg, int high) {
+  const uint32_t bits = high ? reg >> 16 : reg & 0xffff;
+  const int exponent = int(bits >> 10 & 31), mantissa = int(bits & 1023);
+  const double magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+  return bits >> 15 ? -magnitude : magnitude;
+}
+
+// The same, read as bf16.
+inline double bfloat16(uint32_t reg, int high) {
+  const uint32_t bits = high ? reg >> 16 : reg & 0xffff;
+  const int exponent = int(bits >> 7 & 255), mantissa = int(bits & 127);
+  const double magnitude =
+      exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
+  return bits >> 15 ? -magnitude : magnitude;
+}
+
+}  // namespace cutlass_ops::emulate

@@ -1,0 +1,209 @@
+// The bit tricks of device/decode.cuh, exhaustively: every code at every place of a word, with
+// every zero point. A word's place of a code is stated here a second time, from the table in
+// layout.h.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+
+#include "device/decode.cuh"
+#include "emulate.h"
+
+namespace cutlass_ops::decode {
+namespace {
+
+// The value of nibble p, in two's complement.
+int nibble(uint32_t word, int p) { return int(word << (28 - 4 * p)) >> 28; }
+
+int byte(uint32_t word, int e) { return int8_t(word >> 8 * e); }
+
+// Nibble of a 4-bit word that register r of a 16 x 16 fragment takes for its low or high half: rows
+// g, g+8, g, g+8; k 2t and 2t+1, then 2t+8 and 2t+9.
+constexpr int kNibble[4][2] = {{0, 4}, {1, 5}, {2, 6}, {3, 7}};
+
+// Byte of an 8-bit word: k 2t, 2t+8, 2t+1, 2t+9.
+constexpr int kByte[4][2] = {{0, 2}, {0, 2}, {1, 3}, {1, 3}};
+
+// Every 16-bit pattern in the low half of a word, and, in another order, in the high half.
+template <class Check>
+void for_each_word(const Check& check) {
+  for (uint32_t low = 0; low < 0x10000; ++low) {
+    const uint32_t high = low * 40503u & 0xffff;  // odd factor: a permutation of the 2^16
+    check(high << 16 | low);
+    if (testing::Test::HasFailure()) return;  // one report, not millions
+  }
+}
+
+// Every zero point for both rows, never the same for both.
+template <int kBits, class Check>
+void for_each_zero_pair(const Check& check) {
+  constexpr int kCodes = 1 << kBits;
+  for (int z = 0; z < kCodes; ++z) check(z - kCodes / 2, (z + 5) % kCodes - kCodes / 2);
+}
+
+TEST(Decode, FourBitsToHalf) {
+  ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 0), 1.0 / 16);
+  ASSERT_EQ(emulate::half(Int4Half::kSixteenth, 1), 1.0 / 16);
+  for_each_word([](uint32_t word) {
+    uint32_t bits[4];
+    Int4Half::bits(&word, bits);
+    for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
+      const RowConstants zero = Int4Half::zero_constants(zero_g, zero_g8);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          const double operand = emulate::half(bits[r], h);
+          const double value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
+                                          : operand / 16 + emulate::half(zero.g8, h);
+          const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          if (value != expected) {
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
+          }
+        }
+      }
+    });
+  });
+}
+
+TEST(Decode, FourBitsToBfloat16) {
+  for_each_word([](uint32_t word) {
+    uint32_t bits[4];
+    Int4Bfloat16::bits(&word, bits);
+    for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
+      const RowConstants zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          const double value =
+              emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+          const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          if (value != expected) {
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
+          }
+        }
+      }
+    });
+  });
+}
+
+TEST(Decode, EightBitsToHalf) {
+  for_each_word([](uint32_t word) {
+    const uint32_t words[2] = {word, ~word};
+    uint32_t bits[4];
+    Int8Half::bits(words, bits);
+    for_each_zero_pair<8>([&](int zero_g, int zero_g8) {
+      const RowConstants zero = Int8Half::zero_constants(zero_g, zero_g8);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          const double value =
+              emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
+          const int expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          if (value != expected) {
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                          << ", not " << std::dec << expected;
+          }
+        }
+      }
+    });
+  });
+}
+
+TEST(Decode, EightBitsToBfloat16) {
+  for_each_word([](uint32_t word) {
+    const uint32_t words[2] = {word, ~word};
+    uint32_t minuend[4], subtrahend[4];
+    Int8Bfloat16::bits(words, minuend, subtrahend);
+    for (int r = 0; r < 4; ++r) {
+      for (int h = 0; h < 2; ++h) {
+        const double value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
+        const int expected = byte(words[r % 2], kByte[r][h]);
+        if (value != expected) {
+          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
+                        << ", not " << std::dec << expected;
+        }
+      }
+    }
+  });
+  // The second subtraction, of the zero point: its operand is exact.
+  for_each_zero_pair<8>([](int zero_g, int zero_g8) {
+    const RowConstants zero = Int8Bfloat16::zero_constants(zero_g, zero_g8);
+    for (int h = 0; h < 2; ++h) {
+      EXPECT_EQ(emulate::bfloat16(zero.g, h), zero_g);
+      EXPECT_EQ(emulate::bfloat16(zero.g8, h), zero_g8);
+    }
+  });
+}
+
+TEST(Decode, FourBitsToInt8) {
+  for_each_word([](uint32_t word) {
+    const uint32_t words[2] = {word, ~word};
+    uint32_t out[4];
+    Int4Int8::fragment(words, out);
+    for (int r = 0; r < 4; ++r) {
+      for (int e = 0; e < 4; ++e) {
+        const int expected = Int4Int8::kScale * nibble(words[r / 2], 2 * e + r % 2);
+        if (byte(out[r], e) != expected) {
+          ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
+                        << byte(out[r], e) << ", not " << std::dec << expected;
+        }
+      }
+    }
+  });
+}
+
+TEST(Decode, FourBitsMinusZeroToInt8) {
+  for_each_word([](uint32_t word) {
+    const uint32_t words[2] = {word, ~word};
+    for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
+      uint32_t out[4];
+      Int4MinusZeroInt8::fragment(words, Int4MinusZeroInt8::zero_constants(zero_g, zero_g8), out);
+      for (int r = 0; r < 4; ++r) {
+        for (int e = 0; e < 4; ++e) {
+          const int code = nibble(words[r / 2], 2 * e + r % 2);
+          const int expected = code - (r % 2 == 0 ? zero_g : zero_g8);
+          if (byte(out[r], e) != expected) {
+            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
+                          << byte(out[r], e) << ", not " << std::dec << expected;
+          }
+        }
+      }
+    });
+  });
+}
+
+// The worked examples of decode.cuh, bit for bit.
+TEST(Decode, WorkedExamples) {
+  const uint32_t four_bits[2] = {0x000000e3u, 0};
+  const uint32_t eight_bits[2] = {0x0000fe03u, 0};
+  uint32_t out[4], subtrahend[4];
+
+  Int4Half::bits(four_bits, out);
+  EXPECT_EQ(out[0], 0x6408640bu);
+  EXPECT_EQ(out[1], 0x64806460u);
+  EXPECT_EQ(emulate::half(Int4Half::zero_constants(0, 0).g, 0), 1032);
+  EXPECT_EQ(emulate::half(Int4Half::zero_constants(0, 0).g8, 0), -72);
+
+  Int4Bfloat16::bits(four_bits, out);
+  EXPECT_EQ(out[0], 0x4308430bu);
+  EXPECT_EQ(out[1], 0x43084306u);
+
+  Int8Half::bits(eight_bits, out);
+  EXPECT_EQ(out[0], 0x64806483u);
+  EXPECT_EQ(out[2], 0x6480647eu);
+
+  Int8Bfloat16::bits(eight_bits, out, subtrahend);
+  EXPECT_EQ(out[0], 0x43004303u);
+  EXPECT_EQ(subtrahend[0], 0x43004300u);
+  EXPECT_EQ(out[2], 0x4300437eu);
+  EXPECT_EQ(subtrahend[2], 0x43004380u);
+
+  Int4Int8::fragment(four_bits, out);
+  EXPECT_EQ(out[0], 0x00000030u);
+  EXPECT_EQ(out[1], 0x000000e0u);
+
+  Int4MinusZeroInt8::fragment(four_bits, Int4MinusZeroInt8::zero_constants(-5, -5), out);
+  EXPECT_EQ(out[0], 0x05050508u);
+  EXPECT_EQ(out[1], 0x05050503u);
+}
+
+}  // namespace
+}  // namespace cutlass_ops::decode

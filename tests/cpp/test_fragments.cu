@@ -1,0 +1,176 @@
+// The packed layout and its decoders against the instructions: CuTe's traits say which element of A
+// each thread holds in each place of its fragment registers; what the decoders make of the packed
+// words must be those elements. Host code only; a .cu file because CuTe's headers need nvcc.
+#include <gtest/gtest.h>
+
+#include <cstdint>
+#include <cute/atom/mma_traits_sm80.hpp>
+#include <cute/atom/mma_traits_sm90_gmma.hpp>
+#include <vector>
+
+#include "cutlass_ops/layout.h"
+#include "device/decode.cuh"
+#include "emulate.h"
+
+namespace cutlass_ops {
+namespace {
+
+using Half16816 = cute::SM80_16x8x16_F32F16F16F32_TN;
+using Bfloat16816 = cute::SM80_16x8x16_F32BF16BF16F32_TN;
+using Int16832 = cute::SM80_16x8x32_S32S8S8S32_TN;
+constexpr auto kKMajor = cute::SM90::GMMA::Major::K;
+using HalfWgmma = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<kKMajor, kKMajor>;
+using Bfloat16Wgmma = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<kKMajor, kKMajor>;
+using IntWgmma = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
+
+constexpr int kChunkCodes = kRowsPerSlab * kKPerTile;
+
+// A chunk that holds, as its codes, digit `digit` (base 2^bits) of each code's own index
+// row * 128 + k. Decoding all digits tells which code an element came from.
+std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
+  std::vector<uint32_t> chunk(size_t(chunk_bytes(bits)) / 4);
+  for (int index = 0; index < kChunkCodes; ++index) {
+    const CodePosition at = code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
+    const int code = (index >> bits * digit) - (1 << (bits - 1));
+    const uint32_t field = uint32_t(code) & ((1u << bits) - 1);
+    chunk[size_t(at.byte) / 4] |= field << (at.byte % 4 * 8 + at.shift);
+  }
+  return chunk;
+}
+
+// The words that a lane of the warp of `block` feeds to the fragment at column k of the chunk.
+const uint32_t* lane_words(const std::vector<uint32_t>& chunk, int bits, int block, int lane,
+                           int k) {
+  const int k_per_unit = bits == 4 ? 64 : 32;
+  const int unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
+  const int word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
+  return chunk.data() + (unit * kUnitBytes + lane * kLaneBytes) / 4 + word;
+}
+
+// Element v of a fragment, decoded without zero points, to its centred code.
+int element(decode::Int4Half, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int4Half::bits(words, r);
+  const decode::RowConstants zero = decode::Int4Half::zero_constants(0, 0);
+  const double operand = emulate::half(r[v / 2], v % 2);
+  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
+                            : operand / 16 + emulate::half(zero.g8, 0));
+}
+
+int element(decode::Int4Bfloat16, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int4Bfloat16::bits(words, r);
+  const uint32_t zero = decode::Int4Bfloat16::zero_constants(0, 0).g;
+  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(zero, 0));
+}
+
+int element(decode::Int8Half, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int8Half::bits(words, r);
+  const uint32_t zero = decode::Int8Half::zero_constants(0, 0).g;
+  return int(emulate::half(r[v / 2], v % 2) - emulate::half(zero, 0));
+}
+
+int element(decode::Int8Bfloat16, const uint32_t* words, int v) {
+  uint32_t r[4], subtrahend[4];
+  decode::Int8Bfloat16::bits(words, r, subtrahend);
+  return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(subtrahend[v / 2], v % 2));
+}
+
+int element(decode::Int4Int8, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int4Int8::fragment(words, r);
+  return int8_t(r[v / 4] >> v % 4 * 8) / decode::Int4Int8::kScale;
+}
+
+int element(decode::Int4MinusZeroInt8, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int4MinusZeroInt8::fragment(words, decode::Int4MinusZeroInt8::zero_constants(0, 0), r);
+  return int8_t(r[v / 4] >> v % 4 * 8);
+}
+
+int element(decode::Int8Int8, const uint32_t* words, int v) {
+  uint32_t r[4];
+  decode::Int8Int8::fragment(words, r);
+  return int8_t(r[v / 4] >> v % 4 * 8);
+}
+
+// The column whose weight meets the activation at position `position` of operand B: int8
+// activations are stored permuted, 16-bit ones are not.
+int column_at(int position, bool int8) {
+  if (!int8) return position;
+  for (int k = 0; k < 16; ++k) {
+    if (activation_position(k) == position % 16) return position / 16 * 16 + k;
+  }
+  return -1;
+}
+
+template <int bits, class Decoder, class Instruction>
+void check_fragments() {
+  using ALayout =
+      typename cute::MMA_Traits<Instruction>::ALayout;  // (thread, value) -> m + k * rows
+  constexpr int kThreads = cute::size<0>(ALayout{}), kValues = cute::size<1>(ALayout{});
+  constexpr int kRows = kThreads / 2;    // 16 for a warp, 64 for a warpgroup
+  constexpr int kK = 32 * kValues / 16;  // 16 or 32
+  static_assert((kThreads == 32 || kThreads == 128) && kRows * kK == cute::cosize_v<ALayout>);
+
+  std::vector<std::vector<uint32_t>> chunks;
+  for (int digit = 0; digit * bits < 13; ++digit) chunks.push_back(chunk_of_digits(bits, digit));
+
+  for (int k = 0; k < kKPerTile; k += kK) {
+    for (int block = 0; block < kRowsPerSlab / kRowsPerBlock; ++block) {  // that is, for each warp
+      for (int lane = 0; lane < 32; ++lane) {
+        const int thread = kThreads == 32 ? lane : 32 * block + lane;
+        const int first_row = kThreads == 32 ? 16 * block : 0;
+        for (int v = 0; v < kValues; ++v) {
+          int index = 0;
+          for (size_t digit = 0; digit < chunks.size(); ++digit) {
+            const uint32_t* words = lane_words(chunks[digit], bits, block, lane, k);
+            index |= (element(Decoder{}, words, v) + (1 << (bits - 1))) << bits * int(digit);
+          }
+          const int place = ALayout{}(thread, v);
+          const int row = first_row + place % kRows;
+          const int column = k + column_at(place / kRows, kK == 32);
+          ASSERT_EQ(index / kKPerTile, row)
+              << "thread " << thread << ", value " << v << ", k " << k;
+          ASSERT_EQ(index % kKPerTile, column) << "thread " << thread << ", value " << v;
+        }
+      }
+    }
+  }
+}
+
+TEST(Fragments, MmaSyncHalf) {
+  check_fragments<4, decode::Int4Half, Half16816>();
+  check_fragments<8, decode::Int8Half, Half16816>();
+}
+
+TEST(Fragments, MmaSyncBfloat16) {
+  check_fragments<4, decode::Int4Bfloat16, Bfloat16816>();
+  check_fragments<8, decode::Int8Bfloat16, Bfloat16816>();
+}
+
+TEST(Fragments, MmaSyncInt8) {
+  check_fragments<4, decode::Int4Int8, Int16832>();
+  check_fragments<4, decode::Int4MinusZeroInt8, Int16832>();
+  check_fragments<8, decode::Int8Int8, Int16832>();
+}
+
+TEST(Fragments, WgmmaHalf) {
+  check_fragments<4, decode::Int4Half, HalfWgmma>();
+  check_fragments<8, decode::Int8Half, HalfWgmma>();
+}
+
+TEST(Fragments, WgmmaBfloat16) {
+  check_fragments<4, decode::Int4Bfloat16, Bfloat16Wgmma>();
+  check_fragments<8, decode::Int8Bfloat16, Bfloat16Wgmma>();
+}
+
+TEST(Fragments, WgmmaInt8) {
+  check_fragments<4, decode::Int4Int8, IntWgmma>();
+  check_fragments<4, decode::Int4MinusZeroInt8, IntWgmma>();
+  check_fragments<8, decode::Int8Int8, IntWgmma>();
+}
+
+}  // namespace
+}  // namespace cutlass_ops
