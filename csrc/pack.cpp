@@ -45,8 +45,8 @@ template <int kBits>
 constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 
 template <int kBits>
-void write_chunk(const Tile& tile, uint8_t* chunk) {
-  const auto& sources = kSources<kBits>;
+void write_chunk(Tile const& tile, uint8_t* chunk) {
+  auto const& sources = kSources<kBits>;
   if constexpr (kBits == 8) {
     for (int i = 0; i < kCodesPerChunk; ++i) chunk[i] = tile[sources[i]];
   } else {
@@ -57,8 +57,8 @@ void write_chunk(const Tile& tile, uint8_t* chunk) {
 }
 
 template <int kBits>
-void read_chunk(const uint8_t* chunk, Tile& tile) {
-  const auto& sources = kSources<kBits>;
+void read_chunk(uint8_t const* chunk, Tile& tile) {
+  auto const& sources = kSources<kBits>;
   if constexpr (kBits == 8) {
     for (int i = 0; i < kCodesPerChunk; ++i) tile[sources[i]] = chunk[i];
   } else {
@@ -84,12 +84,12 @@ struct Window {
 };
 
 template <int kBits>
-void pack_chunk(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
+void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
   const Window window(index, n, k);
   Tile tile;
   if (window.rows < kRowsPerSlab || window.columns < kKPerTile) tile.fill(0);
   for (int row = 0; row < window.rows; ++row) {
-    const uint8_t* source = codes + (window.first_row + row) * k + window.first_k;
+    uint8_t const* source = codes + (window.first_row + row) * k + window.first_k;
     uint8_t* destination = tile.data() + row * kKPerTile;
     for (int i = 0; i < window.columns; ++i) destination[i] = source[i] ^ kSignBit<kBits>;
   }
@@ -97,12 +97,12 @@ void pack_chunk(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t k, int
 }
 
 template <int kBits>
-void unpack_chunk(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t k, int64_t index) {
+void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int64_t index) {
   const Window window(index, n, k);
   Tile tile;
   read_chunk<kBits>(packed + index * chunk_bytes(kBits), tile);
   for (int row = 0; row < window.rows; ++row) {
-    const uint8_t* source = tile.data() + row * kKPerTile;
+    uint8_t const* source = tile.data() + row * kKPerTile;
     uint8_t* destination = codes + (window.first_row + row) * k + window.first_k;
     for (int i = 0; i < window.columns; ++i) destination[i] = source[i] ^ kSignBit<kBits>;
   }
@@ -110,11 +110,11 @@ void unpack_chunk(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t k, i
 
 // Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core).
 template <class Work>
-void for_each_index(int64_t count, int threads, const Work& work) {
+void for_each_index(int64_t count, int threads, Work const& work) {
   // Threads take a batch at a time: 64 chunks are some tens of microseconds of work.
   constexpr int64_t kBatch = 64;
   std::atomic<int64_t> next{0};
-  const auto run = [&] {
+  auto const run = [&] {
     for (;;) {
       const int64_t first = next.fetch_add(kBatch);
       if (first >= count) return;
@@ -129,7 +129,7 @@ void for_each_index(int64_t count, int threads, const Work& work) {
   helpers.reserve(std::min(wanted, batches));
   try {
     while (int64_t(helpers.size()) + 1 < std::min(wanted, batches)) helpers.emplace_back(run);
-  } catch (const std::system_error&) {
+  } catch (std::system_error const&) {
     // The system gives no more threads: those that run, and this one, do all of the work.
   }
   run();
@@ -139,9 +139,8 @@ void for_each_index(int64_t count, int threads, const Work& work) {
 void check(int64_t n, int64_t k, int bits, int threads) {
   // code_position takes ints, padding included.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
-  const auto fail = [](const char* name, int64_t value, const std::string& accepted) {
-    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) +
-                                "; accepted: " + accepted);
+  auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
+    throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; accepted: " + accepted);
   };
   const std::string range = "1 to " + std::to_string(kLargest);
   if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
@@ -150,25 +149,21 @@ void check(int64_t n, int64_t k, int bits, int threads) {
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
 }
 
-int64_t chunk_count(int64_t n, int64_t k) {
-  return padded_rows(n) / kRowsPerSlab * (padded_k(k) / kKPerTile);
-}
+int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerSlab * (padded_k(k) / kKPerTile); }
 
 }  // namespace
 
-void pack(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads) {
+void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads) {
   check(n, k, bits, threads);
   for_each_index(chunk_count(n, k), threads, [=](int64_t index) {
-    return bits == 4 ? pack_chunk<4>(codes, packed, n, k, index)
-                     : pack_chunk<8>(codes, packed, n, k, index);
+    return bits == 4 ? pack_chunk<4>(codes, packed, n, k, index) : pack_chunk<8>(codes, packed, n, k, index);
   });
 }
 
-void unpack(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {
+void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {
   check(n, k, bits, threads);
   for_each_index(chunk_count(n, k), threads, [=](int64_t index) {
-    return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index)
-                     : unpack_chunk<8>(packed, codes, n, k, index);
+    return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index) : unpack_chunk<8>(packed, codes, n, k, index);
   });
 }
 

@@ -79,18 +79,10 @@ CUTLASS_OPS_HD inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32
 
 #ifdef __CUDACC__
 namespace detail {
-__device__ inline __half2 as_half2(uint32_t bits) {
-  return *reinterpret_cast<const __half2*>(&bits);
-}
-__device__ inline uint32_t as_bits(__half2 value) {
-  return *reinterpret_cast<const uint32_t*>(&value);
-}
-__device__ inline __nv_bfloat162 as_bfloat162(uint32_t bits) {
-  return *reinterpret_cast<const __nv_bfloat162*>(&bits);
-}
-__device__ inline uint32_t as_bits(__nv_bfloat162 value) {
-  return *reinterpret_cast<const uint32_t*>(&value);
-}
+__device__ inline __half2 as_half2(uint32_t bits) { return *reinterpret_cast<__half2 const*>(&bits); }
+__device__ inline uint32_t as_bits(__half2 value) { return *reinterpret_cast<uint32_t const*>(&value); }
+__device__ inline __nv_bfloat162 as_bfloat162(uint32_t bits) { return *reinterpret_cast<__nv_bfloat162 const*>(&bits); }
+__device__ inline uint32_t as_bits(__nv_bfloat162 value) { return *reinterpret_cast<uint32_t const*>(&value); }
 }  // namespace detail
 #endif
 
@@ -107,7 +99,7 @@ struct Int4Half {
   static constexpr int kWords = 1;
   static constexpr uint32_t kSixteenth = 0x2c002c00u;  // half2 of 1/16, the factor of row g+8
 
-  CUTLASS_OPS_HD static void bits(const uint32_t* word, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
     const uint32_t low = word[0], high = word[0] >> 8;
     out[0] = and_xor(low, 0x000f000fu, 0x64086408u);
     out[1] = and_xor(low, 0x00f000f0u, 0x64806480u);
@@ -119,12 +111,11 @@ struct Int4Half {
   // Built from their bits: a half in [1024, 2048) is 0x6400 + n, one in (-128, -64] is 0xd400 +
   // 16n. zc in [-8, 7].
   CUTLASS_OPS_HD static constexpr RowConstants zero_constants(int zero_g, int zero_g8) {
-    return {both_halves(uint32_t(0x6408 + zero_g)),
-            both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
+    return {both_halves(uint32_t(0x6408 + zero_g)), both_halves(uint32_t(0xd400 + 16 * (8 + zero_g8)))};
   }
 
 #ifdef __CUDACC__
-  __device__ static void fragment(const uint32_t* word, RowConstants zero, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
     bits(word, out);
     out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
@@ -133,7 +124,7 @@ struct Int4Half {
     out[3] = as_bits(__hfma2(as_half2(out[3]), as_half2(kSixteenth), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(const uint32_t* word, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
     fragment(word, zero_constants(0, 0), out);
   }
 #endif
@@ -148,7 +139,7 @@ struct Int4Half {
 struct Int4Bfloat16 {
   static constexpr int kWords = 1;
 
-  CUTLASS_OPS_HD static void bits(const uint32_t* word, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
     for (int r = 0; r < 4; ++r) out[r] = and_xor(word[0] >> 4 * r, 0x000f000fu, 0x43084308u);
   }
 
@@ -159,7 +150,7 @@ struct Int4Bfloat16 {
   }
 
 #ifdef __CUDACC__
-  __device__ static void fragment(const uint32_t* word, RowConstants zero, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* word, RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
     bits(word, out);
     out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
@@ -168,7 +159,7 @@ struct Int4Bfloat16 {
     out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
   }
 
-  __device__ static void fragment(const uint32_t* word, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
     fragment(word, zero_constants(0, 0), out);
   }
 #endif
@@ -185,7 +176,7 @@ struct Int4Bfloat16 {
 struct Int8Half {
   static constexpr int kWords = 2;
 
-  CUTLASS_OPS_HD static void bits(const uint32_t* words, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
     for (int row = 0; row < 2; ++row) {
       const uint32_t unsigned_codes = words[row] ^ 0x80808080u;
       out[row] = permute_bytes(unsigned_codes, 0x64646464u, 0x4240u);
@@ -199,7 +190,7 @@ struct Int8Half {
   }
 
 #ifdef __CUDACC__
-  __device__ static void fragment(const uint32_t* words, RowConstants zero, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
     bits(words, out);
     out[0] = as_bits(__hsub2(as_half2(out[0]), as_half2(zero.g)));
@@ -208,7 +199,7 @@ struct Int8Half {
     out[3] = as_bits(__hsub2(as_half2(out[3]), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
     fragment(words, zero_constants(0, 0), out);
   }
 #endif
@@ -226,8 +217,7 @@ struct Int8Bfloat16 {
   static constexpr int kWords = 2;
 
   // minuend - subtrahend = c.
-  CUTLASS_OPS_HD static void bits(const uint32_t* words, uint32_t (&minuend)[4],
-                                  uint32_t (&subtrahend)[4]) {
+  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&minuend)[4], uint32_t (&subtrahend)[4]) {
     for (int r = 0; r < 4; ++r) {
       const uint32_t word = words[r % 2] >> 8 * (r / 2);
       minuend[r] = and_xor(word, 0x007f007fu, 0x43004300u);
@@ -243,7 +233,7 @@ struct Int8Bfloat16 {
   // The bits of an integer of magnitude <= 256 as bf16: 8 significant bits, so cutting the fp32 is
   // exact.
   CUTLASS_OPS_HD static uint32_t bfloat16_bits(int value) {
-    const float number = float(value);
+    float const number = float(value);
 #ifdef __CUDA_ARCH__
     return __float_as_uint(number) >> 16;
 #else
@@ -254,7 +244,7 @@ struct Int8Bfloat16 {
   }
 
 #ifdef __CUDACC__
-  __device__ static void fragment(const uint32_t* words, RowConstants zero, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
     using namespace detail;
     fragment(words, out);
     out[0] = as_bits(__hsub2(as_bfloat162(out[0]), as_bfloat162(zero.g)));
@@ -263,12 +253,11 @@ struct Int8Bfloat16 {
     out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
   }
 
-  __device__ static void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
     using namespace detail;
     uint32_t subtrahend[4];
     bits(words, out, subtrahend);
-    for (int r = 0; r < 4; ++r)
-      out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
+    for (int r = 0; r < 4; ++r) out[r] = as_bits(__hsub2(as_bfloat162(out[r]), as_bfloat162(subtrahend[r])));
   }
 #endif
 };
@@ -284,7 +273,7 @@ struct Int4Int8 {
   static constexpr int kWords = 2;
   static constexpr int kScale = 16;
 
-  CUTLASS_OPS_HD static constexpr void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static constexpr void fragment(uint32_t const* words, uint32_t (&out)[4]) {
     for (int column = 0; column < 2; ++column) {
       out[2 * column] = (words[column] << 4) & 0xf0f0f0f0u;
       out[2 * column + 1] = words[column] & 0xf0f0f0f0u;
@@ -309,8 +298,7 @@ struct Int4MinusZeroInt8 {
     return {all_bytes(uint32_t(120 - zero_g)), all_bytes(uint32_t(120 - zero_g8))};
   }
 
-  CUTLASS_OPS_HD static void fragment(const uint32_t* words, RowConstants zero,
-                                      uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
     for (int column = 0; column < 2; ++column) {
       const uint32_t row_g = words[column], row_g8 = words[column] >> 4;
       out[2 * column] = (and_xor(row_g, 0x0f0f0f0fu, 0x08080808u) + zero.g) ^ 0x80808080u;
@@ -324,7 +312,7 @@ struct Int8Int8 {
   static constexpr int kWords = 4;
   static constexpr int kScale = 1;
 
-  CUTLASS_OPS_HD static constexpr void fragment(const uint32_t* words, uint32_t (&out)[4]) {
+  CUTLASS_OPS_HD static constexpr void fragment(uint32_t const* words, uint32_t (&out)[4]) {
     for (int r = 0; r < 4; ++r) out[r] = words[r];
   }
 };
@@ -332,8 +320,7 @@ struct Int8Int8 {
 #ifdef __CUDACC__
 // The decoder of `kBits`-bit weights for activations of type Element (__half or __nv_bfloat16).
 template <int kBits, class Element>
-using ToFloat = std::conditional_t<std::is_same_v<Element, __half>,
-                                   std::conditional_t<kBits == 4, Int4Half, Int8Half>,
+using ToFloat = std::conditional_t<std::is_same_v<Element, __half>, std::conditional_t<kBits == 4, Int4Half, Int8Half>,
                                    std::conditional_t<kBits == 4, Int4Bfloat16, Int8Bfloat16>>;
 #endif
 

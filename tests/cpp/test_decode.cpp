@@ -25,7 +25,7 @@ constexpr int kByte[4][2] = {{0, 2}, {0, 2}, {1, 3}, {1, 3}};
 
 // Every 16-bit pattern in the low half of a word, and, in another order, in the high half.
 template <class Check>
-void for_each_word(const Check& check) {
+void for_each_word(Check const& check) {
   for (uint32_t low = 0; low < 0x10000; ++low) {
     const uint32_t high = low * 40503u & 0xffff;  // odd factor: a permutation of the 2^16
     check(high << 16 | low);
@@ -35,7 +35,7 @@ void for_each_word(const Check& check) {
 
 // Every zero point for both rows, never the same for both.
 template <int kBits, class Check>
-void for_each_zero_pair(const Check& check) {
+void for_each_zero_pair(Check const& check) {
   constexpr int kCodes = 1 << kBits;
   for (int z = 0; z < kCodes; ++z) check(z - kCodes / 2, (z + 5) % kCodes - kCodes / 2);
 }
@@ -51,12 +51,12 @@ TEST(Decode, FourBitsToHalf) {
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           const double operand = emulate::half(bits[r], h);
-          const double value = r % 2 == 0 ? operand - emulate::half(zero.g, h)
-                                          : operand / 16 + emulate::half(zero.g8, h);
+          const double value =
+              r % 2 == 0 ? operand - emulate::half(zero.g, h) : operand / 16 + emulate::half(zero.g8, h);
           const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                          << ", not " << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
+                          << std::dec << expected;
           }
         }
       }
@@ -72,12 +72,11 @@ TEST(Decode, FourBitsToBfloat16) {
       const RowConstants zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          const double value =
-              emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+          const double value = emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
           const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                          << ", not " << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
+                          << std::dec << expected;
           }
         }
       }
@@ -94,12 +93,11 @@ TEST(Decode, EightBitsToHalf) {
       const RowConstants zero = Int8Half::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          const double value =
-              emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
+          const double value = emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
           const int expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                          << ", not " << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
+                          << std::dec << expected;
           }
         }
       }
@@ -117,8 +115,8 @@ TEST(Decode, EightBitsToBfloat16) {
         const double value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
         const int expected = byte(words[r % 2], kByte[r][h]);
         if (value != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value
-                        << ", not " << std::dec << expected;
+          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
+                        << std::dec << expected;
         }
       }
     }
@@ -142,8 +140,8 @@ TEST(Decode, FourBitsToInt8) {
       for (int e = 0; e < 4; ++e) {
         const int expected = Int4Int8::kScale * nibble(words[r / 2], 2 * e + r % 2);
         if (byte(out[r], e) != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
-                        << byte(out[r], e) << ", not " << std::dec << expected;
+          ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e) << ", not "
+                        << std::dec << expected;
         }
       }
     }
@@ -161,8 +159,8 @@ TEST(Decode, FourBitsMinusZeroToInt8) {
           const int code = nibble(words[r / 2], 2 * e + r % 2);
           const int expected = code - (r % 2 == 0 ? zero_g : zero_g8);
           if (byte(out[r], e) != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": "
-                          << byte(out[r], e) << ", not " << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e)
+                          << ", not " << std::dec << expected;
           }
         }
       }

@@ -31,7 +31,7 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
   std::vector<uint32_t> chunk(size_t(chunk_bytes(bits)) / 4);
   for (int index = 0; index < kChunkCodes; ++index) {
     const CodePosition at = code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
-    const int code = (index >> bits * digit) - (1 << (bits - 1));
+    int const code = (index >> bits * digit) - (1 << (bits - 1));
     const uint32_t field = uint32_t(code) & ((1u << bits) - 1);
     chunk[size_t(at.byte) / 4] |= field << (at.byte % 4 * 8 + at.shift);
   }
@@ -39,57 +39,55 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
 }
 
 // The words that a lane of the warp of `block` feeds to the fragment at column k of the chunk.
-const uint32_t* lane_words(const std::vector<uint32_t>& chunk, int bits, int block, int lane,
-                           int k) {
-  const int k_per_unit = bits == 4 ? 64 : 32;
-  const int unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
-  const int word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
+uint32_t const* lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane, int k) {
+  int const k_per_unit = bits == 4 ? 64 : 32;
+  int const unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
+  int const word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
   return chunk.data() + (unit * kUnitBytes + lane * kLaneBytes) / 4 + word;
 }
 
 // Element v of a fragment, decoded without zero points, to its centred code.
-int element(decode::Int4Half, const uint32_t* words, int v) {
+int element(decode::Int4Half, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int4Half::bits(words, r);
   const decode::RowConstants zero = decode::Int4Half::zero_constants(0, 0);
-  const double operand = emulate::half(r[v / 2], v % 2);
-  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0)
-                            : operand / 16 + emulate::half(zero.g8, 0));
+  double const operand = emulate::half(r[v / 2], v % 2);
+  return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0) : operand / 16 + emulate::half(zero.g8, 0));
 }
 
-int element(decode::Int4Bfloat16, const uint32_t* words, int v) {
+int element(decode::Int4Bfloat16, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int4Bfloat16::bits(words, r);
   const uint32_t zero = decode::Int4Bfloat16::zero_constants(0, 0).g;
   return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(zero, 0));
 }
 
-int element(decode::Int8Half, const uint32_t* words, int v) {
+int element(decode::Int8Half, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int8Half::bits(words, r);
   const uint32_t zero = decode::Int8Half::zero_constants(0, 0).g;
   return int(emulate::half(r[v / 2], v % 2) - emulate::half(zero, 0));
 }
 
-int element(decode::Int8Bfloat16, const uint32_t* words, int v) {
+int element(decode::Int8Bfloat16, uint32_t const* words, int v) {
   uint32_t r[4], subtrahend[4];
   decode::Int8Bfloat16::bits(words, r, subtrahend);
   return int(emulate::bfloat16(r[v / 2], v % 2) - emulate::bfloat16(subtrahend[v / 2], v % 2));
 }
 
-int element(decode::Int4Int8, const uint32_t* words, int v) {
+int element(decode::Int4Int8, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int4Int8::fragment(words, r);
   return int8_t(r[v / 4] >> v % 4 * 8) / decode::Int4Int8::kScale;
 }
 
-int element(decode::Int4MinusZeroInt8, const uint32_t* words, int v) {
+int element(decode::Int4MinusZeroInt8, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int4MinusZeroInt8::fragment(words, decode::Int4MinusZeroInt8::zero_constants(0, 0), r);
   return int8_t(r[v / 4] >> v % 4 * 8);
 }
 
-int element(decode::Int8Int8, const uint32_t* words, int v) {
+int element(decode::Int8Int8, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int8Int8::fragment(words, r);
   return int8_t(r[v / 4] >> v % 4 * 8);
@@ -107,8 +105,7 @@ int column_at(int position, bool int8) {
 
 template <int bits, class Decoder, class Instruction>
 void check_fragments() {
-  using ALayout =
-      typename cute::MMA_Traits<Instruction>::ALayout;  // (thread, value) -> m + k * rows
+  using ALayout = typename cute::MMA_Traits<Instruction>::ALayout;  // (thread, value) -> m + k * rows
   constexpr int kThreads = cute::size<0>(ALayout{}), kValues = cute::size<1>(ALayout{});
   constexpr int kRows = kThreads / 2;    // 16 for a warp, 64 for a warpgroup
   constexpr int kK = 32 * kValues / 16;  // 16 or 32
@@ -120,19 +117,18 @@ void check_fragments() {
   for (int k = 0; k < kKPerTile; k += kK) {
     for (int block = 0; block < kRowsPerSlab / kRowsPerBlock; ++block) {  // that is, for each warp
       for (int lane = 0; lane < 32; ++lane) {
-        const int thread = kThreads == 32 ? lane : 32 * block + lane;
-        const int first_row = kThreads == 32 ? 16 * block : 0;
+        int const thread = kThreads == 32 ? lane : 32 * block + lane;
+        int const first_row = kThreads == 32 ? 16 * block : 0;
         for (int v = 0; v < kValues; ++v) {
           int index = 0;
           for (size_t digit = 0; digit < chunks.size(); ++digit) {
-            const uint32_t* words = lane_words(chunks[digit], bits, block, lane, k);
+            uint32_t const* words = lane_words(chunks[digit], bits, block, lane, k);
             index |= (element(Decoder{}, words, v) + (1 << (bits - 1))) << bits * int(digit);
           }
-          const int place = ALayout{}(thread, v);
-          const int row = first_row + place % kRows;
-          const int column = k + column_at(place / kRows, kK == 32);
-          ASSERT_EQ(index / kKPerTile, row)
-              << "thread " << thread << ", value " << v << ", k " << k;
+          int const place = ALayout{}(thread, v);
+          int const row = first_row + place % kRows;
+          int const column = k + column_at(place / kRows, kK == 32);
+          ASSERT_EQ(index / kKPerTile, row) << "thread " << thread << ", value " << v << ", k " << k;
           ASSERT_EQ(index % kKPerTile, column) << "thread " << thread << ", value " << v;
         }
       }

@@ -24,22 +24,22 @@ std::vector<uint8_t> random_codes(int64_t n, int64_t k, int bits) {
 
 class Pack : public testing::TestWithParam<std::tuple<int, std::tuple<int, int>>> {
  protected:
-  const int bits = std::get<0>(GetParam());
-  const int n = std::get<0>(std::get<1>(GetParam()));
-  const int k = std::get<1>(std::get<1>(GetParam()));
+  int const bits = std::get<0>(GetParam());
+  int const n = std::get<0>(std::get<1>(GetParam()));
+  int const k = std::get<1>(std::get<1>(GetParam()));
   const std::vector<uint8_t> codes = random_codes(n, k, bits);
 };
 
 TEST_P(Pack, PutsEveryCodeWhereTheLayoutSaysAndZeroInThePadding) {
   std::vector<uint8_t> packed(size_t(packed_bytes(n, k, bits)) + 1, kPoison);
   pack(codes.data(), packed.data(), n, k, bits);
-  const int k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
+  int const k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
   for (int row = 0; row < padded_rows(n); ++row) {
     for (int column = 0; column < k_pad; ++column) {
       const CodePosition position = code_position(row, column, k_pad, bits);
-      const int stored = packed[size_t(position.byte)] >> position.shift & mask;
-      const bool inside = row < n && column < k;
-      const int code = inside ? codes[size_t(row) * k + column] - (1 << (bits - 1)) : 0;
+      int const stored = packed[size_t(position.byte)] >> position.shift & mask;
+      bool const inside = row < n && column < k;
+      int const code = inside ? codes[size_t(row) * k + column] - (1 << (bits - 1)) : 0;
       ASSERT_EQ(stored, code & mask) << "row " << row << ", k " << column;
     }
   }
@@ -61,7 +61,7 @@ TEST_P(Pack, RoundTripsOnAnyNumberOfThreads) {
 TEST_P(Pack, UnpackIgnoresThePadding) {
   std::vector<uint8_t> packed(size_t(packed_bytes(n, k, bits)), 0xff);
   pack(codes.data(), packed.data(), n, k, bits);
-  const int k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
+  int const k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
   for (int row = 0; row < padded_rows(n); ++row) {
     for (int column = 0; column < k_pad; ++column) {
       if (row < n && column < k) continue;
@@ -76,17 +76,16 @@ TEST_P(Pack, UnpackIgnoresThePadding) {
 
 // Sizes below, at and beyond one slab and one tile; the last has more chunks than a thread takes at
 // a time.
-INSTANTIATE_TEST_SUITE_P(
-    Shapes, Pack,
-    testing::Combine(testing::Values(4, 8),
-                     testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
-                                     std::make_tuple(64, 128), std::make_tuple(65, 129),
-                                     std::make_tuple(32, 576), std::make_tuple(192, 576),
-                                     std::make_tuple(1000, 200), std::make_tuple(127, 10944))));
+INSTANTIATE_TEST_SUITE_P(Shapes, Pack,
+                         testing::Combine(testing::Values(4, 8),
+                                          testing::Values(std::make_tuple(1, 1), std::make_tuple(3, 5),
+                                                          std::make_tuple(64, 128), std::make_tuple(65, 129),
+                                                          std::make_tuple(32, 576), std::make_tuple(192, 576),
+                                                          std::make_tuple(1000, 200), std::make_tuple(127, 10944))));
 
 TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   uint8_t byte = 0;
-  const auto message = [&](int64_t n, int64_t k, int bits, int threads) {
+  auto const message = [&](int64_t n, int64_t k, int bits, int threads) {
     try {
       pack(&byte, &byte, n, k, bits, threads);
     } catch (const std::invalid_argument& error) {
@@ -100,6 +99,7 @@ TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   };
   EXPECT_EQ(message(1, 1, 3, 0), "bits is 3; accepted: 4, 8");
   EXPECT_EQ(message(0, 1, 4, 0), "n is 0; accepted: 1 to 2147483519");
+  EXPECT_EQ(message(2147483520, 1, 4, 0), "n is 2147483520; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, -7, 4, 0), "k is -7; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, int64_t(1) << 31, 4, 0), "k is 2147483648; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, 1, 8, -1), "threads is -1; accepted: 0 (every core) and up");

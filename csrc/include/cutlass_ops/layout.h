@@ -70,13 +70,9 @@ inline constexpr int kUnitBytes = 32 * kLaneBytes;
 // Bytes of one chunk of 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
 CUTLASS_OPS_HD constexpr int chunk_bytes(int bits) { return kRowsPerSlab * kKPerTile * bits / 8; }
 
-CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) {
-  return (n + kRowsPerSlab - 1) / kRowsPerSlab * kRowsPerSlab;
-}
+CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) { return (n + kRowsPerSlab - 1) / kRowsPerSlab * kRowsPerSlab; }
 
-CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) {
-  return (k + kKPerTile - 1) / kKPerTile * kKPerTile;
-}
+CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) { return (k + kKPerTile - 1) / kKPerTile * kKPerTile; }
 
 // Bytes of a packed [n, k] weight, padding included.
 CUTLASS_OPS_HD constexpr int64_t packed_bytes(int64_t n, int64_t k, int bits) {
@@ -91,21 +87,20 @@ struct CodePosition {
 
 // The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 4 or 8.
 CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int bits) {
-  const int row = n % kRowsPerBlock;          // inside the 16-row block
-  const int g = row % 8, half = row / 8;      // lane group; 0: row g, 1: row g + 8
-  const int kk = k % 16;                      // inside the 16 k of one word
-  const int t = kk % 8 / 2;                   // lane inside its group
-  const int element = kk / 8 + 2 * (kk % 2);  // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
-  const int k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
-  const int unit = k % kKPerTile / k_per_unit;
-  const int column = k % k_per_unit / 16;  // which 16 k of the unit
+  int const row = n % kRowsPerBlock;                             // inside the 16-row block
+  int const g = row % 8, half = row / 8;                         // lane group; 0: row g, 1: row g + 8
+  int const kk = k % 16;                                         // inside the 16 k of one word
+  int const t = kk % 8 / 2;                                      // lane inside its group
+  int const element = kk / 8 + 2 * (kk % 2);                     // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
+  int const k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
+  int const unit = k % kKPerTile / k_per_unit;
+  int const column = k % k_per_unit / 16;  // which 16 k of the unit
 
   const int64_t chunk = int64_t(n / kRowsPerSlab) * (k_pad / kKPerTile) + k / kKPerTile;
-  const int block = n % kRowsPerSlab / kRowsPerBlock;
-  const int units_per_block = kKPerTile / k_per_unit;
-  const int64_t unit_start =
-      chunk * chunk_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
-  const int lane_start = (4 * g + t) * kLaneBytes;
+  int const block = n % kRowsPerSlab / kRowsPerBlock;
+  int const units_per_block = kKPerTile / k_per_unit;
+  const int64_t unit_start = chunk * chunk_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
+  int const lane_start = (4 * g + t) * kLaneBytes;
   if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
 }
@@ -114,9 +109,7 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
 // 8*h + g stands at 8*g + 2*i + h. So the eight rows of a lane group g lie side by side: one
 // 16-byte load of fp16 scales, one 8-byte load of int8 zeros, and warp i of a warpgroup takes its
 // two rows by one 4-byte load.
-CUTLASS_OPS_HD constexpr int group_row(int row) {
-  return 8 * (row % 8) + 2 * (row % kRowsPerSlab / 16) + row % 16 / 8;
-}
+CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + 2 * (row % kRowsPerSlab / 16) + row % 16 / 8; }
 
 // Position of column k inside its 16 of the int8 activations: 0 .. 15 are stored as 0, 8, 1, 9,
 // ..., 7, 15. Then bytes 4t .. 4t+3, which the int8 instructions hand to lane t, are k = 2t, 2t+8,

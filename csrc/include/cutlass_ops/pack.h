@@ -10,9 +10,9 @@ namespace cutlass_ops {
 // threads: how many to use at most, 0 for every core. A few kilobytes a thread are the only memory
 // taken. Throws std::invalid_argument for other bits, sizes below 1 or above 2^31 - 129, and
 // negative thread counts.
-void pack(const uint8_t* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads = 0);
+void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads = 0);
 
 // The inverse: packed_bytes(n, k, bits) bytes to n * k codes. Padding is not read.
-void unpack(const uint8_t* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads = 0);
+void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads = 0);
 
 }  // namespace cutlass_ops
