@@ -1,7 +1,8 @@
 """The PEP 517 backend: scikit-build-core, plus the CUTLASS headers when the build is going to compile CUDA.
 
 pip builds in an environment of its own, which does not see what is installed elsewhere. The package
-`nvidia-cutlass` brings the headers there, but also scipy and networkx, so a build without CUDA must not ask for it.
+`nvidia-cutlass` brings the headers there, but also scipy and networkx, so a build without CUDA must not ask
+for it.
 """
 
 from __future__ import annotations

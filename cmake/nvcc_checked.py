@@ -60,7 +60,7 @@ def main(command: list[str]) -> int:
     if found:
         output.unlink(missing_ok=True)
         sys.stderr.write(demangle("".join(f"error: {output.stem}: {fault}\n" for fault in found)))
-        sys.stderr.write("Kernels must not spill registers, and ptxas must not serialise wgmma: the build fails.\n")
+        sys.stderr.write("A kernel spills registers, or ptxas serialised wgmma: the build fails.\n")
         return 1
     return 0
 
