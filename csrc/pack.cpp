@@ -29,7 +29,7 @@ constexpr std::array<uint16_t, kCodesPerChunk> chunk_sources() {
   std::array<uint16_t, kCodesPerChunk> sources{};
   for (int row = 0; row < kRowsPerSlab; ++row) {
     for (int k = 0; k < kKPerTile; ++k) {
-      const CodePosition position = code_position(row, k, kKPerTile, kBits);
+      CodePosition const position = code_position(row, k, kKPerTile, kBits);
       sources[(position.byte * 8 + position.shift) / kBits] = uint16_t(row * kKPerTile + k);
     }
   }
@@ -75,7 +75,7 @@ struct Window {
   int rows, columns;
 
   Window(int64_t index, int64_t n, int64_t k) {
-    const int64_t tiles = padded_k(k) / kKPerTile;
+    int64_t const tiles = padded_k(k) / kKPerTile;
     first_row = index / tiles * kRowsPerSlab;
     first_k = index % tiles * kKPerTile;
     rows = int(std::min<int64_t>(kRowsPerSlab, n - first_row));
@@ -85,7 +85,7 @@ struct Window {
 
 template <int kBits>
 void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
-  const Window window(index, n, k);
+  Window const window(index, n, k);
   Tile tile;
   if (window.rows < kRowsPerSlab || window.columns < kKPerTile) tile.fill(0);
   for (int row = 0; row < window.rows; ++row) {
@@ -98,7 +98,7 @@ void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int
 
 template <int kBits>
 void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int64_t index) {
-  const Window window(index, n, k);
+  Window const window(index, n, k);
   Tile tile;
   read_chunk<kBits>(packed + index * chunk_bytes(kBits), tile);
   for (int row = 0; row < window.rows; ++row) {
@@ -114,17 +114,17 @@ void for_each_index(int64_t count, int threads, Work const& work) {
   // Threads take a batch at a time: 64 chunks are some tens of microseconds of work.
   constexpr int64_t kBatch = 64;
   std::atomic<int64_t> next{0};
-  auto const run = [&] {
+  auto run const = [&] {
     for (;;) {
-      const int64_t first = next.fetch_add(kBatch);
+      int64_t const first = next.fetch_add(kBatch);
       if (first >= count) return;
-      const int64_t last = std::min(count, first + kBatch);
+      int64_t const last = std::min(count, first + kBatch);
       for (int64_t index = first; index < last; ++index) work(index);
     }
   };
 
-  const int64_t batches = (count + kBatch - 1) / kBatch;
-  const int64_t wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
+  int64_t const batches = (count + kBatch - 1) / kBatch;
+  int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
   std::vector<std::thread> helpers;
   helpers.reserve(std::min(wanted, batches));
   try {
@@ -139,10 +139,10 @@ void for_each_index(int64_t count, int threads, Work const& work) {
 void check(int64_t n, int64_t k, int bits, int threads) {
   // code_position takes ints, padding included.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
-  auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
+  auto fail const = [](char const* name, int64_t value, std::string const& accepted) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; accepted: " + accepted);
   };
-  const std::string range = "1 to " + std::to_string(kLargest);
+  std::string const range = "1 to " + std::to_string(kLargest);
   if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);

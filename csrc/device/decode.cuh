@@ -67,10 +67,10 @@ CUTLASS_OPS_HD inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32
 #ifdef __CUDA_ARCH__
   return __byte_perm(low, high, selector);
 #else
-  const uint64_t source = uint64_t(high) << 32 | low;
+  uint64_t const source = uint64_t(high) << 32 | low;
   uint32_t result = 0;
   for (int i = 0; i < 4; ++i) {
-    const uint32_t byte = uint32_t(source >> 8 * (selector >> 4 * i & 7)) & 0xffu;
+    uint32_t const byte = uint32_t(source >> 8 * (selector >> 4 * i & 7)) & 0xffu;
     result |= byte << 8 * i;
   }
   return result;
@@ -100,7 +100,7 @@ struct Int4Half {
   static constexpr uint32_t kSixteenth = 0x2c002c00u;  // half2 of 1/16, the factor of row g+8
 
   CUTLASS_OPS_HD static void bits(uint32_t const* word, uint32_t (&out)[4]) {
-    const uint32_t low = word[0], high = word[0] >> 8;
+    uint32_t const low = word[0], high = word[0] >> 8;
     out[0] = and_xor(low, 0x000f000fu, 0x64086408u);
     out[1] = and_xor(low, 0x00f000f0u, 0x64806480u);
     out[2] = and_xor(high, 0x000f000fu, 0x64086408u);
@@ -178,7 +178,7 @@ struct Int8Half {
 
   CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
     for (int row = 0; row < 2; ++row) {
-      const uint32_t unsigned_codes = words[row] ^ 0x80808080u;
+      uint32_t const unsigned_codes = words[row] ^ 0x80808080u;
       out[row] = permute_bytes(unsigned_codes, 0x64646464u, 0x4240u);
       out[row + 2] = permute_bytes(unsigned_codes, 0x64646464u, 0x4341u);
     }
@@ -219,7 +219,7 @@ struct Int8Bfloat16 {
   // minuend - subtrahend = c.
   CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&minuend)[4], uint32_t (&subtrahend)[4]) {
     for (int r = 0; r < 4; ++r) {
-      const uint32_t word = words[r % 2] >> 8 * (r / 2);
+      uint32_t const word = words[r % 2] >> 8 * (r / 2);
       minuend[r] = and_xor(word, 0x007f007fu, 0x43004300u);
       subtrahend[r] = and_xor(word, 0x00800080u, 0x43004300u);
     }
@@ -233,7 +233,7 @@ struct Int8Bfloat16 {
   // The bits of an integer of magnitude <= 256 as bf16: 8 significant bits, so cutting the fp32 is
   // exact.
   CUTLASS_OPS_HD static uint32_t bfloat16_bits(int value) {
-    float const number = float(value);
+    float number const = float(value);
 #ifdef __CUDA_ARCH__
     return __float_as_uint(number) >> 16;
 #else
@@ -300,7 +300,7 @@ struct Int4MinusZeroInt8 {
 
   CUTLASS_OPS_HD static void fragment(uint32_t const* words, RowConstants zero, uint32_t (&out)[4]) {
     for (int column = 0; column < 2; ++column) {
-      const uint32_t row_g = words[column], row_g8 = words[column] >> 4;
+      uint32_t const row_g = words[column], row_g8 = words[column] >> 4;
       out[2 * column] = (and_xor(row_g, 0x0f0f0f0fu, 0x08080808u) + zero.g) ^ 0x80808080u;
       out[2 * column + 1] = (and_xor(row_g8, 0x0f0f0f0fu, 0x08080808u) + zero.g8) ^ 0x80808080u;
     }

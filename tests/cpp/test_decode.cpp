@@ -27,7 +27,7 @@ constexpr int kByte[4][2] = {{0, 2}, {0, 2}, {1, 3}, {1, 3}};
 template <class Check>
 void for_each_word(Check const& check) {
   for (uint32_t low = 0; low < 0x10000; ++low) {
-    const uint32_t high = low * 40503u & 0xffff;  // odd factor: a permutation of the 2^16
+    uint32_t const high = low * 40503u & 0xffff;  // odd factor: a permutation of the 2^16
     check(high << 16 | low);
     if (testing::Test::HasFailure()) return;  // one report, not millions
   }
@@ -47,13 +47,13 @@ TEST(Decode, FourBitsToHalf) {
     uint32_t bits[4];
     Int4Half::bits(&word, bits);
     for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
-      const RowConstants zero = Int4Half::zero_constants(zero_g, zero_g8);
+      RowConstants const zero = Int4Half::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          const double operand = emulate::half(bits[r], h);
-          const double value =
+          double const operand = emulate::half(bits[r], h);
+          double const value =
               r % 2 == 0 ? operand - emulate::half(zero.g, h) : operand / 16 + emulate::half(zero.g8, h);
-          const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
             ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
                           << std::dec << expected;
@@ -69,11 +69,11 @@ TEST(Decode, FourBitsToBfloat16) {
     uint32_t bits[4];
     Int4Bfloat16::bits(&word, bits);
     for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
-      const RowConstants zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
+      RowConstants const zero = Int4Bfloat16::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          const double value = emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
-          const int expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          double const value = emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
+          int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
             ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
                           << std::dec << expected;
@@ -86,15 +86,15 @@ TEST(Decode, FourBitsToBfloat16) {
 
 TEST(Decode, EightBitsToHalf) {
   for_each_word([](uint32_t word) {
-    const uint32_t words[2] = {word, ~word};
+    uint32_t const words[2] = {word, ~word};
     uint32_t bits[4];
     Int8Half::bits(words, bits);
     for_each_zero_pair<8>([&](int zero_g, int zero_g8) {
-      const RowConstants zero = Int8Half::zero_constants(zero_g, zero_g8);
+      RowConstants const zero = Int8Half::zero_constants(zero_g, zero_g8);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
-          const double value = emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
-          const int expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
+          double const value = emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
+          int const expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
             ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
                           << std::dec << expected;
@@ -107,13 +107,13 @@ TEST(Decode, EightBitsToHalf) {
 
 TEST(Decode, EightBitsToBfloat16) {
   for_each_word([](uint32_t word) {
-    const uint32_t words[2] = {word, ~word};
+    uint32_t const words[2] = {word, ~word};
     uint32_t minuend[4], subtrahend[4];
     Int8Bfloat16::bits(words, minuend, subtrahend);
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
-        const double value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
-        const int expected = byte(words[r % 2], kByte[r][h]);
+        double const value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
+        int const expected = byte(words[r % 2], kByte[r][h]);
         if (value != expected) {
           ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
                         << std::dec << expected;
@@ -123,7 +123,7 @@ TEST(Decode, EightBitsToBfloat16) {
   });
   // The second subtraction, of the zero point: its operand is exact.
   for_each_zero_pair<8>([](int zero_g, int zero_g8) {
-    const RowConstants zero = Int8Bfloat16::zero_constants(zero_g, zero_g8);
+    RowConstants const zero = Int8Bfloat16::zero_constants(zero_g, zero_g8);
     for (int h = 0; h < 2; ++h) {
       EXPECT_EQ(emulate::bfloat16(zero.g, h), zero_g);
       EXPECT_EQ(emulate::bfloat16(zero.g8, h), zero_g8);
@@ -133,12 +133,12 @@ TEST(Decode, EightBitsToBfloat16) {
 
 TEST(Decode, FourBitsToInt8) {
   for_each_word([](uint32_t word) {
-    const uint32_t words[2] = {word, ~word};
+    uint32_t const words[2] = {word, ~word};
     uint32_t out[4];
     Int4Int8::fragment(words, out);
     for (int r = 0; r < 4; ++r) {
       for (int e = 0; e < 4; ++e) {
-        const int expected = Int4Int8::kScale * nibble(words[r / 2], 2 * e + r % 2);
+        int const expected = Int4Int8::kScale * nibble(words[r / 2], 2 * e + r % 2);
         if (byte(out[r], e) != expected) {
           ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e) << ", not "
                         << std::dec << expected;
@@ -150,14 +150,14 @@ TEST(Decode, FourBitsToInt8) {
 
 TEST(Decode, FourBitsMinusZeroToInt8) {
   for_each_word([](uint32_t word) {
-    const uint32_t words[2] = {word, ~word};
+    uint32_t const words[2] = {word, ~word};
     for_each_zero_pair<4>([&](int zero_g, int zero_g8) {
       uint32_t out[4];
       Int4MinusZeroInt8::fragment(words, Int4MinusZeroInt8::zero_constants(zero_g, zero_g8), out);
       for (int r = 0; r < 4; ++r) {
         for (int e = 0; e < 4; ++e) {
-          const int code = nibble(words[r / 2], 2 * e + r % 2);
-          const int expected = code - (r % 2 == 0 ? zero_g : zero_g8);
+          int const code = nibble(words[r / 2], 2 * e + r % 2);
+          int const expected = code - (r % 2 == 0 ? zero_g : zero_g8);
           if (byte(out[r], e) != expected) {
             ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e)
                           << ", not " << std::dec << expected;
@@ -170,8 +170,8 @@ TEST(Decode, FourBitsMinusZeroToInt8) {
 
 // The worked examples of decode.cuh, bit for bit.
 TEST(Decode, WorkedExamples) {
-  const uint32_t four_bits[2] = {0x000000e3u, 0};
-  const uint32_t eight_bits[2] = {0x0000fe03u, 0};
+  uint32_t const four_bits[2] = {0x000000e3u, 0};
+  uint32_t const eight_bits[2] = {0x0000fe03u, 0};
   uint32_t out[4], subtrahend[4];
 
   Int4Half::bits(four_bits, out);

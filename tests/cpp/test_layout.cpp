@@ -17,8 +17,8 @@ struct Coordinate {
 // Walks memory in the documented order and calls check(bit offset, coordinate) for each code.
 template <class Check>
 void walk(int bits, int n_pad, int k_pad, Check const& check) {
-  const std::array<int, 4> ks = {0, 8, 1, 9};  // + 2t: the elements of a word
-  int const k_per_unit = bits == 4 ? 64 : 32;
+  std::array<int, 4> const ks = {0, 8, 1, 9};  // + 2t: the elements of a word
+  int k_per_unit const = bits == 4 ? 64 : 32;
   int64_t bit = 0;
   for (int slab = 0; slab < n_pad / 64; ++slab)
     for (int tile = 0; tile < k_pad / 128; ++tile)
@@ -27,10 +27,10 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
           for (int lane = 0; lane < 32; ++lane)
             for (int word = 0; word < 4; ++word)
               for (int i = 0; i < 32 / bits; ++i) {
-                int const g = lane / 4, t = lane % 4;
-                int const half = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
-                int const column = bits == 4 ? word : word / 2;  // which 16 k
-                int const element = bits == 4 ? i / 2 : i;
+                int g const = lane / 4, t = lane % 4;
+                int half const = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
+                int column const = bits == 4 ? word : word / 2;  // which 16 k
+                int element const = bits == 4 ? i / 2 : i;
                 check(bit, Coordinate{64 * slab + 16 * block + g + 8 * half,
                                       128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
                 bit += bits;
@@ -40,19 +40,19 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
 class Layout : public testing::TestWithParam<int> {};  // bits
 
 TEST_P(Layout, IsTheDocumentedOrder) {
-  int const bits = GetParam(), n_pad = 192, k_pad = 384;
+  int bits const = GetParam(), n_pad = 192, k_pad = 384;
   walk(bits, n_pad, k_pad, [&](int64_t bit, Coordinate code) {
-    const CodePosition position = code_position(code.row, code.k, k_pad, bits);
+    CodePosition const position = code_position(code.row, code.k, k_pad, bits);
     ASSERT_EQ(position.byte * 8 + position.shift, bit) << "row " << code.row << ", k " << code.k;
   });
 }
 
 TEST_P(Layout, IsABijection) {
-  int const bits = GetParam(), n_pad = 128, k_pad = 256;
+  int bits const = GetParam(), n_pad = 128, k_pad = 256;
   std::vector<int> used(size_t(n_pad) * k_pad, 0);
   for (int n = 0; n < n_pad; ++n) {
     for (int k = 0; k < k_pad; ++k) {
-      const CodePosition position = code_position(n, k, k_pad, bits);
+      CodePosition const position = code_position(n, k, k_pad, bits);
       ASSERT_EQ(position.shift % bits, 0);
       ASSERT_LE(position.shift + bits, 8);
       ++used.at(size_t(position.byte * 8 + position.shift) / bits);
@@ -75,7 +75,7 @@ TEST(Layout, Sizes) {
 }
 
 TEST(Layout, OffsetsBeyondTwoGigabytes) {
-  const CodePosition last = code_position(57343, 57343, 57344, 8);
+  CodePosition const last = code_position(57343, 57343, 57344, 8);
   EXPECT_EQ(last.byte, int64_t(57344) * 57344 - 1);
 }
 
@@ -92,7 +92,7 @@ TEST(Layout, GroupRows) {
 }
 
 TEST(Layout, ActivationPositions) {
-  const std::array<int, 16> stored = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};
+  std::array<int, 16> const stored = {0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15};
   for (int position = 0; position < 16; ++position) {
     EXPECT_EQ(activation_position(stored[position]), position);
     EXPECT_EQ(activation_position(48 + stored[position]), position);
