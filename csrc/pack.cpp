@@ -114,7 +114,7 @@ void for_each_index(int64_t count, int threads, Work const& work) {
   // Threads take a batch at a time: 64 chunks are some tens of microseconds of work.
   constexpr int64_t kBatch = 64;
   std::atomic<int64_t> next{0};
-  auto run const = [&] {
+  auto const run = [&] {
     for (;;) {
       int64_t const first = next.fetch_add(kBatch);
       if (first >= count) return;
@@ -139,7 +139,7 @@ void for_each_index(int64_t count, int threads, Work const& work) {
 void check(int64_t n, int64_t k, int bits, int threads) {
   // code_position takes ints, padding included.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
-  auto fail const = [](char const* name, int64_t value, std::string const& accepted) {
+  auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
     throw std::invalid_argument(std::string(name) + " is " + std::to_string(value) + "; accepted: " + accepted);
   };
   std::string const range = "1 to " + std::to_string(kLargest);

@@ -233,7 +233,7 @@ struct Int8Bfloat16 {
   // The bits of an integer of magnitude <= 256 as bf16: 8 significant bits, so cutting the fp32 is
   // exact.
   CUTLASS_OPS_HD static uint32_t bfloat16_bits(int value) {
-    float number const = float(value);
+    float const number = float(value);
 #ifdef __CUDA_ARCH__
     return __float_as_uint(number) >> 16;
 #else

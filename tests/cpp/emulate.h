@@ -11,16 +11,16 @@ namespace cutlass_ops::emulate {
 // The number in the low or the high half of a register, read as fp16.
 inline double half(uint32_t reg, int high) {
   uint32_t const bits = high ? reg >> 16 : reg & 0xffff;
-  int exponent const = int(bits >> 10 & 31), mantissa = int(bits & 1023);
-  double magnitude const = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
+  int const exponent = int(bits >> 10 & 31), mantissa = int(bits & 1023);
+  double const magnitude = exponent == 0 ? std::ldexp(mantissa, -24) : std::ldexp(1024 + mantissa, exponent - 25);
   return bits >> 15 ? -magnitude : magnitude;
 }
 
 // The same, read as bf16.
 inline double bfloat16(uint32_t reg, int high) {
   uint32_t const bits = high ? reg >> 16 : reg & 0xffff;
-  int exponent const = int(bits >> 7 & 255), mantissa = int(bits & 127);
-  double magnitude const = exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
+  int const exponent = int(bits >> 7 & 255), mantissa = int(bits & 127);
+  double const magnitude = exponent == 0 ? std::ldexp(mantissa, -133) : std::ldexp(128 + mantissa, exponent - 134);
   return bits >> 15 ? -magnitude : magnitude;
 }
 

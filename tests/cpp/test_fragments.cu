@@ -31,7 +31,7 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
   std::vector<uint32_t> chunk(size_t(chunk_bytes(bits)) / 4);
   for (int index = 0; index < kChunkCodes; ++index) {
     CodePosition const at = code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
-    int code const = (index >> bits * digit) - (1 << (bits - 1));
+    int const code = (index >> bits * digit) - (1 << (bits - 1));
     uint32_t const field = uint32_t(code) & ((1u << bits) - 1);
     chunk[size_t(at.byte) / 4] |= field << (at.byte % 4 * 8 + at.shift);
   }
@@ -40,9 +40,9 @@ std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
 
 // The words that a lane of the warp of `block` feeds to the fragment at column k of the chunk.
 uint32_t const* lane_words(std::vector<uint32_t> const& chunk, int bits, int block, int lane, int k) {
-  int k_per_unit const = bits == 4 ? 64 : 32;
-  int unit const = block * (kKPerTile / k_per_unit) + k / k_per_unit;
-  int word const = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
+  int const k_per_unit = bits == 4 ? 64 : 32;
+  int const unit = block * (kKPerTile / k_per_unit) + k / k_per_unit;
+  int const word = k % k_per_unit / 16 * (bits / 4);  // one word for 16 k at 4 bits, two at 8
   return chunk.data() + (unit * kUnitBytes + lane * kLaneBytes) / 4 + word;
 }
 
@@ -51,7 +51,7 @@ int element(decode::Int4Half, uint32_t const* words, int v) {
   uint32_t r[4];
   decode::Int4Half::bits(words, r);
   decode::RowConstants const zero = decode::Int4Half::zero_constants(0, 0);
-  double operand const = emulate::half(r[v / 2], v % 2);
+  double const operand = emulate::half(r[v / 2], v % 2);
   return int(v / 2 % 2 == 0 ? operand - emulate::half(zero.g, 0) : operand / 16 + emulate::half(zero.g8, 0));
 }
 
@@ -117,17 +117,17 @@ void check_fragments() {
   for (int k = 0; k < kKPerTile; k += kK) {
     for (int block = 0; block < kRowsPerSlab / kRowsPerBlock; ++block) {  // that is, for each warp
       for (int lane = 0; lane < 32; ++lane) {
-        int thread const = kThreads == 32 ? lane : 32 * block + lane;
-        int first_row const = kThreads == 32 ? 16 * block : 0;
+        int const thread = kThreads == 32 ? lane : 32 * block + lane;
+        int const first_row = kThreads == 32 ? 16 * block : 0;
         for (int v = 0; v < kValues; ++v) {
           int index = 0;
           for (size_t digit = 0; digit < chunks.size(); ++digit) {
             uint32_t const* words = lane_words(chunks[digit], bits, block, lane, k);
             index |= (element(Decoder{}, words, v) + (1 << (bits - 1))) << bits * int(digit);
           }
-          int place const = ALayout{}(thread, v);
-          int row const = first_row + place % kRows;
-          int column const = k + column_at(place / kRows, kK == 32);
+          int const place = ALayout{}(thread, v);
+          int const row = first_row + place % kRows;
+          int const column = k + column_at(place / kRows, kK == 32);
           ASSERT_EQ(index / kKPerTile, row) << "thread " << thread << ", value " << v << ", k " << k;
           ASSERT_EQ(index % kKPerTile, column) << "thread " << thread << ", value " << v;
         }

@@ -18,7 +18,7 @@ struct Coordinate {
 template <class Check>
 void walk(int bits, int n_pad, int k_pad, Check const& check) {
   std::array<int, 4> const ks = {0, 8, 1, 9};  // + 2t: the elements of a word
-  int k_per_unit const = bits == 4 ? 64 : 32;
+  int const k_per_unit = bits == 4 ? 64 : 32;
   int64_t bit = 0;
   for (int slab = 0; slab < n_pad / 64; ++slab)
     for (int tile = 0; tile < k_pad / 128; ++tile)
@@ -27,10 +27,10 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
           for (int lane = 0; lane < 32; ++lane)
             for (int word = 0; word < 4; ++word)
               for (int i = 0; i < 32 / bits; ++i) {
-                int g const = lane / 4, t = lane % 4;
-                int half const = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
-                int column const = bits == 4 ? word : word / 2;  // which 16 k
-                int element const = bits == 4 ? i / 2 : i;
+                int const g = lane / 4, t = lane % 4;
+                int const half = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
+                int const column = bits == 4 ? word : word / 2;  // which 16 k
+                int const element = bits == 4 ? i / 2 : i;
                 check(bit, Coordinate{64 * slab + 16 * block + g + 8 * half,
                                       128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
                 bit += bits;
@@ -40,7 +40,7 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
 class Layout : public testing::TestWithParam<int> {};  // bits
 
 TEST_P(Layout, IsTheDocumentedOrder) {
-  int bits const = GetParam(), n_pad = 192, k_pad = 384;
+  int const bits = GetParam(), n_pad = 192, k_pad = 384;
   walk(bits, n_pad, k_pad, [&](int64_t bit, Coordinate code) {
     CodePosition const position = code_position(code.row, code.k, k_pad, bits);
     ASSERT_EQ(position.byte * 8 + position.shift, bit) << "row " << code.row << ", k " << code.k;
@@ -48,7 +48,7 @@ TEST_P(Layout, IsTheDocumentedOrder) {
 }
 
 TEST_P(Layout, IsABijection) {
-  int bits const = GetParam(), n_pad = 128, k_pad = 256;
+  int const bits = GetParam(), n_pad = 128, k_pad = 256;
   std::vector<int> used(size_t(n_pad) * k_pad, 0);
   for (int n = 0; n < n_pad; ++n) {
     for (int k = 0; k < k_pad; ++k) {

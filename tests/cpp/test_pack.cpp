@@ -24,22 +24,22 @@ std::vector<uint8_t> random_codes(int64_t n, int64_t k, int bits) {
 
 class Pack : public testing::TestWithParam<std::tuple<int, std::tuple<int, int>>> {
  protected:
-  int bits const = std::get<0>(GetParam());
-  int n const = std::get<0>(std::get<1>(GetParam()));
-  int k const = std::get<1>(std::get<1>(GetParam()));
+  int const bits = std::get<0>(GetParam());
+  int const n = std::get<0>(std::get<1>(GetParam()));
+  int const k = std::get<1>(std::get<1>(GetParam()));
   std::vector<uint8_t> const codes = random_codes(n, k, bits);
 };
 
 TEST_P(Pack, PutsEveryCodeWhereTheLayoutSaysAndZeroInThePadding) {
   std::vector<uint8_t> packed(size_t(packed_bytes(n, k, bits)) + 1, kPoison);
   pack(codes.data(), packed.data(), n, k, bits);
-  int k_pad const = int(padded_k(k)), mask = (1 << bits) - 1;
+  int const k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
   for (int row = 0; row < padded_rows(n); ++row) {
     for (int column = 0; column < k_pad; ++column) {
       CodePosition const position = code_position(row, column, k_pad, bits);
-      int stored const = packed[size_t(position.byte)] >> position.shift & mask;
-      bool inside const = row < n && column < k;
-      int code const = inside ? codes[size_t(row) * k + column] - (1 << (bits - 1)) : 0;
+      int const stored = packed[size_t(position.byte)] >> position.shift & mask;
+      bool const inside = row < n && column < k;
+      int const code = inside ? codes[size_t(row) * k + column] - (1 << (bits - 1)) : 0;
       ASSERT_EQ(stored, code & mask) << "row " << row << ", k " << column;
     }
   }
@@ -61,7 +61,7 @@ TEST_P(Pack, RoundTripsOnAnyNumberOfThreads) {
 TEST_P(Pack, UnpackIgnoresThePadding) {
   std::vector<uint8_t> packed(size_t(packed_bytes(n, k, bits)), 0xff);
   pack(codes.data(), packed.data(), n, k, bits);
-  int k_pad const = int(padded_k(k)), mask = (1 << bits) - 1;
+  int const k_pad = int(padded_k(k)), mask = (1 << bits) - 1;
   for (int row = 0; row < padded_rows(n); ++row) {
     for (int column = 0; column < k_pad; ++column) {
       if (row < n && column < k) continue;
@@ -85,7 +85,7 @@ INSTANTIATE_TEST_SUITE_P(Shapes, Pack,
 
 TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   uint8_t byte = 0;
-  auto message const = [&](int64_t n, int64_t k, int bits, int threads) {
+  auto const message = [&](int64_t n, int64_t k, int bits, int threads) {
     try {
       pack(&byte, &byte, n, k, bits, threads);
     } catch (std::invalid_argument const& error) {

@@ -87,20 +87,20 @@ struct CodePosition {
 
 // The position of the code of row n, column k. `k_pad` is padded_k(K); `bits` is 4 or 8.
 CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int bits) {
-  int row const = n % kRowsPerBlock;                             // inside the 16-row block
-  int g const = row % 8, half = row / 8;                         // lane group; 0: row g, 1: row g + 8
-  int kk const = k % 16;                                         // inside the 16 k of one word
-  int t const = kk % 8 / 2;                                      // lane inside its group
-  int element const = kk / 8 + 2 * (kk % 2);                     // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
-  int k_per_unit const = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
-  int unit const = k % kKPerTile / k_per_unit;
-  int column const = k % k_per_unit / 16;  // which 16 k of the unit
+  int const row = n % kRowsPerBlock;                             // inside the 16-row block
+  int const g = row % 8, half = row / 8;                         // lane group; 0: row g, 1: row g + 8
+  int const kk = k % 16;                                         // inside the 16 k of one word
+  int const t = kk % 8 / 2;                                      // lane inside its group
+  int const element = kk / 8 + 2 * (kk % 2);                     // 2t, 2t+8, 2t+1, 2t+9 are elements 0, 1, 2, 3
+  int const k_per_unit = 8 * kUnitBytes / bits / kRowsPerBlock;  // 64 | 32
+  int const unit = k % kKPerTile / k_per_unit;
+  int const column = k % k_per_unit / 16;  // which 16 k of the unit
 
   int64_t const chunk = int64_t(n / kRowsPerSlab) * (k_pad / kKPerTile) + k / kKPerTile;
-  int block const = n % kRowsPerSlab / kRowsPerBlock;
-  int units_per_block const = kKPerTile / k_per_unit;
+  int const block = n % kRowsPerSlab / kRowsPerBlock;
+  int const units_per_block = kKPerTile / k_per_unit;
   int64_t const unit_start = chunk * chunk_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
-  int lane_start const = (4 * g + t) * kLaneBytes;
+  int const lane_start = (4 * g + t) * kLaneBytes;
   if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
 }
