@@ -1,0 +1,108 @@
+"""What every reader of a checkpoint returns: a list of tensors, each read when it is asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..weight import CheckpointError, QuantizedWeight
+
+
+@dataclass(frozen=True)
+class Quantized:
+    """A tensor whose codes the file holds, known without reading them.
+
+    Attributes:
+        bits, group_size: as in :class:`cutlass_ops.QuantizedWeight`.
+        dtypes: of "scales", and of those of "zeros", "offsets", "bias" and "perm" that the weight has.
+        read: returns the weight; raises CheckpointError.
+    """
+
+    bits: int
+    group_size: int
+    dtypes: Mapping[str, torch.dtype]
+    read: Callable[[], QuantizedWeight]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One tensor of a checkpoint.
+
+    A bias that belongs to a quantised weight is part of it and has no entry.
+
+    Attributes:
+        name: of the weight as a module ("model.layers.0.mlp.down_proj") if it is quantised, else of the
+            tensor ("model.norm.weight").
+        source: its name in the file.
+        kind: the file's own name of its type: "Q4_1", "BF16".
+        shape: as torch has it: ``[N, K]`` for a matrix.
+        nbytes: what it takes in the file.
+        dtype: of what ``values`` returns.
+        values: returns the values that the file gives to the tensor, in its own dtype or, if it is quantised,
+            in fp32; raises CheckpointError.
+        quantized: None if the file holds plain numbers.
+        problem: why this quantised tensor cannot become a QuantizedWeight, or "".
+        tied_to: the other module that uses the same weight, or "".
+    """
+
+    name: str
+    source: str
+    kind: str
+    shape: tuple[int, ...]
+    nbytes: int
+    dtype: torch.dtype
+    values: Callable[[], Tensor]
+    quantized: Quantized | None = None
+    problem: str = ""
+    tied_to: str = ""
+
+
+@dataclass(frozen=True, eq=False)
+class Checkpoint(Mapping[str, QuantizedWeight]):
+    """A checked file. As a mapping, its quantised weights by module name, read (and checked) at each access.
+
+    The tensors that are no quantised weights (norms, embeddings, float matrices) come from :meth:`plain`.
+
+    Attributes:
+        path: as it was given.
+        dialect: "gguf" or "safetensors".
+        files: those that hold the tensors.
+        entries: every tensor, by :attr:`Entry.name`, in the order of the file.
+        metadata: short facts from the header, for people.
+    """
+
+    path: Path
+    dialect: str
+    files: tuple[Path, ...]
+    entries: Mapping[str, Entry]
+    metadata: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> QuantizedWeight:
+        """The weight of module ``name``.
+
+        Raises:
+            KeyError: the file has no such quantised weight.
+            CheckpointError: it has, but of a type that is not supported, or holds nonsense.
+        """
+        entry = self.entries[name]
+        if entry.problem:
+            raise CheckpointError(self.path, entry.problem, entry.source)
+        if entry.quantized is None:
+            raise KeyError(name)
+        return entry.quantized.read()
+
+    def __iter__(self) -> Iterator[str]:
+        return (name for name, entry in self.entries.items() if entry.quantized is not None)
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def plain(self) -> Iterator[tuple[str, Tensor]]:
+        """Name and values of every tensor that is not quantised, read one by one, as the file stores them."""
+        for name, entry in self.entries.items():
+            if entry.quantized is None and not entry.problem:
+                yield name, entry.values()

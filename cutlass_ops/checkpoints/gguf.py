@@ -1,0 +1,473 @@
+"""GGUF, the file format of llama.cpp, version 2 and 3.
+
+Layout: "GGUF", u32 version, u64 tensors, u64 keys; the keys (name, u32 type, value); for each tensor its
+name, u32 dimensions, u64 sizes (the fastest first, so K before N), u32 type, u64 offset; then, aligned, the
+data. Little-endian.
+Sources: docs/gguf.md and src/ggml-common.h of ggml-org/ggml, constants.py and quants.py of the ``gguf``
+package.
+
+=====  =====  =====  ==============================  =======================================
+type   block  bytes  a block                         value, and as a QuantizedWeight
+=====  =====  =====  ==============================  =======================================
+Q4_0   32     18     fp16 d, 16 bytes                d * (q - 8): symmetric, d may be negative
+Q4_1   32     20     fp16 d, fp16 m, 16 bytes        d * q + m: offset m + 8 d, in fp32
+Q8_0   32     34     fp16 d, 32 int8                 d * q: symmetric, code q + 128
+=====  =====  =====  ==============================  =======================================
+
+Byte i of the 16 holds element i in its low half and element i + 16 in its high half.
+
+The header is walked here, every count and offset against the file's size, and not by ``gguf.GGUFReader``,
+which trusts them and makes several objects of each of a tokenizer's words: 4 s and 160 MB for a model of 135M
+parameters whose header this file reads in a tenth of a second. The package gives the table of types and
+dequantises.
+
+Names: for the architectures in ``_ARCHITECTURES`` tensors are renamed as ``transformers`` names them, from
+the table ``_MODULES``; other names stay as they are. llama.cpp's converter also permutes the rows of llama's
+attn_q and attn_k (its rope takes neighbours, Hugging Face's takes halves); that is undone here, on codes,
+scales and offsets alike, so nothing is rounded.
+"""
+
+from __future__ import annotations
+
+import mmap
+import re
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from ..weight import CheckpointError, QuantizedWeight
+from .checkpoint import Checkpoint, Entry, Quantized
+
+_BLOCK = 32
+_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+_PLAIN = {
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F64": torch.float64,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+}
+_MAX_DIMENSIONS = 4
+
+#: Values of keys by type id: format of ``struct``. 8 is a string and 9 an array.
+_SCALARS = {
+    0: "<B",
+    1: "<b",
+    2: "<H",
+    3: "<h",
+    4: "<I",
+    5: "<i",
+    6: "<f",
+    7: "<?",
+    10: "<Q",
+    11: "<q",
+    12: "<d",
+}
+_STRING, _ARRAY = 8, 9
+
+#: Architectures whose tensors are renamed, and whether llama.cpp permuted their attn_q and attn_k.
+_ARCHITECTURES = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}
+_MODULES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def recognise(path: Path) -> bool:
+    """Whether the file starts as GGUF does, or says by its name that it would be one."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF" or path.suffix == ".gguf"
+
+
+def read(path: Path) -> Checkpoint:
+    """Check the whole header and list the tensors.
+
+    Raises:
+        CheckpointError: a header that is truncated, lies, or has a version that is not known.
+        OSError: the file cannot be read.
+    """
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            raise CheckpointError(path, "the file is empty")
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    keys, tensors = _Header(path, data).read()
+    architecture = str(keys.get("general.architecture", ""))
+    found = [_entry(path, data, tensor, architecture, keys) for tensor in tensors]
+    if architecture in _ARCHITECTURES and all(tensor.name != "output.weight" for tensor in tensors):
+        found = [_as_head(entry) if entry.source == "token_embd.weight" else entry for entry in found]
+    entries: dict[str, Entry] = {}
+    for entry in _with_biases(found):
+        if entry.name in entries:
+            other = entries[entry.name].source
+            raise CheckpointError(path, f"has the same name as {other!r}: {entry.name!r}", entry.source)
+        entries[entry.name] = entry
+    return Checkpoint(
+        path=path,
+        dialect="gguf",
+        files=(path,),
+        entries=entries,
+        metadata={
+            k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200
+        },
+    )
+
+
+# ---- the header
+
+
+@dataclass(frozen=True)
+class _Info:
+    """A tensor as the header describes it, checked: ``shape`` as torch has it, ``start`` in the file."""
+
+    name: str
+    kind: gguf.GGMLQuantizationType
+    shape: tuple[int, ...]
+    start: int
+    nbytes: int
+
+
+class _Header:
+    """A walk over the header. Every step is checked against the end of the file, so a lie costs no memory."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.at = 0
+
+    def number(self, form: str, what: str) -> Any:
+        size = struct.calcsize(form)
+        if size > len(self.data) - self.at:
+            raise CheckpointError(self.path, f"the file ends at byte {len(self.data)}, inside {what}")
+        (value,) = struct.unpack_from(form, self.data, self.at)
+        self.at += size
+        return value
+
+    def skip(self, size: int, what: str) -> int:
+        """Go ``size`` bytes on; the position before."""
+        if size > len(self.data) - self.at:
+            raise CheckpointError(
+                self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.at}"
+            )
+        before = self.at
+        self.at += size
+        return before
+
+    def text(self, what: str) -> str:
+        size = self.number("<Q", what)
+        start = self.skip(size, what)
+        try:
+            return self.data[start : self.at].decode()
+        except UnicodeDecodeError as error:
+            raise CheckpointError(self.path, f"{what} is not UTF-8: {error}") from error
+
+    def value(self, kind: int, what: str) -> Any:
+        """The value of a key; of an array only "N values", for a tokenizer's has a hundred thousand."""
+        if kind in _SCALARS:
+            return self.number(_SCALARS[kind], what)
+        if kind == _STRING:
+            return self.text(what)
+        if kind != _ARRAY:
+            raise CheckpointError(self.path, f"{what} has type {kind}; types 0 to 12 are known")
+        item, count = self.number("<I", what), self.number("<Q", what)
+        if item in _SCALARS:
+            self.skip(count * struct.calcsize(_SCALARS[item]), what)
+        elif item == _STRING:
+            self.skip_texts(count, what)
+        else:
+            raise CheckpointError(
+                self.path, f"{what} is an array of type {item}; arrays of numbers and strings are known"
+            )
+        return f"{count} values"
+
+    def skip_texts(self, count: int, what: str) -> None:
+        # Every string takes 8 bytes at least, so a count that fits bounds the loop.
+        if count > (len(self.data) - self.at) // 8:
+            raise CheckpointError(
+                self.path, f"{what} has {count} strings, more than the rest of the file can hold"
+            )
+        at, end, size = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            if at + 8 > end:
+                raise CheckpointError(self.path, f"the file ends at byte {end}, inside {what}")
+            at += 8 + size(self.data, at)[0]
+        if at > end:
+            raise CheckpointError(self.path, f"the file ends at byte {end}, inside {what}")
+        self.at = at
+
+    def read(self) -> tuple[dict[str, Any], list[_Info]]:
+        if self.data[:4] != b"GGUF":
+            raise CheckpointError(
+                self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'"
+            )
+        self.at = 4
+        version = self.number("<I", "the version")
+        if version not in (2, 3):
+            swapped = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
+            raise CheckpointError(
+                self.path, f"GGUF version {version}{swapped}; versions 2 and 3, little-endian, are known"
+            )
+        tensor_count = self.number("<Q", "the number of tensors")
+        key_count = self.number("<Q", "the number of keys")
+        # The shortest key takes 13 bytes and the shortest tensor 32: no list can outgrow the file.
+        for count, size, what in ((key_count, 13, "keys"), (tensor_count, 32, "tensors")):
+            if count * size > len(self.data):
+                raise CheckpointError(
+                    self.path, f"claims {count} {what}, more than its {len(self.data)} bytes can hold"
+                )
+        keys: dict[str, Any] = {}
+        for index in range(key_count):
+            name = self.text(f"the name of key {index}")
+            if name in keys:
+                raise CheckpointError(self.path, f"key {name!r} appears twice")
+            keys[name] = self.value(self.number("<I", f"key {name!r}"), f"key {name!r}")
+        alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
+        if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+            raise CheckpointError(
+                self.path, f"general.alignment is {alignment!r}; a power of two is expected"
+            )
+        tensors: dict[str, _Info] = {}
+        for index in range(tensor_count):
+            info = self.tensor(index, alignment)
+            if info.name in tensors:
+                raise CheckpointError(self.path, "appears twice", info.name)
+            tensors[info.name] = info
+        return keys, list(self.placed(tensors, -(-self.at // alignment) * alignment))
+
+    def tensor(self, index: int, alignment: int) -> _Info:
+        """One tensor's description; ``start`` still counts from the beginning of the data."""
+        name = self.text(f"the name of tensor {index}")
+        what = f"the description of tensor {name!r}"
+        dimensions = self.number("<I", what)
+        if not 1 <= dimensions <= _MAX_DIMENSIONS:
+            raise CheckpointError(
+                self.path, f"has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible", name
+            )
+        shape = tuple(reversed([self.number("<Q", what) for _ in range(dimensions)]))
+        number = self.number("<I", what)
+        try:
+            kind = gguf.GGMLQuantizationType(number)
+        except ValueError:
+            raise CheckpointError(
+                self.path, f"has type {number}, which this version of gguf does not know", name
+            ) from None
+        offset = self.number("<Q", what)
+        if offset % alignment:
+            raise CheckpointError(self.path, f"starts at {offset}, which is no multiple of {alignment}", name)
+        elements = 1
+        for size in shape:
+            elements *= size
+        block, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+        if elements == 0 or shape[-1] % block:
+            raise CheckpointError(
+                self.path,
+                f"has shape {list(shape)}; {kind.name} needs rows of a multiple of {block}, none empty",
+                name,
+            )
+        return _Info(name, kind, shape, offset, elements // block * block_bytes)
+
+    def placed(self, tensors: dict[str, _Info], data_start: int) -> Iterator[_Info]:
+        """The tensors with ``start`` in the file; all of them inside it, none over another."""
+        end = len(self.data)
+        previous: _Info | None = None
+        for info in sorted(tensors.values(), key=lambda info: info.start):
+            if info.start + info.nbytes > end - data_start:
+                raise CheckpointError(
+                    self.path,
+                    f"{info.kind.name} {list(info.shape)} takes {info.nbytes} bytes from "
+                    f"{data_start + info.start}; the file ends at {end}",
+                    info.name,
+                )
+            if previous is not None and info.start < previous.start + previous.nbytes:
+                raise CheckpointError(self.path, f"overlaps tensor {previous.name!r}", info.name)
+            previous = info
+        return (replace(info, start=data_start + info.start) for info in tensors.values())
+
+
+# ---- names
+
+
+def _module(name: str, architecture: str) -> str:
+    """The name that transformers gives to a tensor, or its own."""
+    if architecture not in _ARCHITECTURES:
+        return name
+    if match := re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name, re.ASCII):
+        layer, module, suffix = match.groups()
+        in_layer = not _MODULES.get(module, "").startswith(("model.", "lm_head"))
+        if module in _MODULES and in_layer == (layer is not None):
+            prefix = f"model.layers.{layer}." if in_layer else ""
+            return f"{prefix}{_MODULES[module]}.{suffix}"
+    return name
+
+
+def _head_rows(
+    path: Path, info: _Info, architecture: str, keys: dict[str, Any]
+) -> npt.NDArray[np.int64] | None:
+    """For llama's attn_q and attn_k, the file's row at each row of the Hugging Face weight; else None.
+
+    The converter (``permute`` in llama.cpp's convert_hf_to_gguf.py) reshapes rows to [heads, 2, d, ...] and
+    swaps the middle axes.
+    """
+    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", info.name, re.ASCII)
+    if match is None or not _ARCHITECTURES.get(architecture, False):
+        return None
+    heads = keys.get(f"{architecture}.attention.head_count")
+    if match[1] == "k":
+        heads = keys.get(f"{architecture}.attention.head_count_kv", heads)
+    rows = info.shape[0]
+    if type(heads) is not int or heads < 1 or rows % (2 * heads):
+        raise CheckpointError(
+            path,
+            f"its {rows} rows cannot be put back in order: the file gives {heads!r} heads of attention",
+            info.name,
+        )
+    order: npt.NDArray[np.int64] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows)
+    return order
+
+
+def _as_head(embedding: Entry) -> Entry:
+    """A tied word embedding: packed as the output head if it is quantised, left alone otherwise."""
+    if embedding.quantized is None and not embedding.problem:
+        return embedding
+    return replace(embedding, name="lm_head", tied_to=embedding.name)
+
+
+def _with_biases(entries: list[Entry]) -> list[Entry]:
+    """Give a quantised weight the bias that stands beside it in the file."""
+    by_source = {entry.source: entry for entry in entries}
+    taken = set()
+    result = []
+    for entry in entries:
+        bias = by_source.get(entry.source.removesuffix(".weight") + ".bias")
+        if (
+            entry.quantized is not None
+            and bias is not None
+            and bias.kind in ("F32", "F16", "BF16")
+            and bias.shape == entry.shape[:1]
+        ):
+            taken.add(bias.source)
+            quantized = replace(
+                entry.quantized,
+                dtypes={**entry.quantized.dtypes, "bias": bias.dtype},
+                read=partial(_read_with_bias, entry.quantized, bias),
+            )
+            entry = replace(entry, quantized=quantized)
+        result.append(entry)
+    return [entry for entry in result if entry.source not in taken]
+
+
+def _read_with_bias(weight: Quantized, bias: Entry) -> QuantizedWeight:
+    return replace(weight.read(), bias=bias.values())
+
+
+# ---- the data
+
+
+def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: dict[str, Any]) -> Entry:
+    name = _module(info.name, architecture)
+    rows = _head_rows(path, info, architecture, keys)
+    kind = info.kind.name
+    entry = Entry(
+        name=name,
+        source=info.name,
+        kind=kind,
+        shape=info.shape,
+        nbytes=info.nbytes,
+        dtype=_PLAIN.get(kind, torch.float32),
+        values=partial(_values, path, data, info, rows),
+    )
+    if kind in _PLAIN:
+        return entry
+    entry = replace(entry, name=name.removesuffix(".weight"))
+    if kind not in _BITS:
+        return replace(
+            entry, problem=f"has type {kind}; of the quantised types, {', '.join(_BITS)} are supported"
+        )
+    if len(info.shape) != 2:
+        return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
+    dtypes = {"scales": torch.float16} | ({"offsets": torch.float32} if kind == "Q4_1" else {})
+    return replace(
+        entry,
+        quantized=Quantized(
+            bits=_BITS[kind], group_size=_BLOCK, dtypes=dtypes, read=partial(_weight, path, data, info, rows)
+        ),
+    )
+
+
+def _bytes(data: mmap.mmap, info: _Info) -> npt.NDArray[np.uint8]:
+    return np.frombuffer(data, np.uint8, info.nbytes, info.start)
+
+
+def _tensor(array: npt.NDArray[Any]) -> Tensor:
+    """A tensor of its own memory: torch has none that is read-only."""
+    return torch.from_numpy(np.array(array, order="C"))
+
+
+def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> QuantizedWeight:
+    n, k = info.shape
+    kind = info.kind.name
+    blocks = _bytes(data, info).reshape(n, k // _BLOCK, -1)
+    if rows is not None:
+        blocks = blocks[rows]
+    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
+    offsets = None
+    if kind == "Q8_0":
+        codes = blocks[..., 2:] ^ np.uint8(0x80)  # int8 q as q + 128
+    else:
+        halves = blocks[..., 4 if kind == "Q4_1" else 2 :]
+        codes = np.concatenate([halves & np.uint8(0xF), halves >> np.uint8(4)], axis=-1)
+        if kind == "Q4_1":
+            smallest = np.ascontiguousarray(blocks[..., 2:4]).view("<f2")[..., 0]
+            offsets = smallest.astype(np.float32) + np.float32(8) * scales.astype(np.float32)
+    try:
+        return QuantizedWeight(
+            codes=_tensor(codes.reshape(n, k)),
+            scales=_tensor(scales),
+            offsets=None if offsets is None else _tensor(offsets),
+            bits=_BITS[kind],
+            group_size=_BLOCK,
+        )
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(path, str(error), info.name) from error
+
+
+def _values(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> Tensor:
+    raw = _bytes(data, info)
+    if (dtype := _PLAIN.get(info.kind.name)) is not None:
+        values = _tensor(raw).view(dtype).view(info.shape)
+    else:
+        try:
+            # A scale of NaN or infinity is the file's business; numpy's warning about it is not.
+            with np.errstate(all="ignore"):
+                values = _tensor(gguf.dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
+        except (NotImplementedError, ValueError) as error:
+            raise CheckpointError(
+                path, f"type {info.kind.name} cannot be dequantised: {error}", info.name
+            ) from error
+        values = values.view(info.shape)
+    return values if rows is None else values[torch.from_numpy(rows)]
