@@ -105,11 +105,11 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
 }
 
-// Position of a row inside its slab of 64 in the group vectors (scales, zeros, offsets): row 16*i +
-// 8*h + g stands at 8*g + 2*i + h. So the eight rows of a lane group g lie side by side: one
-// 16-byte load of fp16 scales, one 8-byte load of int8 zeros, and warp i of a warpgroup takes its
-// two rows by one 4-byte load.
-CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + 2 * (row % kRowsPerSlab / 16) + row % 16 / 8; }
+// Position of a row inside its slab of 64 in the group vectors (scales, zeros, offsets): an 8 x 8
+// transposition. Row 16*i + 8*h + g stands at 8*g + 2*i + h, so that the eight rows of a lane group g
+// lie side by side: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
+// warpgroup takes its two rows, g and g+8, by one 4-byte load.
+CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + row % kRowsPerSlab / 8; }
 
 // Position of column k inside its 16 of the int8 activations: 0 .. 15 are stored as 0, 8, 1, 9,
 // ..., 7, 15. Then bytes 4t .. 4t+3, which the int8 instructions hand to lane t, are k = 2t, 2t+8,
