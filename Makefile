@@ -48,7 +48,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 
 # The build folder keeps its objects, so this builds only what changed.
 build: $(VENV)/.ready
-	$(PY) -m pip install -q --no-build-isolation --no-deps -v -e . --config-settings=build-dir=$(BUILD) \
+	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=$(BUILD) \
 	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(CUDA) --config-settings=cmake.define.CUTLASS_OPS_TESTS=ON \
 	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@grep -E '^ *-- cutlass_ops:|kernels, at most|warning' $(VENV)/build.log || true
@@ -61,7 +61,7 @@ demo: build
 	$(VENV)/bin/cutlass-ops demo $(DEMO_ARGS)
 
 lint: $(VENV)/.ready
-	ruff check .
+	ruff check --output-format concise .
 	ruff format --check .
 	clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(PY) -m mypy

@@ -1,0 +1,201 @@
+"""The package as it is built and installed: its metadata, its stub, its build options, the check of the kernels."""
+
+from __future__ import annotations
+
+import ast
+import email
+import importlib.util
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import cutlass_ops
+from cutlass_ops import _C
+
+ROOT = Path(__file__).parent.parent
+
+
+# --- cutlass_ops/_C.pyi ------------------------------------------------------------------------------------
+
+
+def signature(function: ast.FunctionDef) -> str:
+    """Return names, types and result of a function, with the types as a stub writes them."""
+    for argument in function.args.args[:1]:
+        if argument.arg == "self":
+            argument.annotation = None
+    text = f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns or ast.Constant(None))}"
+    # pybind11 3 tells from what an int or a float may be converted.
+    text = re.sub(r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text)
+    return text.replace("cutlass_ops._C.", "")
+
+
+def stub_members(body: list[ast.stmt]) -> dict[str, object]:
+    """Return the names in a stub: functions with signatures, values and properties with types, classes."""
+    members: dict[str, object] = {}
+    for node in body:
+        if isinstance(node, ast.ClassDef):
+            members[node.name] = stub_members(node.body)
+        elif isinstance(node, ast.FunctionDef):
+            members[node.name] = ast.unparse(node.returns) if node.decorator_list else signature(node)
+        elif isinstance(node, ast.AnnAssign):
+            members[ast.unparse(node.target)] = ast.unparse(node.annotation)
+    return members
+
+
+def documented(docstring: str) -> ast.FunctionDef:
+    """Return the function that the first line of a pybind11 docstring describes."""
+    (function,) = ast.parse(f"def {docstring.splitlines()[0]}: ...").body
+    assert isinstance(function, ast.FunctionDef)
+    return function
+
+
+def compiled_members(namespace: ModuleType | type) -> dict[str, object]:
+    """Return the same of the compiled module."""
+    if hasattr(namespace, "__members__"):  # an enum
+        return dict.fromkeys(namespace.__members__, namespace.__name__)
+    members: dict[str, object] = {}
+    for name, value in vars(namespace).items():
+        if name.startswith("_") and not (value.__doc__ or "").startswith("__init__(self: cutlass_ops"):
+            continue
+        if isinstance(value, type):
+            members[name] = compiled_members(value)
+        elif isinstance(value, property):
+            members[name] = signature(documented(f"get{value.fget.__doc__}")).rpartition(" -> ")[2]
+        elif callable(value):
+            members[name] = signature(documented(value.__doc__))
+        else:
+            members[name] = type(value).__name__
+    return members
+
+
+def test_stub_equals_module() -> None:
+    stub = ast.parse((ROOT / "cutlass_ops/_C.pyi").read_text())
+    assert stub_members(stub.body) == compiled_members(_C)
+
+
+# --- the package ---------------------------------------------------------------------------------------------
+
+
+def test_import_needs_no_gpu() -> None:
+    hidden = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    code = "import cutlass_ops; print(cutlass_ops.__version__)"
+    done = subprocess.run([sys.executable, "-c", code], env=hidden, capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, cutlass_ops.__version__), done.stderr
+
+
+@pytest.mark.slow
+def test_wheel_without_cuda(tmp_path: Path) -> None:
+    """A wheel built with CUTLASS_OPS_CUDA=OFF imports, holds the package and nothing else, and pins no torch."""
+    for needed in ("scikit_build_core", "pybind11"):
+        pytest.importorskip(needed, reason="building a wheel without build isolation needs it")
+    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
+    command += ["-C", f"build-dir={tmp_path / 'build'}", "-C", "cmake.define.CUTLASS_OPS_CUDA=OFF"]
+    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True)
+    (wheel,) = tmp_path.glob("cutlass_ops-*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        archive.extractall(tmp_path / "site")
+
+    info = f"cutlass_ops-{cutlass_ops.__version__}.dist-info"
+    package = {str(path.relative_to(ROOT)) for path in ROOT.glob("cutlass_ops/**/*.py*") if path.suffix != ".pyc"}
+    package.add("cutlass_ops/py.typed")
+    (module,) = {name for name in names if name.endswith(".so")}
+    assert Path(module).parent == Path("cutlass_ops")
+    assert {name for name in names if not name.startswith(info)} == package | {module}
+
+    metadata = email.message_from_string((tmp_path / "site" / info / "METADATA").read_text())
+    required = metadata.get_all("Requires-Dist") or []
+    assert "torch" in required  # as it stands: no version
+    assert not [line for line in required if line.startswith(("nvidia", "cuda")) and "extra ==" not in line]
+    assert metadata["License-Expression"] == "BSD-3-Clause"
+
+    # -S leaves out the .pth files of site-packages, by which an editable install of this package comes first.
+    path = [str(tmp_path / "site"), *(folder for folder in sys.path if folder.endswith("-packages"))]
+    code = f"import sys; sys.path[:0] = {path}; import cutlass_ops._C as c; print(c.__file__, c.built_with_cuda)"
+    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.stdout.split() == [str(tmp_path / "site" / module), "False"], done.stderr
+
+
+def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Configure the project with CMake where no nvcc can be found."""
+    without_nvcc = {**os.environ, "CUDACXX": str(tmp_path / "no-nvcc")}
+    command = ["cmake", "-S", str(ROOT), "-B", str(tmp_path / "build"), *options]
+    return subprocess.run(command, env=without_nvcc, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "message"),
+    [
+        ("AUTO", 0, "building for the CPU alone (CUTLASS_OPS_CUDA=AUTO)"),
+        ("OFF", 0, "building for the CPU alone (CUTLASS_OPS_CUDA=OFF)"),
+        ("ON", 1, "CUTLASS_OPS_CUDA is ON, but no working nvcc was found"),
+        ("maybe", 1, "CUTLASS_OPS_CUDA is 'maybe': it must be AUTO, ON or OFF"),
+    ],
+)
+def test_cuda_option_without_nvcc(tmp_path: Path, option: str, status: int, message: str) -> None:
+    done = configure(tmp_path, f"-DCUTLASS_OPS_CUDA={option}")
+    assert (done.returncode, message in " ".join((done.stdout + done.stderr).split())) == (status, True), done.stderr
+
+
+# --- cmake/nvcc_checked.py -----------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def nvcc_checked() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("nvcc_checked", ROOT / "cmake/nvcc_checked.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+# What ptxas 13.0 prints with -v.
+CLEAN = """\
+ptxas info    : Compiling entry function '_Z4goodPf' for 'sm_80'
+ptxas info    : Function properties for _Z4goodPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 8 registers, used 0 barriers, 360 bytes cmem[0]
+"""
+SPILL = """\
+ptxas info    : Compiling entry function '_Z3badPf' for 'sm_90a'
+ptxas info    : Function properties for _Z3badPf
+    8 bytes stack frame, 0 bytes spill stores, 16 bytes spill loads
+ptxas info    : Used 255 registers, used 0 barriers
+"""
+SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "nvcc_status", "status", "told"),
+    [
+        (CLEAN, 0, 0, "at most 8 registers"),
+        (CLEAN + SPILL, 0, 1, "error: kernel.cu: sm_90a: bad(float*): 8 bytes stack frame, 0 bytes spill"),
+        (CLEAN + SERIALISED, 0, 1, "(C7510) Potential Performance Loss"),
+        ("kernel.cu(1): error: expected a declaration\n", 2, 2, "expected a declaration"),
+    ],
+    ids=["clean", "spill", "serialised", "compile error"],
+)
+def test_kernels_are_checked(
+    nvcc_checked: ModuleType,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    printed: str,
+    nvcc_status: int,
+    status: int,
+    told: str,
+) -> None:
+    """A compiler that prints `printed` makes the build fail as it should, and leaves no object behind."""
+    nvcc = tmp_path / "nvcc.py"
+    nvcc.write_text(f"import sys; open(sys.argv[-1], 'w').close(); sys.stderr.write({printed!r}); sys.exit({nvcc_status})")
+    output = tmp_path / "kernel.cu.o"
+    assert nvcc_checked.main([sys.executable, str(nvcc), "-o", str(output)]) == status
+    out, err = capfd.readouterr()
+    assert told.replace("bad(float*)", nvcc_checked.demangle("_Z3badPf")) in out + err
+    assert output.exists() == (status in (0, nvcc_status))

@@ -1,0 +1,155 @@
+#!/usr/bin/env python3
+"""Run the GPU tests under NVIDIA's compute-sanitizer and sum up what it found.
+
+    tools/sanitize.py                                    every tool, C++ tests and Python tests
+    tools/sanitize.py --tool racecheck --only python -- -k w4a16     arguments after -- go to pytest
+
+The tools: memcheck (accesses out of bounds), racecheck (races in shared memory),
+initcheck (reads of bytes that nobody wrote) and synccheck (barriers used wrongly). initcheck runs the C++
+tests alone: torch's allocator hands out memory that was written before.
+
+The exit status is 0 when every run passed its tests, executed at least one, and no tool found anything;
+1 when not; 2 when nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
+PROGRAM = "cutlass_ops_cuda_tests"
+FOUND_SOMETHING = 86  # compute-sanitizer's exit status when it reports an error
+
+# The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
+SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
+# The closing line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
+PASSED = re.compile(r"(\d+) passed|\[  PASSED  \] (\d+) tests?")
+# GoogleTest counts a skipped test as passed as well.
+SKIPPED = re.compile(r"\[  SKIPPED \] (\d+) tests?")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One program under one tool."""
+
+    tool: str
+    name: str
+    command: list[str]
+    environment: dict[str, str]
+
+    def execute(self) -> Outcome:
+        """Run it, echoing what it prints, and read the counts from that."""
+        # Kernels of other libraries are not ours to check, and slow. initcheck must see who else writes.
+        only_ours = [] if self.tool == "initcheck" else ["--kernel-regex", "kns=cutlass_ops"]
+        command = ["compute-sanitizer", "--tool", self.tool, "--error-exitcode", str(FOUND_SOMETHING)]
+        command += ["--print-limit", "20", *only_ours, *self.command]
+        print(f"\n== {self.tool}, {self.name}: {' '.join(command)}", flush=True)
+        start = time.monotonic()
+        text = ""
+        with subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, **self.environment},
+            text=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        ) as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                sys.stdout.write(line)
+                text += line
+        passed = sum(int(a or b) for a, b in PASSED.findall(text)) - sum(map(int, SKIPPED.findall(text)))
+        summaries = SUMMARY.findall(text)
+        return Outcome(
+            self,
+            status=process.returncode,
+            tests=passed,
+            findings=sum(map(int, summaries)) if summaries else None,
+            seconds=time.monotonic() - start,
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to. `findings` is None when the tool printed no summary."""
+
+    run: Run
+    status: int
+    tests: int
+    findings: int | None
+    seconds: float
+
+    @property
+    def verdict(self) -> str:
+        """Return "clean", or what is wrong."""
+        if self.findings is None:
+            return f"the tool gave no summary (exit status {self.status})"
+        if self.findings:
+            return "FOUND SOMETHING"
+        if self.status:
+            return f"tests failed (exit status {self.status})"
+        return "clean" if self.tests else "no test was executed"
+
+
+def cpp_program() -> Path | None:
+    """Return the newest build of the C++ tests, if there is one."""
+    built = sorted(ROOT.glob(f"build/*/tests/cpp/{PROGRAM}"), key=lambda path: path.stat().st_mtime)
+    return built[-1] if built else None
+
+
+def runs(tool: str, only: str | None, pytest_arguments: list[str]) -> list[Run]:
+    """Return the programs to run under a tool."""
+    planned = []
+    program = cpp_program()
+    if only != "python" and program:
+        planned.append(Run(tool, "C++", [str(program)], {}))
+    if only != "cpp" and tool != "initcheck":
+        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
+        pytest += pytest_arguments
+        if tool == "memcheck":
+            # Without torch's cache each tensor is an allocation of its own, so a byte too far is seen. A
+            # CUDA graph cannot be captured that way; those tests run with the cache.
+            uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+            planned.append(Run(tool, "Python", [*pytest, "-k", "not graph"], uncached))
+            planned.append(Run(tool, "Python, graphs", [*pytest, "-k", "graph"], {}))
+        else:
+            planned.append(Run(tool, "Python", pytest, {}))
+    return planned
+
+
+def main() -> int:
+    """Run what the command line asks for and print a table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tool", action="append", choices=TOOLS, help="one of the tools; may be repeated")
+    parser.add_argument("--only", choices=("cpp", "python"), help="the C++ or the Python tests alone")
+    parser.add_argument("pytest", nargs="*", help="arguments for pytest, after --")
+    arguments = parser.parse_args()
+    if not shutil.which("compute-sanitizer"):
+        print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
+        return 2
+    planned = [run for tool in arguments.tool or TOOLS for run in runs(tool, arguments.only, arguments.pytest)]
+    if not planned:
+        print(f"nothing to run: no build/*/tests/cpp/{PROGRAM} (CUTLASS_OPS_TESTS=ON builds it)", file=sys.stderr)
+        return 2
+    outcomes = [run.execute() for run in planned]
+    print(f"\n{'tool':<11}{'tests':<16}{'executed':>8}{'findings':>10}{'seconds':>9}  verdict")
+    for outcome in outcomes:
+        findings = "?" if outcome.findings is None else outcome.findings
+        print(
+            f"{outcome.run.tool:<11}{outcome.run.name:<16}{outcome.tests:>8}{findings:>10}"
+            f"{outcome.seconds:>9.1f}  {outcome.verdict}"
+        )
+    return 0 if all(outcome.verdict == "clean" for outcome in outcomes) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
