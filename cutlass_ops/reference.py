@@ -273,7 +273,7 @@ def activation_order(codes: Tensor, zeros: Tensor | None, block: int) -> Tensor:
     if zeros is not None:
         end = k_pad if block == -1 else min(k_pad, zeros.shape[1] * block)
         padded[:, k:end] = zeros[:, -1:]
-    return padded.view(m, -1, 2, 8).transpose(2, 3).reshape(m, k_pad)
+    return padded.view(m, k_pad // 16, 2, 8).transpose(2, 3).reshape(m, k_pad)
 
 
 def natural_order(ordered: Tensor, k: int) -> Tensor:
@@ -284,7 +284,7 @@ def natural_order(ordered: Tensor, k: int) -> Tensor:
             f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}"
         )
     m, k_pad = ordered.shape
-    return ordered.view(m, -1, 8, 2).transpose(2, 3).reshape(m, k_pad)[:, :k].contiguous()
+    return ordered.view(m, k_pad // 16, 8, 2).transpose(2, 3).reshape(m, k_pad)[:, :k].contiguous()
 
 
 # ---- products
@@ -299,7 +299,8 @@ def check_activation(activation: Activation) -> None:
             return
         raise ValueError(f"activation is {activation!r}; clamp takes bounds lo <= hi")
     raise ValueError(
-        f"activation is {activation!r}; supported are None, 'relu', 'relu6', 'gelu', 'silu', ('clamp', lo, hi)"
+        f"activation is {activation!r}; "
+        "supported are None, 'relu', 'relu6', 'gelu', 'silu' and ('clamp', lo, hi)"
     )
 
 

@@ -1,0 +1,771 @@
+"""The specification against cases worked out by hand and against exact integer arithmetic."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from cutlass_ops import formats, reference
+from cutlass_ops.reference import (
+    activation_order,
+    dequantize_activations,
+    dequantize_weight,
+    epilogue,
+    gemm_quantized,
+    mixed_gemm,
+    natural_order,
+    quantize_activations,
+    quantize_weight,
+)
+from cutlass_ops.weight import QuantizedWeight
+
+NAN, INF = math.nan, math.inf
+TINY = 2.0**-100
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    """Equal in dtype, shape and every bit of value, NaN equal to NaN."""
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+
+
+def int8(*rows: list[int]) -> Tensor:
+    return torch.tensor(rows, dtype=torch.int8)
+
+
+# ---- activations
+
+
+@pytest.mark.parametrize(
+    ("x", "codes", "scale"),
+    [
+        # amax 127: s = r = 1 and a code is the value rounded half to even.
+        ([127, 0.5, 1.5, -2.5, -126.6, 0], [127, 0, 2, -2, -127, 0], 1.0),
+        # amax 254: s = 2, r = 1/2; -1 / 2 and 3 / 2 are ties, -5 / 2 too.
+        ([-254, -1, 3, -5, 253], [-127, 0, 2, -2, 126], 2.0),
+        # amax 31.75: s = 1/4.
+        ([31.75, -31.75, 0.25, 0.125], [127, -127, 1, 0], 0.25),
+    ],
+)
+def test_symmetric_codes_by_hand(x: list[float], codes: list[int], scale: float) -> None:
+    q, s, z = quantize_activations(torch.tensor([x], dtype=torch.float32), -1, symmetric=True)
+    assert same(q, int8(codes))
+    assert same(s, torch.tensor([[scale]]))
+    assert z is None
+
+
+@pytest.mark.parametrize(
+    ("x", "codes", "zero", "scale"),
+    [
+        # hi - lo = 255: s = r = 1; z = rint(-128 + 55) = -73.
+        ([-55, 200, 0.5, 1.5, 0], [-128, 127, -73, -71, -73], -73, 1.0),
+        # z = rint(-128 + 54.5) = rint(-73.5) = -74; rint(-54.5) = -54, rint(200.5) = 200.
+        ([-54.5, 200.5], [-128, 126], -74, 1.0),
+        # z = rint(-126.5) = -126; rint(253.5) = 254 and 254 - 126 is clamped to 127.
+        ([-1.5, 253.5, 2.5], [-128, 127, -124], -126, 1.0),
+        # All positive: lo = 0, z = -128. s = 2: 51 / 2 = 25.5 rounds to 26.
+        ([510, 51, 49], [127, -102, -104], -128, 2.0),
+        # All negative: hi = 0, z = rint(-128 + 255) = 127.
+        ([-255, -51], [-128, 76], 127, 1.0),
+        # Constant blocks are exact: 63.75 = 255 / 4.
+        ([63.75, 63.75], [127, 127], -128, 0.25),
+        ([-63.75, -63.75], [-128, -128], 127, 0.25),
+    ],
+)
+def test_asymmetric_codes_by_hand(x: list[float], codes: list[int], zero: int, scale: float) -> None:
+    q, s, z = quantize_activations(torch.tensor([x], dtype=torch.float32), -1, symmetric=False)
+    assert same(q, int8(codes))
+    assert same(s, torch.tensor([[scale]]))
+    assert z is not None
+    assert same(z, int8([zero]))
+
+
+def test_each_operation_of_the_quantiser_rounds_by_itself() -> None:
+    # In fp32, 127 / 33.75 is not (1 / 33.75) * 127, and x is 0.5 or more steps with the first alone.
+    x = float.fromhex("0x1.102042p-3")
+    assert quantize_activations(torch.tensor([[33.75, x]]), -1, True)[0].tolist() == [[127, 1]]
+    # 9 / 127 is not 9 * (1 / 127) = 0x1.224488p-4.
+    assert quantize_activations(torch.tensor([[9.0]]), -1, True)[1].item() == float.fromhex("0x1.22448ap-4")
+    # lo * r is rounded before it is subtracted from -128: fused, the zero points would be -1, -11 and 101.
+    for lo, hi, zero in (
+        (-19.640625, 19.640625, 0),
+        (-18.203125, 21.640625, -12),
+        (-12.515625, 1.390625, 102),
+    ):
+        zeros = quantize_activations(torch.tensor([[lo, hi]]), -1, False)[2]
+        assert zeros is not None
+        assert zeros.item() == zero
+
+
+def test_blocks_have_scales_of_their_own_and_the_last_may_be_short() -> None:
+    x = torch.tensor([[127.0, 3, 254, 2, -12.7]])
+    codes, scales, _ = quantize_activations(x, 2, True)
+    assert codes.tolist() == [[127, 3, 127, 1, -127]]
+    expected = np.array([[1, 2, np.float32(12.7) / np.float32(127)]], dtype=np.float32)
+    assert np.array_equal(scales.numpy(), expected)
+    # One block a row: 254 rules.
+    assert quantize_activations(x, -1, True)[0].tolist() == [[64, 2, 127, 1, -6]]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("largest", [0.0, TINY * (1 - 2**-20), -TINY * (1 - 2**-20)])
+def test_a_zero_block_has_scale_one_and_codes_zero(symmetric: bool, largest: float) -> None:
+    codes, scales, zeros = quantize_activations(torch.tensor([[0.0, largest]]), -1, symmetric)
+    assert codes.tolist() == [[0, 0]]
+    assert scales.tolist() == [[1.0]]
+    assert zeros is None if symmetric else zeros is not None and zeros.tolist() == [[0]]
+
+
+def test_the_smallest_range_is_quantised() -> None:
+    codes, scales, _ = quantize_activations(torch.tensor([[TINY, -TINY / 2]]), -1, True)
+    assert codes.tolist() == [[127, -64]]  # 63.5 is a tie
+    assert scales.item() == np.float32(TINY) / np.float32(127)
+    codes, _, zeros = quantize_activations(torch.tensor([[TINY, 0.0]]), -1, False)
+    assert zeros is not None
+    assert (codes - zeros).tolist() == [[-1, 0]]  # 255 in int8
+    assert codes.tolist() == [[127, -128]]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+def test_a_block_that_is_not_finite_has_a_nan_scale(symmetric: bool, bad: float) -> None:
+    x = torch.tensor([[1.0, bad, 127, 5], [127, 1, 127, 5]])
+    codes, scales, zeros = quantize_activations(x, 2, symmetric)
+    good_codes, good_scales, good_zeros = quantize_activations(torch.tensor([[127.0, 1, 127, 5]]), 2, symmetric)
+    assert codes[0, :2].tolist() == [0, 0]
+    assert scales[0, 0].isnan()
+    assert same(codes[0, 2:], good_codes[0, 2:])
+    assert same(scales[0, 1:], good_scales[0, 1:])
+    assert same(codes[1:], good_codes)
+    assert same(scales[1:], good_scales)
+    if zeros is not None and good_zeros is not None:
+        assert zeros[0, 0] == 0
+        assert same(zeros[1:], good_zeros)
+
+
+def test_a_range_beyond_fp32_has_a_nan_scale() -> None:
+    x = torch.tensor([[3e38, -3e38]])
+    codes, scales, zeros = quantize_activations(x, -1, False)
+    assert codes.tolist() == [[0, 0]]
+    assert scales.isnan().all()
+    assert zeros is not None
+    assert zeros.item() == 0
+    assert quantize_activations(x, -1, True)[0].tolist() == [[127, -127]]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_narrow_activations_are_quantised_in_fp32(dtype: torch.dtype) -> None:
+    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)).to(dtype)
+    for symmetric in (True, False):
+        for got, expected in zip(
+            quantize_activations(x, 64, symmetric),
+            quantize_activations(x.float(), 64, symmetric),
+            strict=True,
+        ):
+            assert (got is None and expected is None) or same(got, expected)
+
+
+def test_no_rows_and_strided_rows() -> None:
+    codes, scales, zeros = quantize_activations(torch.empty(0, 40), 32, False)
+    assert zeros is not None
+    assert (codes.shape, scales.shape, zeros.shape) == ((0, 40), (0, 2), (0, 2))
+    x = torch.arange(24.0).view(6, 4).t()
+    assert same(quantize_activations(x, 4, True)[0], quantize_activations(x.contiguous(), 4, True)[0])
+
+
+def scalar_quantiser(x: list[np.float32], symmetric: bool) -> tuple[list[int], np.float32, int]:
+    """One block, one number at a time, in numpy's fp32 scalars: each operation is an IEEE operation."""
+    f = np.float32
+    lo, hi = min(f(0), *x), max(f(0), *x)
+    span = max(hi, -lo) if symmetric else hi - lo
+    if span < f(TINY):
+        return [0] * len(x), f(1), 0
+    if symmetric:
+        r = f(127) / span
+        return [int(min(127, max(-127, np.rint(v * r)))) for v in x], span / f(127), 0
+    r = f(255) / span
+    z = int(min(127, max(-128, np.rint(f(-128) - lo * r))))
+    return [int(min(127, max(-128, np.rint(v * r) + z))) for v in x], span / f(255), z
+
+
+finite = st.floats(-(2.0**120), 2.0**120, width=32)
+values = st.lists(finite | st.integers(-300, 300).map(float) | st.integers(-99, 99).map(lambda i: i / 2), min_size=2)
+
+
+@given(values, st.booleans())
+@settings(deadline=None, max_examples=300)
+def test_codes_and_scales_are_those_of_scalar_arithmetic(x: list[float], symmetric: bool) -> None:
+    codes, scales, zeros = quantize_activations(torch.tensor([x]), -1, symmetric)
+    expected_codes, expected_scale, expected_zero = scalar_quantiser([np.float32(v) for v in x], symmetric)
+    assert codes[0].tolist() == expected_codes
+    assert scales.numpy()[0, 0] == expected_scale
+    assert (0 if zeros is None else zeros.item()) == expected_zero
+
+
+@given(values, st.booleans(), st.sampled_from([2, 3, 32, -1]))
+@settings(deadline=None)
+def test_dequantised_activations_are_within_half_a_scale(x: list[float], symmetric: bool, block: int) -> None:
+    codes, scales, zeros = quantize_activations(torch.tensor([x]), block, symmetric)
+    back = dequantize_activations(codes, scales, zeros, block).double()[0].tolist()
+    for i, (value, approximation) in enumerate(zip(x, back, strict=True)):
+        scale = scales[0, 0 if block == -1 else i // block].item()
+        # A zero block is off by less than 2^-100; the rest is fp32's rounding of products of up to 255 steps.
+        assert abs(value - approximation) <= max(scale * (0.5 + 255 * 2**-22), TINY if scale == 1 else 0)
+        if value == 0:
+            assert approximation == 0
+
+
+@given(st.floats(2.0**-90, 2.0**90, width=32), st.booleans())
+def test_a_constant_block_is_exact(c: float, negative: bool) -> None:
+    c = -c if negative else c
+    codes, scales, zeros = quantize_activations(torch.full((1, 7), c), -1, False)
+    assert zeros is not None
+    assert set((codes.int() - zeros.int()).flatten().tolist()) == {-255 if negative else 255}
+    assert abs(255 * scales.item() - c * (-1 if negative else 1)) <= abs(c) * 2**-24  # s itself is rounded
+
+
+def test_dequantised_activations_by_hand() -> None:
+    codes, scales = int8([3, -128, 7], [0, 1, 2]), torch.tensor([[0.5, 4.0], [1.0, -2.0]])
+    assert dequantize_activations(codes, scales, None, 2).tolist() == [[1.5, -64, 28], [0, 1, -4]]
+    zeros = int8([-1, 127], [1, -128])
+    assert dequantize_activations(codes, scales, zeros, 2).tolist() == [[2, -63.5, -480], [-1, 0, -260]]
+
+
+# ---- kernel order
+
+
+def test_kernel_order_by_hand() -> None:
+    codes = torch.arange(-64, 64, dtype=torch.int8)[None]
+    ordered = activation_order(codes, None, 128)
+    expected = [0, 8, 1, 9, 2, 10, 3, 11, 4, 12, 5, 13, 6, 14, 7, 15]
+    assert (ordered[0, :16] + 64).tolist() == expected
+    assert (ordered[0, 112:] + 64).tolist() == [112 + k for k in expected]
+    assert same(natural_order(ordered, 128), codes)
+
+
+@pytest.mark.parametrize(
+    ("k", "block", "blocks", "padding"),
+    [
+        (130, 128, 2, [42] * 126),  # the second block reaches to the end
+        (130, 32, 5, [42] * 30 + [0] * 96),  # columns 160.. have no block
+        (130, -1, 1, [42] * 126),
+        (128, 32, 4, []),
+    ],
+)
+def test_padding_holds_the_zero_point_of_its_block(k: int, block: int, blocks: int, padding: list[int]) -> None:
+    codes = torch.full((2, k), 5, dtype=torch.int8)
+    zeros = torch.full((2, blocks), 3, dtype=torch.int8)
+    zeros[:, -1] = torch.tensor([42, -42])
+    ordered = activation_order(codes, zeros, block)
+    natural = natural_order(ordered, k)
+    assert same(natural, codes)
+    whole = natural_order(ordered, ordered.shape[1])
+    assert whole[0, k:].tolist() == padding
+    assert whole[1, k:].tolist() == [-p for p in padding]
+    assert not natural_order(activation_order(codes, None, block), ordered.shape[1])[:, k:].any()
+
+
+@given(st.integers(0, 3), st.integers(1, 400))
+def test_natural_order_inverts_kernel_order(m: int, k: int) -> None:
+    codes = torch.randint(-128, 128, (m, k)).to(torch.int8)
+    ordered = activation_order(codes, None, -1)
+    assert ordered.shape == (m, formats.padded_k(k))
+    assert same(natural_order(ordered, k), codes)
+
+
+# ---- weights
+
+
+@pytest.mark.parametrize(
+    ("bits", "w", "codes", "scale"),
+    [
+        # amax 7: s = 1; ties to even: -3.5 is -4, 0.5 is 0, 1.5 is 2. Codes are 8 higher.
+        (4, [7, -3.5, 0.5, 1.5, -7], [15, 4, 8, 10, 1], 1.0),
+        # amax 14 on the negative side: s = 2; 7 / 2 = 3.5 is 4, code 12.
+        (4, [-14, 7, 0], [1, 12, 8], 2.0),
+        (8, [127, -127, 0.5, -1.5], [255, 1, 128, 126], 1.0),
+        (8, [-63.5, 1], [1, 130], 0.5),
+    ],
+)
+def test_symmetric_weights_by_hand(bits: int, w: list[float], codes: list[int], scale: float) -> None:
+    qw = quantize_weight(torch.tensor([w], dtype=torch.float32), bits, 32, True)
+    assert qw.codes.tolist() == [codes]
+    assert qw.scales.tolist() == [[scale]]
+    assert qw.symmetric
+
+
+@pytest.mark.parametrize(
+    ("bits", "w", "codes", "zero", "scale"),
+    [
+        # hi - lo = 15: s = 1, z = 5; 0.5 is 0, 1.5 is 2.
+        (4, [-5, 10, 0, 0.5, 1.5], [0, 15, 5, 5, 7], 5, 1.0),
+        # z = rint(1.5) = 2; rint(13.5) = 14 and 14 + 2 is clamped to 15.
+        (4, [-1.5, 13.5], [0, 15], 2, 1.0),
+        # All positive: zero is in the range, z = 0. s = 2: 5 / 2 is 2.
+        (4, [30, 5], [15, 2], 0, 2.0),
+        # All negative: z = 15.
+        (4, [-15, -4], [0, 11], 15, 1.0),
+        (8, [-100, 155, 0.5], [0, 255, 100], 100, 1.0),
+    ],
+)
+def test_asymmetric_weights_by_hand(bits: int, w: list[float], codes: list[int], zero: int, scale: float) -> None:
+    qw = quantize_weight(torch.tensor([w], dtype=torch.float32), bits, 32, False)
+    assert qw.codes.tolist() == [codes]
+    assert qw.scales.tolist() == [[scale]]
+    assert qw.zeros is not None
+    assert qw.zeros.tolist() == [[zero]]
+
+
+def test_weight_scales_are_rounded_up_to_the_stored_dtype() -> None:
+    # 1/7 = 1170.29 / 2^13, and fp16 has steps of 2^-13 there; bf16 has steps of 2^-10: 1/7 = 146.29 / 2^10.
+    for dtype, scale in ((torch.float16, 1171 / 2**13), (torch.bfloat16, 147 / 2**10)):
+        qw = quantize_weight(torch.tensor([[1.0, 0.5 * 1171 / 2**13]], dtype=dtype), 4, 32, True)
+        assert qw.scales.dtype == dtype
+        assert qw.scales.item() == scale
+        assert qw.codes[0, 0] == 15
+    # A scale that the dtype holds stays what it is.
+    assert quantize_weight(torch.tensor([[0.875]], dtype=torch.float16), 4, 32, True).scales.item() == 0.125
+    # fp16's smallest number is 2^-24: a seventh of it is not 0. 10/7 of it is 2; with 1, 10 would be clamped.
+    for largest, scale, code in ((1, 1, 9), (10, 2, 13)):
+        w = torch.tensor([[largest * 2.0**-24]], dtype=torch.float16)
+        qw = quantize_weight(w, 4, 32, True)
+        assert qw.scales.item() == scale * 2.0**-24
+        assert qw.codes.item() == code
+    # Codes are those of the stored scale: w / s is a tie with s = 147 / 1024, but more than 0.5 with 1/7.
+    w = torch.tensor([[1.0, 147 / 2048]], dtype=torch.bfloat16)
+    assert quantize_weight(w, 4, 32, True).codes.tolist() == [[15, 8]]
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_weight_groups_zero_short_and_not_finite(symmetric: bool) -> None:
+    w = torch.zeros(2, 100)
+    w[0, 32:64] = 15.0
+    w[0, 99] = -30
+    w[1, 5] = NAN
+    w[1, 40] = INF
+    w[1, 64:96] = TINY / 2
+    qw = quantize_weight(w, 4, 32, symmetric)
+    assert qw.scales.shape == (2, 4)
+    assert qw.scales.isnan().tolist() == [[False] * 4, [True, True, False, False]]
+    assert qw.scales[0, 0] == 1
+    assert qw.scales[1, 2:].tolist() == [1, 1]
+    values = dequantize_weight(qw, torch.float32)
+    assert values[1, 64:].eq(0).all()
+    assert values[0, :32].eq(0).all()
+    assert values[0, 96:99].eq(0).all()
+    assert values[0, 40] == pytest.approx(15, rel=1e-6)
+    assert values[0, 99] == pytest.approx(-30, rel=1e-6)
+    assert values[1, :64].isnan().all()
+
+
+@given(
+    st.lists(st.floats(-60000, 60000, width=16) | st.integers(-9, 9).map(lambda i: i * 2.0**-24), min_size=1),
+    st.sampled_from([4, 8]),
+    st.booleans(),
+    st.sampled_from([torch.float16, torch.bfloat16, torch.float32]),
+    st.sampled_from([32, 64, -1]),
+)
+@settings(deadline=None, max_examples=300)
+def test_quantised_weights_are_within_half_a_scale(
+    w: list[float], bits: int, symmetric: bool, dtype: torch.dtype, group: int
+) -> None:
+    weight = torch.tensor([w]).to(dtype)
+    qw = quantize_weight(weight, bits, group, symmetric)
+    back = dequantize_weight(qw, torch.float64)
+    scales = qw.scales.double()[0, torch.arange(len(w)) // (len(w) if group == -1 else group)]
+    assert (scales > 0).all()
+    # fp32 rounds w / s, at most 255, and s itself if that is its dtype.
+    assert ((back - weight.double()).abs() <= scales * (0.5 + 255 * 2**-22)).all()
+    assert back[weight == 0].eq(0).all()
+
+
+def test_dequantised_weights_by_hand() -> None:
+    codes = torch.zeros(2, 34, dtype=torch.uint8)
+    codes[:, 0], codes[:, 33] = 15, 3
+    scales = torch.tensor([[0.5, -2.0], [1.0, 4.0]], dtype=torch.float16)
+    rows = dequantize_weight(QuantizedWeight(codes, scales, group_size=32), torch.float32)
+    # (15 - 8) * 0.5, (0 - 8) * 0.5, (0 - 8) * -2, (3 - 8) * -2
+    assert rows[0, [0, 1, 32, 33]].tolist() == [3.5, -4, 16, 10]
+    assert rows[1, [0, 1, 32, 33]].tolist() == [7, -8, -32, -20]
+    zeros = torch.tensor([[15, 0], [1, 7]], dtype=torch.uint8)
+    rows = dequantize_weight(QuantizedWeight(codes, scales, zeros=zeros, group_size=32), torch.float64)
+    assert rows[0, [0, 1, 32, 33]].tolist() == [0, -7.5, 0, -6]
+    assert rows[1, [0, 1, 32, 33]].tolist() == [14, -1, -28, -16]
+    offsets = torch.tensor([[0.25, 1.0], [0.0, -3.0]])
+    rows = dequantize_weight(QuantizedWeight(codes, scales, offsets=offsets, group_size=32), torch.float32)
+    assert rows[0, [0, 1, 32, 33]].tolist() == [3.75, -3.75, 17, 11]
+    assert rows[1, [0, 1, 32, 33]].tolist() == [7, -8, -35, -23]
+    # 8 bits: zero points down to 0 and up to 255.
+    codes8, zeros8 = torch.tensor([[255, 0]], dtype=torch.uint8), torch.tensor([[0]], dtype=torch.uint8)
+    one = torch.ones(1, 1)
+    assert dequantize_weight(QuantizedWeight(codes8, one, zeros=zeros8, bits=8), torch.float32).tolist() == [[255, 0]]
+    assert dequantize_weight(QuantizedWeight(codes8, one, bits=8), torch.float32).tolist() == [[127, -128]]
+
+
+def test_dequantising_undoes_the_act_order() -> None:
+    codes = torch.tensor([[9, 10, 11]], dtype=torch.uint8)  # values 1, 2, 3 of input features 2, 0, 1
+    qw = QuantizedWeight(codes, torch.ones(1, 1), perm=torch.tensor([2, 0, 1]))
+    assert dequantize_weight(qw, torch.float16).tolist() == [[2, 3, 1]]
+    assert mixed_gemm(torch.tensor([[10.0, 100.0, 1000.0]]), qw).tolist() == [[1000 + 20 + 300]]
+
+
+# ---- products
+
+
+def weight_of_one_row(k: int, codes: dict[int, int], scales: list[float], group: int, **rest: object) -> QuantizedWeight:
+    """A 4-bit row of codes 8 but where told."""
+    row = torch.full((1, k), 8, dtype=torch.uint8)
+    for column, code in codes.items():
+        row[0, column] = code
+    return QuantizedWeight(row, torch.tensor([scales]), group_size=group, **rest)  # type: ignore[arg-type]
+
+
+def test_symmetric_product_by_hand() -> None:
+    codes = torch.zeros(1, 64, dtype=torch.int8)
+    codes[0, [0, 1, 32]] = int8([3, -2, 5])[0]
+    qw = weight_of_one_row(64, {0: 10, 1: 7, 32: 15, 40: 1}, [0.25, -1.0], 32)
+    # I = 3 * 2 + -2 * -1 = 8 and 5 * 7 = 35; y = 0.5 * 0.25 * 8 + 2 * -1 * 35
+    y = gemm_quantized(codes, torch.tensor([[0.5, 2.0]]), None, 32, qw)
+    assert same(y, torch.tensor([[-69.0]]))
+    # One scale a row: 0.5 * (0.25 * 8 - 35)
+    assert gemm_quantized(codes, torch.tensor([[0.5]]), None, -1, qw).item() == -16.5
+    # One group a row: 0.25 * (0.5 * 8 + 2 * 35)
+    qw = weight_of_one_row(64, {0: 10, 1: 7, 32: 15, 40: 1}, [0.25], -1)
+    assert gemm_quantized(codes, torch.tensor([[0.5, 2.0]]), None, 32, qw).item() == 18.5
+    # Neither: 0.5 * 0.25 * 43
+    assert gemm_quantized(codes, torch.tensor([[0.5]]), None, -1, qw).item() == 5.375
+
+
+def test_asymmetric_product_by_hand() -> None:
+    codes = torch.full((1, 64), 1, dtype=torch.int8)
+    codes[0, 32:] = -3
+    codes[0, [0, 1, 40]] = int8([4, -128, 127])[0]
+    scales, zeros = torch.tensor([[0.5, 2.0]]), int8([1, -3])
+    qw = weight_of_one_row(
+        64,
+        {0: 5, 1: 15, 40: 0},
+        [0.5, 0.25],
+        32,
+        zeros=torch.tensor([[2, 9]], dtype=torch.uint8),
+    )
+    # Where a code is its zero point the weight is of no account (here 8 - 2 and 8 - 9).
+    # I = 3 * 3 + -129 * 13 = -1668 and 130 * -9 = -1170; y = 0.25 * -1668 + 0.5 * -1170
+    assert gemm_quantized(codes, scales, zeros, 32, qw).item() == -1002
+    # With offsets: I = 3 * -3 + -129 * 7 = -912 and 130 * -8 = -1040; 0.25 * -912 + 0.5 * -1040 = -748.
+    # S = 0.5 * (3 - 129) = -63 and 2 * 130 = 260; 1.5 * -63 - 0.25 * 260 = -159.5
+    qw = weight_of_one_row(64, {0: 5, 1: 15, 40: 0}, [0.5, 0.25], 32, offsets=torch.tensor([[1.5, -0.25]]))
+    assert gemm_quantized(codes, scales, zeros, 32, qw).item() == -748 - 159.5
+
+
+def test_mixed_gemm_quantises_by_block_or_token_by_hand() -> None:
+    x = torch.zeros(1, 64)
+    x[0, 0], x[0, 1], x[0, 32] = 127, 0.5, 254 * 4
+    qw = weight_of_one_row(64, {0: 9, 1: 10, 32: 9}, [1.0, 1.0], 32)
+    assert mixed_gemm(x, qw).item() == 127 + 1 + 1016
+    # Blocks of 32: scale 1 for the first (0.5 is lost), 8 for the second.
+    assert mixed_gemm(x, qw, act_quant="block").item() == 127 + 1016
+    # One scale of 8: 127 / 8 = 15.875 is 16.
+    assert mixed_gemm(x, qw, act_quant="token").item() == 128 + 1016
+    # Asymmetric, by block: scales 127 / 255 and 1016 / 255; 0.5 is 1.004 steps, one step.
+    y = mixed_gemm(x, qw, act_quant="block", act_symmetric=False, compute_dtype=torch.float64, out_dtype=torch.float64)
+    assert y.item() == pytest.approx(127 + 2 * 127 / 255 + 1016, rel=1e-7)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
+def test_an_identity_gives_the_weight_bit_for_bit(bits: int, dtype: torch.dtype, kind: str) -> None:
+    g = torch.Generator().manual_seed(bits)
+    k, n, groups = 96, 40, 3
+    qw = QuantizedWeight(
+        torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8),
+        torch.randn(n, groups, generator=g).to(dtype),
+        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8) if kind == "zeros" else None,
+        offsets=torch.randn(n, groups, generator=g) if kind == "offsets" else None,
+        bits=bits,
+        group_size=32,
+        perm=torch.randperm(k, generator=g),
+    )
+    assert same(mixed_gemm(torch.eye(k), qw).t(), dequantize_weight(qw, torch.float32))
+    assert same(mixed_gemm(torch.eye(k, dtype=dtype), qw).t(), dequantize_weight(qw, dtype))
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[QuantizedWeight, Tensor, Tensor, Tensor | None, int]:
+    """Random codes, power-of-two scales: everything about the product is an integer."""
+    bits = draw(st.sampled_from([4, 8]))
+    k = draw(st.sampled_from([1, 31, 32, 33, 100, 130, 192, 300]))
+    group = draw(st.sampled_from([32, 64, 128, 256, -1]))
+    block = draw(st.sampled_from([32, 64, 128, -1]))
+    m, n = draw(st.integers(0, 3)), draw(st.sampled_from([1, 5, 150]))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    groups, blocks = formats.group_count(k, group), formats.group_count(k, block)
+    kind = draw(st.sampled_from(["symmetric", "zeros", "offsets"]))
+    signs = torch.randint(0, 2, (n, groups), generator=g) * 2 - 1
+    qw = QuantizedWeight(
+        torch.randint(0, 2**bits, (n, k), generator=g, dtype=torch.uint8),
+        (signs * 2 ** torch.randint(0, 2, (n, groups), generator=g)).to(torch.float16),
+        zeros=torch.randint(0, 2**bits, (n, groups), generator=g, dtype=torch.uint8) if kind == "zeros" else None,
+        offsets=torch.randint(-9, 10, (n, groups), generator=g).float() if kind == "offsets" else None,
+        bits=bits,
+        group_size=group,
+    )
+    codes = torch.randint(-128, 128, (m, k), generator=g).to(torch.int8)
+    scales = 2.0 ** torch.randint(0, 2, (m, blocks), generator=g)
+    zeros = torch.randint(-128, 128, (m, blocks), generator=g).to(torch.int8) if draw(st.booleans()) else None
+    return qw, codes, scales, zeros, block
+
+
+def spread(vector: Tensor | None, size: int, k: int) -> np.ndarray:
+    """A value for each column, int64."""
+    if vector is None:
+        return np.zeros((1, k), dtype=np.int64)
+    return np.repeat(vector.numpy().astype(np.int64), k if size == -1 else size, axis=1)[:, :k]
+
+
+@given(problems(), st.sampled_from([1, 1 << 20]))
+@settings(deadline=None, max_examples=300)
+def test_products_are_exact_in_integers(
+    problem: tuple[QuantizedWeight, Tensor, Tensor, Tensor | None, int], chunk: int
+) -> None:
+    qw, codes, scales, zeros, block = problem
+    k, group = qw.k, qw.group_size
+    # The operands, column by column: no steps, no centred sums.
+    a = spread(scales, block, k) * (codes.numpy().astype(np.int64) - spread(zeros, block, k))
+    middle = spread(qw.zeros, group, k) if qw.zeros is not None else formats.midpoint(qw.bits)
+    w = spread(qw.scales, group, k) * (qw.codes.numpy().astype(np.int64) - middle) + spread(qw.offsets, group, k)
+    expected = a @ w.T
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "_CHUNK", chunk)  # 1: rows in chunks of 64
+        y = gemm_quantized(codes, scales, zeros, block, qw, compute_dtype=torch.float64, out_dtype=torch.float64)
+        y32 = gemm_quantized(codes, scales, zeros, block, qw)
+        x = torch.from_numpy(a).float()
+        unquantised = mixed_gemm(x, qw, compute_dtype=torch.float64, out_dtype=torch.float64)
+    assert y.dtype == torch.float64
+    assert np.array_equal(y.numpy(), expected)
+    assert np.array_equal(unquantised.numpy(), expected)
+    # fp32 is exact as long as no sum can leave its integers.
+    largest = (np.abs(a) @ (np.abs(w) + 2 * np.abs(spread(qw.offsets, group, k))).T).max(initial=0)
+    if largest < 2**24:
+        assert np.array_equal(y32.numpy(), expected)
+
+
+def test_sums_beyond_fp32_are_still_exact() -> None:
+    # 1023 products of 255 * 255 and one of 1: odd, and above 2^24, where fp32 has even numbers only.
+    codes = torch.full((1, 1024), 127, dtype=torch.int8)
+    codes[0, -1] = -127
+    w = torch.full((1, 1024), 255, dtype=torch.uint8)
+    w[0, -1] = 1
+    qw = QuantizedWeight(w, torch.ones(1, 1), zeros=torch.zeros(1, 1, dtype=torch.uint8), bits=8, group_size=-1)
+    kwargs = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
+    expected = 1023 * 255 * 255 + 1
+    assert gemm_quantized(codes, torch.ones(1, 1), int8([-128]), -1, qw, **kwargs).item() == expected
+    # In fp32 the exact integer is rounded once: 66520576 is a multiple of 4, the step of fp32 there.
+    assert gemm_quantized(codes, torch.ones(1, 1), int8([-128]), -1, qw).item() == float(np.float32(expected))
+
+
+@pytest.mark.parametrize("act_quant", ["none", "block", "token"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("group", [32, 128, 256, -1])
+def test_fp32_products_are_near_the_fp64_product_of_the_dequantised_operands(
+    act_quant: str, symmetric: bool, group: int
+) -> None:
+    g = torch.Generator().manual_seed(3)
+    m, n, k = 7, 192, 576
+    x = torch.randn(m, k, generator=g)
+    qw = quantize_weight(torch.randn(n, k, generator=g).to(torch.bfloat16), 4, group, symmetric)
+    if act_quant == "none":
+        operand = x.double()
+    else:
+        block = -1 if act_quant == "token" else min(group, 128) if group != -1 else 128
+        codes, scales, zeros = quantize_activations(x, block, symmetric)
+        integers = codes.double() - (0 if zeros is None else torch.from_numpy(spread(zeros, block, k)))
+        width = k if block == -1 else block
+        operand = integers * scales.double().repeat_interleave(width, 1)[:, :k]
+    oracle = operand @ dequantize_weight(qw, torch.float64).t()
+    y = mixed_gemm(x, qw, act_quant=act_quant, act_symmetric=symmetric)
+    error, rms = y.double() - oracle, oracle.square().mean().sqrt()
+    assert error.norm() <= 1e-6 * oracle.norm()
+    assert error.abs().max() <= 1e-5 * rms
+    kwargs = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
+    y64 = mixed_gemm(x, qw, act_quant=act_quant, act_symmetric=symmetric, **kwargs)
+    assert (y64 - oracle).abs().max() <= 1e-13 * rms
+
+
+@pytest.mark.parametrize("act_quant", ["block", "token"])
+def test_activations_are_quantised_after_the_gather(act_quant: str) -> None:
+    g = torch.Generator().manual_seed(4)
+    x = torch.randn(3, 64, generator=g) * 10.0 ** torch.arange(-2, 2).repeat(16)
+    perm = torch.arange(64).view(16, 4).t().flatten()  # columns of one size become neighbours
+    qw = quantize_weight(torch.randn(8, 64, generator=g), 4, 32, False)
+    ordered = QuantizedWeight(qw.codes, qw.scales, zeros=qw.zeros, group_size=32, perm=perm)
+    gathered = mixed_gemm(x[:, perm], qw, act_quant=act_quant)
+    assert same(mixed_gemm(x, ordered, act_quant=act_quant), gathered)
+    if act_quant == "block":
+        codes, scales, _ = quantize_activations(x, 32, True)
+        assert not torch.allclose(gemm_quantized(codes[:, perm], scales, None, 32, qw), gathered)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "block", "token"])
+@pytest.mark.parametrize("act_symmetric", [True, False])
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)])
+def test_a_row_with_nan_or_inf_is_nan_and_the_others_untouched(
+    act_quant: str, act_symmetric: bool, bad: float, activation: reference.Activation
+) -> None:
+    g = torch.Generator().manual_seed(5)
+    weight = torch.randn(40, 100, generator=g)
+    weight[3] = 0  # even where every product is 0
+    qw = quantize_weight(weight, 8, 32, True)
+    x = torch.randn(4, 100, generator=g)
+    kwargs = {"act_quant": act_quant, "act_symmetric": act_symmetric, "activation": activation}
+    clean = mixed_gemm(x, qw, **kwargs)
+    x[2, 77] = bad
+    y = mixed_gemm(x, qw, **kwargs)
+    assert y[2].isnan().all()
+    assert same(y[[0, 1, 3]], clean[[0, 1, 3]])
+    assert clean.isfinite().all()
+
+
+@pytest.mark.parametrize("act_quant", ["none", "block", "token"])
+def test_no_rows(act_quant: str) -> None:
+    qw = quantize_weight(torch.ones(5, 40), 4, 32, True)
+    y = mixed_gemm(torch.empty(0, 40, dtype=torch.bfloat16), qw, act_quant=act_quant)
+    assert y.shape == (0, 5)
+    assert y.dtype == torch.bfloat16
+
+
+# ---- epilogue
+
+
+@pytest.mark.parametrize(
+    ("activation", "expected"),
+    [
+        (None, [-7.0, -1.0, 0.0, 1.0, 8.0]),
+        ("relu", [0.0, 0.0, 0.0, 1.0, 8.0]),
+        ("relu6", [0.0, 0.0, 0.0, 1.0, 6.0]),
+        (("clamp", -2.0, 0.5), [-2.0, -1.0, 0.0, 0.5, 0.5]),
+        # x * Phi(x), from a table of the normal distribution: Phi(1) = 0.8413447461, Phi(-7) = 1.27981e-12
+        ("gelu", [-8.95868780e-12, -0.1586552539, 0.0, 0.8413447461, 8.0]),
+        # x / (1 + exp(-x)): e = 2.718281828, exp(7) = 1096.633158, exp(8) = 2980.957987
+        ("silu", [-7 / 1097.633158, -1 / 3.718281828, 0.0, 1 / 1.3678794412, 8 / 1.00033546263]),
+    ],
+)
+def test_activations_by_hand(activation: reference.Activation, expected: list[float]) -> None:
+    total = torch.tensor([[-7.0, -1.0, 0.0, 1.0, 8.0]], dtype=torch.float64)
+    assert epilogue(total, activation=activation, out_dtype=torch.float64)[0].tolist() == pytest.approx(expected, rel=1e-8)
+    assert epilogue(total.float(), activation=activation)[0].tolist() == pytest.approx(expected, rel=1e-6, abs=1e-8)
+
+
+def test_bias_comes_before_the_activation_and_the_residual_after_it() -> None:
+    total, bias = torch.tensor([[1.0, -3.0]]), torch.tensor([-2.0, 5.0], dtype=torch.bfloat16)
+    residual = torch.tensor([[-0.5, -100.0]], dtype=torch.float16)
+    assert epilogue(total, bias, "relu", residual).tolist() == [[-0.5, -98.0]]
+
+
+def test_the_result_is_rounded_once() -> None:
+    # fp16 has steps of 2 above 2048: 2049 + 2^-10 is nearer to 2050; 2049 alone is a tie and becomes 2048.
+    y = epilogue(torch.tensor([[2049.0]]), residual=torch.tensor([[2.0**-10]]), out_dtype=torch.float16)
+    assert y.item() == 2050
+    y = epilogue(torch.tensor([[2048.0]]), bias=torch.tensor([1.0 + 2.0**-10]), out_dtype=torch.float16)
+    assert y.item() == 2050
+
+
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)])
+def test_a_sum_that_is_not_finite_is_nan_whatever_follows(activation: reference.Activation) -> None:
+    total = torch.tensor([[NAN, INF, -INF, 0.5]])
+    y = epilogue(total, torch.ones(4), activation, torch.ones(1, 4), torch.float16, saturate=True)
+    assert y.isnan().tolist() == [[True, True, True, False]]
+
+
+def test_overflow_gives_inf_or_saturates() -> None:
+    total = torch.tensor([[65504.0, 65519.0, 65520.0, -1e6, NAN]])
+    assert same(
+        epilogue(total, out_dtype=torch.float16),
+        torch.tensor([[65504.0, 65504.0, INF, -INF, NAN]], dtype=torch.float16),
+    )
+    assert same(
+        epilogue(total, out_dtype=torch.float16, saturate=True),
+        torch.tensor([[65504.0, 65504.0, 65504.0, -65504.0, NAN]], dtype=torch.float16),
+    )
+    assert epilogue(torch.tensor([[3.4e38]]), out_dtype=torch.bfloat16).item() == INF
+    largest = torch.finfo(torch.bfloat16).max
+    assert epilogue(torch.tensor([[3.4e38]]), out_dtype=torch.bfloat16, saturate=True).item() == largest
+
+
+@pytest.mark.parametrize("act_quant", ["none", "block"])
+def test_mixed_gemm_passes_every_option_to_the_epilogue(act_quant: str) -> None:
+    qw = weight_of_one_row(32, {0: 9}, [1.0], 32)
+    x = torch.zeros(1, 32, dtype=torch.float16)
+    x[0, 0] = 127
+    y = mixed_gemm(x, qw, act_quant=act_quant)
+    assert y.dtype == torch.float16
+    assert y.item() == 127
+    assert mixed_gemm(x, qw, act_quant=act_quant, bias=torch.tensor([-200.0])).item() == -73
+    assert mixed_gemm(x, qw, act_quant=act_quant, bias=torch.tensor([-200.0]), activation="relu").item() == 0
+    biased = weight_of_one_row(32, {0: 9}, [1.0], 32, bias=torch.tensor([3.0]))
+    assert mixed_gemm(x, biased, act_quant=act_quant).item() == 130
+    residual = torch.tensor([[-1e6]])
+    assert mixed_gemm(x, qw, act_quant=act_quant, residual=residual).item() == -INF
+    assert mixed_gemm(x, qw, act_quant=act_quant, residual=residual, saturate=True).item() == -65504
+    y = mixed_gemm(x, qw, act_quant=act_quant, residual=residual, out_dtype=torch.float32)
+    assert y.dtype == torch.float32
+    assert y.item() == -999873
+
+
+# ---- errors
+
+
+def simple() -> QuantizedWeight:
+    return quantize_weight(torch.ones(2, 64), 4, 64, True)
+
+
+def test_wrong_arguments_are_named() -> None:
+    qw, x = simple(), torch.ones(3, 64)
+    with pytest.raises(TypeError, match="x has dtype float64; supported are float16, bfloat16, float32"):
+        mixed_gemm(x.double(), qw)
+    with pytest.raises(ValueError, match=r"x has shape \(64,\)"):
+        mixed_gemm(x[0], qw)
+    with pytest.raises(ValueError, match=r"63 columns; the weight \(2, 64\) takes 64"):
+        mixed_gemm(x[:, 1:], qw)
+    with pytest.raises(ValueError, match="act_quant is 'row'; supported are 'none', 'token' and 'block'"):
+        mixed_gemm(x, qw, act_quant="row")
+    for activation in ("tanh", ("clamp", 1.0), ("relu", 0.0, 1.0)):
+        with pytest.raises(ValueError, match=r"activation is .*; supported are None"):
+            mixed_gemm(x, qw, activation=activation)  # type: ignore[arg-type]
+    for bounds in ((1.0, 0.0), (NAN, 1.0)):
+        with pytest.raises(ValueError, match="lo <= hi"):
+            mixed_gemm(x, qw, activation=("clamp", *bounds))
+    for act_quant in ("none", "block"):
+        with pytest.raises(ValueError, match=r"bias has shape \(1,\); \(2,\) is expected"):
+            mixed_gemm(x, qw, bias=torch.ones(1), act_quant=act_quant)
+        with pytest.raises(ValueError, match=r"residual has shape \(2,\); \(3, 2\) is expected"):
+            mixed_gemm(x, qw, residual=torch.ones(2), act_quant=act_quant)
+        biased = QuantizedWeight(qw.codes, qw.scales, group_size=64, bias=torch.ones(2))
+        with pytest.raises(ValueError, match="the weight has one already"):
+            mixed_gemm(x, biased, bias=torch.ones(2), act_quant=act_quant)
+    with pytest.raises(ValueError, match="block is 0"):
+        quantize_activations(x, 0, True)
+    with pytest.raises(TypeError, match="weight has dtype int32"):
+        quantize_weight(x.int(), 4, 64, True)
+
+
+def test_wrong_quantised_activations_are_named() -> None:
+    qw, codes = simple(), torch.zeros(3, 64, dtype=torch.int8)
+    with pytest.raises(ValueError, match="block is 48 and group_size is 64; one must divide the other"):
+        gemm_quantized(codes, torch.ones(3, 2), None, 48, qw)
+    with pytest.raises(ValueError, match=r"scales has shape \(3, 2\); \(3, 1\) is expected"):
+        gemm_quantized(codes, torch.ones(3, 2), None, 64, qw)
+    with pytest.raises(ValueError, match=r"zeros has shape \(1, 1\); \(3, 1\) is expected"):
+        gemm_quantized(codes, torch.ones(3, 1), int8([0]), 64, qw)
+    with pytest.raises(TypeError, match="scales has dtype float16; supported are float32"):
+        gemm_quantized(codes, torch.ones(3, 1).half(), None, 64, qw)
+    with pytest.raises(TypeError, match="codes has dtype uint8; supported are int8"):
+        dequantize_activations(codes.to(torch.uint8), torch.ones(3, 1), None, 64)
+    with pytest.raises(ValueError, match="ordered has 64 columns; K = 64 is padded to 128"):
+        natural_order(codes, 64)
