@@ -3,32 +3,196 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <stdexcept>
+#include <string>
 
 #include "cutlass_ops/layout.h"
+#include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
 
 namespace py = pybind11;
+using namespace cutlass_ops;
+
+namespace {
+
+using Pointer = std::uintptr_t;  // 0 is null
+
+template <class T>
+T* as(Pointer pointer) {
+  return reinterpret_cast<T*>(pointer);
+}
+
+void check(Status const& status) {
+  if (status.ok()) return;
+  if (status.code == Status::kCuda) throw std::runtime_error(status.text);
+  throw std::invalid_argument(status.text);  // ValueError
+}
+
+PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, int n, int k, int bits, int group_size,
+                         DataType scale_type, DataType offset_type) {
+  return {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), n, k, bits, group_size, scale_type,
+          offset_type};
+}
+
+QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
+  return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride};
+}
+
+}  // namespace
 
 PYBIND11_MODULE(_C, m) {
   m.attr("built_with_cuda") = static_cast<bool>(CUTLASS_OPS_CUDA);
   m.attr("cuda_architectures") = CUTLASS_OPS_ARCHITECTURES;
 
-  m.def("packed_bytes", &cutlass_ops::packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"),
-        "Bytes of the packed codes of an [n, k] weight.");
+  // ---- packing, on the host
+
+  m.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), "Bytes of the packed codes of an [n, k] weight.");
   m.def(
       "pack",
-      [](std::uintptr_t codes, std::uintptr_t out, std::int64_t n, std::int64_t k, int bits) {
+      [](Pointer codes, Pointer out, std::int64_t n, std::int64_t k, int bits) {
         py::gil_scoped_release release;
-        cutlass_ops::pack(reinterpret_cast<std::uint8_t const*>(codes), reinterpret_cast<std::uint8_t*>(out), n, k, bits);
+        pack(as<uint8_t const>(codes), as<uint8_t>(out), n, k, bits);
       },
       py::arg("codes_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"),
       "Pack codes [n, k] (uint8, row-major, host memory) into packed_bytes(n, k, bits) bytes.");
   m.def(
       "unpack",
-      [](std::uintptr_t packed, std::uintptr_t out, std::int64_t n, std::int64_t k, int bits) {
+      [](Pointer packed, Pointer out, std::int64_t n, std::int64_t k, int bits) {
         py::gil_scoped_release release;
-        cutlass_ops::unpack(reinterpret_cast<std::uint8_t const*>(packed), reinterpret_cast<std::uint8_t*>(out), n, k, bits);
+        unpack(as<uint8_t const>(packed), as<uint8_t>(out), n, k, bits);
       },
       py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"),
       "Undo pack: write codes [n, k] (uint8, row-major, host memory).");
+
+  // ---- operators, on the current GPU
+
+  py::enum_<DataType>(m, "DataType")
+      .value("none", DataType::kNone)
+      .value("float32", DataType::kFloat32)
+      .value("float16", DataType::kFloat16)
+      .value("bfloat16", DataType::kBFloat16);
+  py::enum_<ActQuant>(m, "ActQuant").value("none", ActQuant::kNone).value("token", ActQuant::kToken).value("block", ActQuant::kBlock);
+  py::enum_<Activation>(m, "Activation")
+      .value("none", Activation::kNone)
+      .value("relu", Activation::kRelu)
+      .value("relu6", Activation::kRelu6)
+      .value("gelu", Activation::kGelu)
+      .value("silu", Activation::kSilu)
+      .value("clamp", Activation::kClamp);
+
+  py::class_<PackedWeight>(m, "PackedWeight", "Pointers and sizes of a packed weight; the tensors must outlive it.")
+      .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("offsets_ptr"),
+           py::arg("perm_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"), py::arg("scale_type"),
+           py::arg("offset_type"));
+
+  py::class_<GemmProblem>(m, "GemmProblem", "What is asked of mixed_gemm.")
+      .def(py::init([](PackedWeight const& weight, int rows, DataType out_type) {
+             GemmProblem problem;
+             problem.m = rows;
+             problem.weight = weight;
+             problem.out_type = out_type;
+             return problem;
+           }),
+           py::arg("weight"), py::arg("m"), py::arg("out_type"))
+      .def(
+          "set_floats",
+          [](GemmProblem& problem, Pointer x, DataType type, std::int64_t stride, ActQuant act_quant, bool symmetric) {
+            problem.x = as<void>(x);
+            problem.x_type = type;
+            problem.x_stride = stride;
+            problem.act_quant = act_quant;
+            problem.act_symmetric = symmetric;
+          },
+          py::arg("x_ptr"), py::arg("type"), py::arg("stride"), py::arg("act_quant"), py::arg("symmetric"), "Activations [m, k] of floats.")
+      .def(
+          "set_quantized",
+          [](GemmProblem& problem, Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
+            problem.quantized = make_quantized(codes, scales, zeros, block, stride);
+          },
+          py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"),
+          "Activations that are quantised already, in kernel order.")
+      .def(
+          "set_epilogue",
+          [](GemmProblem& problem, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type, std::int64_t residual_stride,
+             Activation activation, float low, float high, bool saturate) {
+            problem.bias = as<void>(bias);
+            problem.bias_type = bias_type;
+            problem.residual = as<void>(residual);
+            problem.residual_type = residual_type;
+            problem.residual_stride = residual_stride;
+            problem.activation = activation;
+            problem.clamp_low = low;
+            problem.clamp_high = high;
+            problem.saturate = saturate;
+          },
+          py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"), py::arg("residual_stride"),
+          py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"), "What happens to a sum on its way out.")
+      .def(
+          "workspace_bytes",
+          [](GemmProblem const& problem) {
+            Device device;
+            Plan chosen;
+            check(current_device(&device));
+            check(plan(problem, device, &chosen));
+            return chosen.workspace;
+          },
+          "Scratch memory that mixed_gemm wants on the current device.");
+
+  m.def(
+      "mixed_gemm",
+      [](GemmProblem& problem, Pointer out, Pointer workspace, std::size_t workspace_bytes, Pointer stream) {
+        problem.out = as<void>(out);
+        check(mixed_gemm(problem, {as<void>(workspace), workspace_bytes}, as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("workspace_bytes"), py::arg("stream"),
+      "Write [m, n] to out_ptr on the given stream of the current device.");
+  m.def(
+      "quantize_activations",
+      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales, Pointer zeros,
+         int block, int stride, Pointer stream) {
+        check(quantize_activations({as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), make_quantized(codes, scales, zeros, block, stride)},
+                                   as<void>(stream)));
+      },
+      py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"), py::arg("codes_ptr"),
+      py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"), py::arg("stream"),
+      "Quantise [m, k] floats to int8 in kernel order.");
+  m.def(
+      "dequantize",
+      [](PackedWeight const& weight, Pointer out, DataType type, Pointer stream) {
+        check(dequantize({weight, as<void>(out), type}, as<void>(stream)));
+      },
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"), "Write the weight's values [n, k] to out_ptr.");
+
+  // ---- the dispatch table
+
+  py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")
+      .def(py::init([](int architecture, int multiprocessors, int shared_memory) { return Device{architecture, multiprocessors, shared_memory}; }),
+           py::arg("architecture"), py::arg("multiprocessors"), py::arg("shared_memory"))
+      .def_readonly("architecture", &Device::architecture)
+      .def_readonly("multiprocessors", &Device::multiprocessors)
+      .def_readonly("shared_memory", &Device::shared_memory);
+  py::class_<Plan>(m, "Plan", "The row that would run, and how.")
+      .def_readonly("kernel", &Plan::kernel)
+      .def_readonly("why", &Plan::why)
+      .def_readonly("tile_rows", &Plan::tile_rows)
+      .def_readonly("tile_tokens", &Plan::tile_tokens)
+      .def_readonly("stages", &Plan::stages)
+      .def_readonly("splits", &Plan::splits)
+      .def_readonly("workspace", &Plan::workspace);
+  m.def(
+      "current_device",
+      [] {
+        Device device;
+        check(current_device(&device));
+        return device;
+      },
+      "The current device's properties.");
+  m.def(
+      "plan",
+      [](GemmProblem const& problem, Device const& device) {
+        Plan chosen;
+        check(plan(problem, device, &chosen));
+        return chosen;
+      },
+      py::arg("problem"), py::arg("device"), "Choose a kernel for a problem; pointers may be null.");
 }

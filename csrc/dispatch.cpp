@@ -9,32 +9,50 @@ namespace cutlass_ops {
 namespace {
 
 constexpr int kAnyM = kMaxM;
-constexpr int kAnyLater = 1 << 30;  // architectures: PTX carries the kernels to those that come after
+constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to those that come after
 
 #if CUTLASS_OPS_CUDA
-#define LAUNCHER(function) &function
+#define LAUNCHER(function) function
 #else
 #define LAUNCHER(function) nullptr
 #endif
 
 // clang-format off
 constexpr Row kTable[] = {
-    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 0, 16, {128, 16, 4, 2},
-     LAUNCHER(launch_mma_gemm_a16<16>), "16 tokens: the weights are read once and K is split until the grid fills the GPU"},
-    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 17, 32, {128, 32, 3, 2},
-     LAUNCHER(launch_mma_gemm_a16<32>), "32 tokens: as for 16, with every decoded weight used twice as often"},
-    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 33, 64, {128, 64, 3, 1},
-     LAUNCHER(launch_mma_gemm_a16<64>), "64 tokens a tile"},
-    {"mma_gemm_a16", kWeights4 | kWeights8, kFloatInput, 80, kAnyLater, 65, kAnyM, {128, 128, 2, 1},
-     LAUNCHER(launch_mma_gemm_a16<128>), "the largest tile whose sums fit in registers beside the group's"},
-    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 0, 16, {128, 16, 4, 2},
-     LAUNCHER(launch_mma_gemm_a8<16>), "16 tokens: the weights are read once and K is split until the grid fills the GPU"},
-    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 17, 32, {128, 32, 4, 2},
-     LAUNCHER(launch_mma_gemm_a8<32>), "32 tokens: as for 16, with every decoded weight used twice as often"},
-    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 33, 64, {128, 64, 3, 1},
-     LAUNCHER(launch_mma_gemm_a8<64>), "64 tokens a tile"},
-    {"mma_gemm_a8", kWeights4 | kWeights8, kInt8Input, 80, kAnyLater, 65, kAnyM, {128, 128, 3, 1},
-     LAUNCHER(launch_mma_gemm_a8<128>), "the largest tile whose fp32 sums fit in registers beside the int32 ones"},
+    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
+     "the weights are read once; K is split until the grid fills the GPU"},
+    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
+     "as for 16 tokens, every decoded weight used twice as often"},
+    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 33, 64, mma_gemm_a16_tile(4, 64), LAUNCHER((launch_mma_gemm_a16<4, 64>)),
+     "halfway: two warps share each decoded weight"},
+    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 65, kAnyM, mma_gemm_a16_tile(4, 128), LAUNCHER((launch_mma_gemm_a16<4, 128>)),
+     "the largest tile whose sums fit in registers"},
+    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 0, 16, mma_gemm_a16_tile(8, 16), LAUNCHER((launch_mma_gemm_a16<8, 16>)),
+     "the weights are read once; K is split until the grid fills the GPU"},
+    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 17, 32, mma_gemm_a16_tile(8, 32), LAUNCHER((launch_mma_gemm_a16<8, 32>)),
+     "as for 16 tokens, every decoded weight used twice as often"},
+    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 33, 64, mma_gemm_a16_tile(8, 64), LAUNCHER((launch_mma_gemm_a16<8, 64>)),
+     "halfway: two warps share each decoded weight"},
+    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 65, kAnyM, mma_gemm_a16_tile(8, 128), LAUNCHER((launch_mma_gemm_a16<8, 128>)),
+     "the largest tile whose sums fit in registers"},
+    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 65, kAnyM, mma_gemm_a16_tile(8, 64), LAUNCHER((launch_mma_gemm_a16<8, 64>)),
+     "GPUs whose blocks have less than 108 KB of shared memory"},
+    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 0, 16, mma_gemm_a8_tile(4, 16), LAUNCHER((launch_mma_gemm_a8<4, 16>)),
+     "the weights are read once; K is split until the grid fills the GPU"},
+    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 17, 32, mma_gemm_a8_tile(4, 32), LAUNCHER((launch_mma_gemm_a8<4, 32>)),
+     "as for 16 tokens, every decoded weight used twice as often"},
+    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 33, 64, mma_gemm_a8_tile(4, 64), LAUNCHER((launch_mma_gemm_a8<4, 64>)),
+     "halfway: two warps share each decoded weight"},
+    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(4, 128), LAUNCHER((launch_mma_gemm_a8<4, 128>)),
+     "the largest tile whose sums fit in registers"},
+    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 0, 16, mma_gemm_a8_tile(8, 16), LAUNCHER((launch_mma_gemm_a8<8, 16>)),
+     "the weights are read once; K is split until the grid fills the GPU"},
+    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 17, 32, mma_gemm_a8_tile(8, 32), LAUNCHER((launch_mma_gemm_a8<8, 32>)),
+     "as for 16 tokens, every decoded weight used twice as often"},
+    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 33, 64, mma_gemm_a8_tile(8, 64), LAUNCHER((launch_mma_gemm_a8<8, 64>)),
+     "halfway: two warps share each decoded weight"},
+    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(8, 128), LAUNCHER((launch_mma_gemm_a8<8, 128>)),
+     "the largest tile whose sums fit in registers"},
 };
 // clang-format on
 #undef LAUNCHER
@@ -100,7 +118,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
   for (Row const& candidate : kTable) {
     if ((candidate.weights & weight) && (candidate.inputs & input) && device.architecture >= candidate.min_architecture &&
-        device.architecture <= candidate.max_architecture && problem.m >= candidate.min_m && problem.m <= candidate.max_m) {
+        device.architecture <= candidate.max_architecture && device.shared_memory >= candidate.tile.shared_bytes &&
+        problem.m >= candidate.min_m && problem.m <= candidate.max_m) {
       *row = &candidate;
       return {};
     }

@@ -1,6 +1,104 @@
+"""Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they pass."""
+
 built_with_cuda: bool
 cuda_architectures: str
+
+class DataType:
+    none: DataType
+    float32: DataType
+    float16: DataType
+    bfloat16: DataType
+
+class ActQuant:
+    none: ActQuant
+    token: ActQuant
+    block: ActQuant
+
+class Activation:
+    none: Activation
+    relu: Activation
+    relu6: Activation
+    gelu: Activation
+    silu: Activation
+    clamp: Activation
+
+class PackedWeight:
+    def __init__(
+        self,
+        codes_ptr: int,
+        scales_ptr: int,
+        zeros_ptr: int,
+        offsets_ptr: int,
+        perm_ptr: int,
+        n: int,
+        k: int,
+        bits: int,
+        group_size: int,
+        scale_type: DataType,
+        offset_type: DataType,
+    ) -> None: ...
+
+class GemmProblem:
+    def __init__(self, weight: PackedWeight, m: int, out_type: DataType) -> None: ...
+    def set_floats(self, x_ptr: int, type: DataType, stride: int, act_quant: ActQuant, symmetric: bool) -> None: ...
+    def set_quantized(self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int) -> None: ...
+    def set_epilogue(
+        self,
+        bias_ptr: int,
+        bias_type: DataType,
+        residual_ptr: int,
+        residual_type: DataType,
+        residual_stride: int,
+        activation: Activation,
+        low: float,
+        high: float,
+        saturate: bool,
+    ) -> None: ...
+    def workspace_bytes(self) -> int: ...
+
+class Device:
+    def __init__(self, architecture: int, multiprocessors: int, shared_memory: int) -> None: ...
+    @property
+    def architecture(self) -> int: ...
+    @property
+    def multiprocessors(self) -> int: ...
+    @property
+    def shared_memory(self) -> int: ...
+
+class Plan:
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def why(self) -> str: ...
+    @property
+    def tile_rows(self) -> int: ...
+    @property
+    def tile_tokens(self) -> int: ...
+    @property
+    def stages(self) -> int: ...
+    @property
+    def splits(self) -> int: ...
+    @property
+    def workspace(self) -> int: ...
 
 def packed_bytes(n: int, k: int, bits: int) -> int: ...
 def pack(codes_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
 def unpack(packed_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
+def mixed_gemm(problem: GemmProblem, out_ptr: int, workspace_ptr: int, workspace_bytes: int, stream: int) -> None: ...
+def quantize_activations(
+    x_ptr: int,
+    type: DataType,
+    x_stride: int,
+    m: int,
+    k: int,
+    perm_ptr: int,
+    codes_ptr: int,
+    scales_ptr: int,
+    zeros_ptr: int,
+    block: int,
+    stride: int,
+    stream: int,
+) -> None: ...
+def dequantize(weight: PackedWeight, out_ptr: int, type: DataType, stream: int) -> None: ...
+def current_device() -> Device: ...
+def plan(problem: GemmProblem, device: Device) -> Plan: ...

@@ -1,3 +1,33 @@
-"""Mixed-precision GEMM for quantised weights, built on CUTLASS."""
+"""Mixed-precision GEMM for quantised weights, built on CUTLASS.
+
+A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`PackedWeight`, and multiplied by
+:func:`mixed_gemm` on a GPU (kernels) or a CPU (the reference, which is the specification).
+"""
 
 __version__ = "0.1.0"
+
+from .checkpoints import load_checkpoint
+from .nn import MixedLinear, replace_linears
+from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
+from .quantize import quantize
+from .reorder import load_packed, reorder, save_packed
+from .weight import CheckpointError, PackedWeight, QuantizedWeight
+
+__all__ = [
+    "CheckpointError",
+    "Explanation",
+    "MixedLinear",
+    "PackedWeight",
+    "QuantizedActivations",
+    "QuantizedWeight",
+    "dequantize",
+    "explain",
+    "load_checkpoint",
+    "load_packed",
+    "mixed_gemm",
+    "quantize",
+    "quantize_activations",
+    "reorder",
+    "replace_linears",
+    "save_packed",
+]

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import formats
+from . import _C, formats
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_NATIVE_TYPES = {
+    None: _C.DataType.none,
+    torch.float16: _C.DataType.float16,
+    torch.bfloat16: _C.DataType.bfloat16,
+    torch.float32: _C.DataType.float32,
+}
 
 
 class CheckpointError(ValueError):
@@ -236,6 +242,22 @@ class PackedWeight:
         """Bytes that the tensors take."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
 
+    @cached_property
+    def native(self) -> _C.PackedWeight:
+        """The pointers and sizes that kernels take; made once."""
+        for name, value in self.tensors().items():
+            if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
+                raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
+        return _C.PackedWeight(
+            *(0 if t is None else t.data_ptr() for t in (self.codes, self.scales, self.zeros, self.offsets, self.perm)),
+            self.n,
+            self.k,
+            self.bits,
+            self.group_size,
+            _NATIVE_TYPES[self.scales.dtype],
+            _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
+        )
+
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on ``device``; itself if it is there already."""
         if self.codes.device == torch.device(device):
@@ -246,8 +268,6 @@ class PackedWeight:
 
     def unpack(self) -> QuantizedWeight:
         """The canonical weight this was packed from, on the same device; exact."""
-        from . import _C
-
         packed = self.codes.cpu()
         codes = torch.empty(self.n, self.k, dtype=torch.uint8)
         _C.unpack(packed.data_ptr(), codes.data_ptr(), self.n, self.k, self.bits)

@@ -1,0 +1,52 @@
+// Starting a kernel: shared memory beyond 48 KB, programmatic dependent launch, and errors as a Status.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <string>
+#include <utility>
+
+#include "cutlass_ops/ops.h"
+
+namespace cutlass_ops {
+
+inline Status cuda_error(char const* call, cudaError_t error) {
+  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
+}
+
+// On sm_90 and later the kernel may start while its predecessor in the stream still runs: everything but weights is read, and
+// anything is written, only after wait_for_predecessor().
+template <class... Params, class... Args>
+Status launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, Stream stream, Args&&... args) {
+  if (shared_bytes > 48 * 1024) {
+    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
+    if (error != cudaSuccess) return cuda_error("cudaFuncSetAttribute", error);
+  }
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = grid;
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = size_t(shared_bytes);
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute dependent;
+  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  dependent.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &dependent;
+  config.numAttrs = device.architecture >= 90 ? 1 : 0;
+  cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
+  if (error != cudaSuccess) {
+    cudaGetLastError();  // the launch's own error is not left for the next call to find
+    return cuda_error("cudaLaunchKernelEx", error);
+  }
+  return {};
+}
+
+// Wait until all that earlier kernels in the stream wrote can be seen, then let the next one start its own preparations.
+__device__ __forceinline__ void wait_for_predecessor() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+}  // namespace cutlass_ops

@@ -1,0 +1,159 @@
+// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its eight warps, the order of tiles over
+// the grid, and the way out through shared memory.
+//
+//              tokens ->                 warps of a tile of 64 or 128 tokens (4 x 2), each 32 rows x kTokens / 2
+//            +---------+---------+
+//   rows   0 | warp 0  | warp 4  |       tiles of 16 and 32 tokens have 4 x 1 warps twice: the second four take the upper 64 columns
+//         32 | warp 1  | warp 5  |       of every 128, and their sums are added at the end, always in the same order
+//         64 | warp 2  | warp 6  |
+//         96 | warp 3  | warp 7  |
+//            +---------+---------+
+#pragma once
+
+#include "cutlass_ops/layout.h"
+#include "device/epilogue.cuh"
+#include "device/mma.cuh"
+
+namespace cutlass_ops {
+
+template <int kTokens_>
+struct BlockTile {
+  static constexpr int kTokens = kTokens_;
+  static constexpr int kRows = 128;
+  static constexpr int kSlabs = kRows / kRowsPerSlab;
+  static constexpr int kThreads = 256;
+  static constexpr int kWarpsN = 4;
+  static constexpr int kWarpsM = kTokens >= 64 ? 2 : 1;
+  static constexpr int kWarpsK = 8 / kWarpsN / kWarpsM;
+  static constexpr int kRowBlocks = kRows / kWarpsN / 16;              // 16-row fragments a warp owns
+  static constexpr int kTokenBlocks = kTokens / kWarpsM / 8;           // 8-token fragments a warp owns
+  static constexpr int kColumns = kKPerTile / kWarpsK;                 // of each tile of K, those a warp multiplies
+  static constexpr int kSumStride = kRows + 4;                         // the padding keeps the transposing writes off each other's banks
+  static constexpr int kSumBytes = kTokens * kSumStride * int(sizeof(float));
+  static_assert(kTokenBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
+
+  using Sums = float[kRowBlocks][kTokenBlocks][4];
+};
+
+// Where a thread stands. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
+template <class Tile>
+struct Place {
+  int lane, g, t;
+  int warp_n, warp_m, warp_k;
+  int slab;         // of the tile's two
+  int first_block;  // first of the warp's 16-row blocks inside the slab
+  int group_index;  // of the warp's first row in a group vector of the tile: its rows follow one another there
+  int first_token;  // of the warp in the tile
+
+  __device__ __forceinline__ Place() {
+    int warp = threadIdx.x / 32;
+    lane = threadIdx.x % 32;
+    g = lane / 4, t = lane % 4;
+    warp_n = warp % Tile::kWarpsN;
+    warp_m = warp / Tile::kWarpsN % Tile::kWarpsM;
+    warp_k = warp / (Tile::kWarpsN * Tile::kWarpsM);
+    slab = warp_n / 2;
+    first_block = warp_n % 2 * Tile::kRowBlocks;
+    group_index = slab * kRowsPerSlab + g * 8 + first_block * 2;
+    first_token = warp_m * Tile::kTokenBlocks * 8;
+  }
+};
+
+// Blocks that run together share weights and tokens in L2: the grid walks 16 token tiles for one row tile, then the next rows.
+struct TileIndex {
+  int n, m;
+  __device__ __forceinline__ TileIndex(int block, int row_tiles, int token_tiles) {
+    constexpr int kBand = 16;
+    int band = block / (kBand * row_tiles), inside = block % (kBand * row_tiles);
+    int height = min(kBand, token_tiles - band * kBand);
+    m = band * kBand + inside % height;
+    n = inside / height;
+  }
+};
+
+// Sums of all warps to shared memory, [token][row]. Warps that share outputs (kWarpsK > 1) add in the order of their columns.
+template <class Tile>
+__device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Place<Tile> const& at, float* gathered) {
+#pragma unroll
+  for (int k = 0; k < Tile::kWarpsK; ++k) {
+    __syncthreads();
+    if (at.warp_k != k) continue;
+#pragma unroll
+    for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
+#pragma unroll
+      for (int tb = 0; tb < Tile::kTokenBlocks; ++tb)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          int row = at.warp_n * 32 + rb * 16 + at.g + 8 * (e / 2), token = at.first_token + tb * 8 + 2 * at.t + e % 2;
+          float& place = gathered[token * Tile::kSumStride + row];
+          place = k == 0 ? sums[rb][tb][e] : place + sums[rb][tb][e];
+        }
+  }
+  __syncthreads();
+}
+
+// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad].
+template <class Tile>
+__device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials, int n_pad) {
+  for (int i = threadIdx.x; i < Tile::kTokens * Tile::kRows / 8; i += Tile::kThreads) {
+    int token = i / (Tile::kRows / 8), row = i % (Tile::kRows / 8) * 8;
+    int m = m0 + token, n = n0 + row;
+    if (m >= p.m || n >= n_pad) continue;
+    float4 const* source = reinterpret_cast<float4 const*>(gathered + token * Tile::kSumStride + row);
+    float4 a = source[0], b = source[1];
+    if (partials) {
+      float4* to = reinterpret_cast<float4*>(partials + int64_t(m) * n_pad + n);
+      to[0] = a, to[1] = b;
+    } else {
+      float const v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      store_eight(v, m, n, p);
+    }
+  }
+}
+
+// The rows of a [groups][stride] vector that one tile of K needs: several where groups are shorter than the tile.
+struct VectorRows {
+  int group;  // columns a row covers; -1 for all of K
+  __device__ __forceinline__ int count() const { return group > 0 && group < kKPerTile ? kKPerTile / group : 1; }
+  __device__ __forceinline__ int first(int k_tile) const {
+    return group == -1 ? 0 : group < kKPerTile ? k_tile * (kKPerTile / group) : k_tile / (group / kKPerTile);
+  }
+};
+
+// Copy those rows: `width` values of kBytes from column `begin`, to [row][width]; zeros beyond `end`.
+__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows rows, int k_tile, int bytes, int width,
+                                                 int begin, int end, int stride) {
+  int pieces = width * bytes / 16, total = rows.count() * pieces, values = 16 / bytes;
+  for (int i = threadIdx.x; i < total; i += blockDim.x) {
+    int row = i / pieces, column = begin + i % pieces * values;
+    bool valid = column < end;
+    int64_t offset = valid ? (int64_t(rows.first(k_tile) + row) * stride + column) * bytes : 0;
+    copy_async_16(shared + i * 16, static_cast<uint8_t const*>(source) + offset, valid);
+  }
+}
+
+// The chunks of a tile's two slabs.
+template <class Tile, int kBits>
+__device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* codes, int n0, int n_pad, int k_tile, int k_tiles) {
+  constexpr int kChunk = chunk_bytes(kBits), kPieces = Tile::kSlabs * kChunk / 16;
+  static_assert(kPieces % Tile::kThreads == 0);
+#pragma unroll
+  for (int j = 0; j < kPieces / Tile::kThreads; ++j) {
+    int i = threadIdx.x + j * Tile::kThreads;
+    int slab = n0 / kRowsPerSlab + i / (kChunk / 16);
+    bool valid = slab * kRowsPerSlab < n_pad;
+    int64_t offset = valid ? (int64_t(slab) * k_tiles + k_tile) * kChunk + i % (kChunk / 16) * 16 : 0;
+    copy_async_16(shared + i * 16, codes + offset, valid);
+  }
+}
+
+// K is cut into `splits` runs of tiles whose lengths differ by at most one.
+struct KRange {
+  int first, count;
+  __device__ __forceinline__ KRange(int k_tiles, int split, int splits) {
+    first = int(int64_t(k_tiles) * split / splits);
+    count = int(int64_t(k_tiles) * (split + 1) / splits) - first;
+  }
+};
+
+}  // namespace cutlass_ops

@@ -1,0 +1,58 @@
+// The dispatch table's types. A row says which problems a kernel takes and why it is the choice for them; first match wins.
+#pragma once
+
+#include <cstddef>
+
+#include "cutlass_ops/ops.h"
+
+namespace cutlass_ops {
+
+// What a kernel instance computes at a time, as its Config states it.
+struct Tile {
+  int rows;      // output features
+  int tokens;
+  int stages;    // tiles of K in flight
+  int resident;  // blocks that share one multiprocessor
+  int shared_bytes;  // shared memory of a block, at most
+};
+
+// Start the kernel of a row. problem.quantized is filled for int8 kernels; `partials` holds plan.splits x [m][n_pad] sums and is
+// null if plan.splits is 1.
+using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
+constexpr unsigned kWeights4 = 1, kWeights8 = 2;       // Row::weights
+constexpr unsigned kFloatInput = 1, kInt8Input = 2;    // Row::inputs
+
+struct Row {
+  char const* kernel;
+  unsigned weights;
+  unsigned inputs;
+  int min_architecture, max_architecture;
+  int min_m, max_m;
+  Tile tile;
+  Launcher launch;
+  char const* why;
+};
+
+// The row for a problem, or a status that names the field which no row takes.
+Status select(GemmProblem const& problem, Device const& device, Row const** row);
+
+// Rows of the table, for tests.
+Row const* table(size_t* count);
+
+// Where the parts of a call's workspace lie, in bytes from its start.
+struct WorkspaceLayout {
+  size_t codes = 0, scales = 0, zeros = 0, partials = 0, total = 0;
+  int stride = 0;  // QuantizedActivations::stride
+  int block = 0;   // QuantizedActivations::block
+};
+WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits);
+
+// The activation block for weights in groups of group_size.
+constexpr int activation_block(int group_size) {
+  return group_size == -1 || group_size > 128 ? 128 : group_size;
+}
+
+constexpr int kMaxM = 1 << 24;
+
+}  // namespace cutlass_ops

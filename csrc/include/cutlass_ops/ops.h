@@ -1,0 +1,46 @@
+// The operators on a GPU. Every call returns at once, works on the stream it is given and on the current device, allocates
+// nothing and never synchronises; errors come back as a Status with a text.
+#pragma once
+
+#include <cstddef>
+#include <string>
+
+#include "cutlass_ops/problem.h"
+
+namespace cutlass_ops {
+
+struct Status {
+  enum Code { kOk = 0, kUnsupported, kInvalid, kCuda };
+  Code code = kOk;
+  std::string text;
+
+  bool ok() const { return code == kOk; }
+};
+
+// What would run for a problem, from the dispatch table.
+struct Plan {
+  char const* kernel = nullptr;  // name of the kernel; the file csrc/kernels/<kernel>.cu holds it
+  char const* why = nullptr;     // the measured reason for the row
+  int tile_rows = 0;             // output features a block computes
+  int tile_tokens = 0;           // tokens a block computes
+  int stages = 0;                // depth of the pipeline of tiles in shared memory
+  int splits = 1;                // parts that K is cut into
+  size_t workspace = 0;          // bytes
+};
+
+// The current device's properties; read once.
+Status current_device(Device* device);
+
+// Choose a kernel. Needs no GPU: `device` may describe one that is not there.
+Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
+
+// y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so.
+Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream);
+
+// Floats to int8 codes in kernel order with their scales (and zero points).
+Status quantize_activations(QuantizeProblem const& problem, Stream stream);
+
+// Packed codes to floats.
+Status dequantize(DequantizeProblem const& problem, Stream stream);
+
+}  // namespace cutlass_ops

@@ -1,0 +1,106 @@
+// What is asked of an operator, in plain data: pointers, sizes and types, all owned by the caller.
+//
+// The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the weight's format belong to the
+// weight; M to the activations.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace cutlass_ops {
+
+enum class DataType : int8_t { kNone = 0, kFloat32, kFloat16, kBFloat16, kInt8 };
+
+// How the activations reach the tensor cores.
+enum class ActQuant : int8_t {
+  kNone = 0,  // as they are: fp16 or bf16
+  kToken,     // int8, one scale a row
+  kBlock,     // int8, one scale a row and block of min(group_size, 128) columns
+};
+
+enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
+
+// A CUDA stream; cudaStream_t converts to it. The header needs no CUDA toolkit.
+using Stream = void*;
+
+// A weight in the packed order (layout.h), on the device that the operator runs on. All pointers are aligned to 16 bytes.
+struct PackedWeight {
+  uint8_t const* codes = nullptr;   // centred codes, packed_bytes(n, k, bits)
+  void const* scales = nullptr;     // [groups][n_pad] of scale_type
+  int8_t const* zeros = nullptr;    // [groups][n_pad], zero point - 2^(bits - 1), or null
+  void const* offsets = nullptr;    // [groups][n_pad] of offset_type, or null; never beside zeros
+  int32_t const* perm = nullptr;    // [k]: packed column j multiplies input feature perm[j]; or null
+  int n = 0;
+  int k = 0;
+  int bits = 4;
+  int group_size = 128;             // 32, 64, a multiple of 128, or -1
+  DataType scale_type = DataType::kFloat16;
+  DataType offset_type = DataType::kNone;
+};
+
+// int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
+// [blocks][stride] with the tokens of one block side by side. What quantize_activations writes.
+struct QuantizedActivations {
+  int8_t* codes = nullptr;
+  float* scales = nullptr;
+  int8_t* zeros = nullptr;  // null when symmetric
+  int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
+  int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
+};
+
+struct QuantizeProblem {
+  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart
+  DataType x_type = DataType::kFloat16;
+  int64_t x_stride = 0;
+  int m = 0;
+  int k = 0;
+  int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
+  QuantizedActivations out;
+};
+
+struct GemmProblem {
+  int m = 0;
+  PackedWeight weight;
+
+  // Activations: either floats that act_quant may quantise on the way, or codes that are quantised already.
+  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart; null if `quantized` is given
+  DataType x_type = DataType::kFloat16;
+  int64_t x_stride = 0;
+  ActQuant act_quant = ActQuant::kNone;
+  bool act_symmetric = true;
+  QuantizedActivations quantized;
+
+  // Epilogue: sum -> + bias -> activation -> + residual -> out.
+  void* out = nullptr;  // [m][n] of out_type, contiguous
+  DataType out_type = DataType::kFloat16;
+  void const* bias = nullptr;
+  DataType bias_type = DataType::kNone;
+  void const* residual = nullptr;  // [m][n], rows residual_stride elements apart
+  DataType residual_type = DataType::kNone;
+  int64_t residual_stride = 0;
+  Activation activation = Activation::kNone;
+  float clamp_low = 0.0f;
+  float clamp_high = 0.0f;
+  bool saturate = false;  // fp16 results beyond 65504 become 65504 instead of inf
+};
+
+struct DequantizeProblem {
+  PackedWeight weight;
+  void* out = nullptr;  // [n][k] of out_type, contiguous
+  DataType out_type = DataType::kFloat16;
+};
+
+// Scratch memory of the caller's, aligned to 256 bytes, of at least workspace_bytes(problem).
+struct Workspace {
+  void* data = nullptr;
+  size_t bytes = 0;
+};
+
+// The GPU as far as the choice of a kernel goes.
+struct Device {
+  int architecture = 0;      // 10 * major + minor
+  int multiprocessors = 0;
+  int shared_memory = 0;     // bytes a block may have
+};
+
+}  // namespace cutlass_ops

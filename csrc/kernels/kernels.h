@@ -1,0 +1,35 @@
+// What the kernel files offer to dispatch.cpp and ops.cpp: one launch function a kernel, pure host signatures.
+#pragma once
+
+#include "dispatch.h"
+
+namespace cutlass_ops {
+
+// mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
+// Blocks of up to 99 KB run on every GPU since sm_80; the 128-token tile of 8-bit weights needs more.
+constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
+  if (tokens == 128) return {128, 128, 2, 1, (bits == 4 ? 92 : 108) * 1024};
+  if (tokens == 64) return {128, 64, bits == 4 ? 3 : 2, 1, 99 * 1024};
+  return {128, tokens, tokens == 16 ? 4 : 3, tokens == 16 ? 2 : 1, 99 * 1024};
+}
+template <int Bits, int Tokens>
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
+// mma_gemm_a8.cu: int8 activations, likewise.
+constexpr Tile mma_gemm_a8_tile(int bits, int tokens) {
+  if (tokens == 128) return {128, 128, bits == 4 ? 3 : 2, 1, 99 * 1024};
+  return {128, tokens, tokens == 64 || bits == 8 ? 3 : 4, tokens == 16 ? 2 : 1, 99 * 1024};
+}
+template <int Bits, int Tokens>
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
+// reduce_splits.cu: add the parts of K in their order and apply the epilogue.
+Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);
+
+// quantize_activations.cu
+Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream);
+
+// dequantize.cu
+Status launch_dequantize(DequantizeProblem const& problem, Stream stream);
+
+}  // namespace cutlass_ops

@@ -1,0 +1,110 @@
+// The operators: choose a kernel, lay out the workspace, launch. Host code; without CUDA every call says so.
+#include "cutlass_ops/ops.h"
+
+#include "cutlass_ops/layout.h"
+#include "dispatch.h"
+#include "kernels/kernels.h"
+
+#if CUTLASS_OPS_CUDA
+#include <cuda_runtime_api.h>
+#endif
+
+namespace cutlass_ops {
+
+#if CUTLASS_OPS_CUDA
+namespace {
+
+constexpr int kMaxDevices = 64;
+
+Status cuda_status(char const* call, cudaError_t error) {
+  if (error == cudaSuccess) return {};
+  return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
+}
+
+std::string shape(GemmProblem const& problem) {
+  return " [m=" + std::to_string(problem.m) + ", n=" + std::to_string(problem.weight.n) + ", k=" + std::to_string(problem.weight.k) +
+         ", bits=" + std::to_string(problem.weight.bits) + ", group_size=" + std::to_string(problem.weight.group_size) + "]";
+}
+
+}  // namespace
+
+Status current_device(Device* device) {
+  // Written once per device with the same values by whoever comes first.
+  static Device known[kMaxDevices];
+  int id = 0;
+  if (Status status = cuda_status("cudaGetDevice", cudaGetDevice(&id)); !status.ok()) return status;
+  if (id < kMaxDevices && known[id].architecture) {
+    *device = known[id];
+    return {};
+  }
+  int major = 0, minor = 0;
+  Device found;
+  struct {
+    int* value;
+    cudaDeviceAttr attribute;
+  } const wanted[] = {{&major, cudaDevAttrComputeCapabilityMajor},
+                      {&minor, cudaDevAttrComputeCapabilityMinor},
+                      {&found.multiprocessors, cudaDevAttrMultiProcessorCount},
+                      {&found.shared_memory, cudaDevAttrMaxSharedMemoryPerBlockOptin}};
+  for (auto const& w : wanted) {
+    Status status = cuda_status("cudaDeviceGetAttribute", cudaDeviceGetAttribute(w.value, w.attribute, id));
+    if (!status.ok()) return status;
+  }
+  found.architecture = 10 * major + minor;
+  if (id < kMaxDevices) known[id] = found;
+  *device = found;
+  return {};
+}
+
+Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  Row const* row = nullptr;
+  if (Status status = select(problem, device, &row); !status.ok()) return status;
+  if (problem.m == 0) return {};
+  Plan chosen;
+  if (Status status = plan(problem, device, &chosen); !status.ok()) return status;
+  if (workspace.bytes < chosen.workspace) {
+    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(chosen.workspace) +
+                                  " are needed" + shape(problem)};
+  }
+  WorkspaceLayout layout = workspace_layout(problem, chosen.splits);
+  auto* base = static_cast<uint8_t*>(workspace.data);
+  GemmProblem ready = problem;
+  if (layout.block) {
+    ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes), reinterpret_cast<float*>(base + layout.scales),
+                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros), layout.block, layout.stride};
+    QuantizeProblem quantize{problem.x, problem.x_type,  problem.x_stride, problem.m, problem.weight.k, problem.weight.perm,
+                             ready.quantized};
+    if (Status status = launch_quantize_activations(quantize, stream); !status.ok()) {
+      status.text += shape(problem);
+      return status;
+    }
+  }
+  float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
+  Status status = row->launch(ready, chosen, partials, stream);
+  if (status.ok() && partials) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
+  if (!status.ok()) status.text += shape(problem);
+  return status;
+}
+
+Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
+  return problem.m == 0 ? Status{} : launch_quantize_activations(problem, stream);
+}
+
+Status dequantize(DequantizeProblem const& problem, Stream stream) { return launch_dequantize(problem, stream); }
+
+#else
+
+namespace {
+Status no_cuda() { return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"}; }
+}  // namespace
+
+Status current_device(Device*) { return no_cuda(); }
+Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
+Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
+Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
+
+#endif
+
+}  // namespace cutlass_ops
