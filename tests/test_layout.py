@@ -88,15 +88,15 @@ def test_the_order_is_the_stated_one(n: int, k: int, bits: int, seed: int) -> No
 
 @pytest.mark.parametrize("bits", formats.BITS)
 def test_a_single_code_by_hand(bits: int) -> None:
-    # Row 77 is slab 1, row 13 of its block 0: g = 5, the upper half. Column 155 is k 27 of tile 1: the second
-    # 16 k, 11 = 2 * 1 + 9 of them, so t = 1 and element 3. Lane 4 * 5 + 1 = 21.
+    # Row 77 is slab 1, row 13 of its block 0: g = 5, the upper half. Column 147 is k 19 of tile 1: the second
+    # 16 k, 3 = 2 * 1 + 1 of them, so t = 1 and element 2 (after 2t and 2t + 8). Lane 4 * 5 + 1 = 21.
     codes = np.full((128, 256), 2 ** (bits - 1), np.uint8)
-    codes[77, 155] += 1
+    codes[77, 147] += 1
     expected = np.zeros(128 * 256 * bits // 8, np.uint8)
     if bits == 4:
-        expected[3 * 4096 + 21 * 16 + 1 * 4 + 3] = 0x10  # word 1, nibble 7
+        expected[3 * 4096 + 21 * 16 + 1 * 4 + 2] = 0x10  # word 1, nibble 5
     else:
-        expected[3 * 8192 + 21 * 16 + 3 * 4 + 3] = 0x01  # word 3, byte 3
+        expected[3 * 8192 + 21 * 16 + 3 * 4 + 2] = 0x01  # word 3, byte 2
     assert np.array_equal(packed(codes, bits), expected)
 
 
