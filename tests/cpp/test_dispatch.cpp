@@ -1,0 +1,328 @@
+// Which kernel a problem gets, in how many parts, and where a call's scratch memory lies. Needs no GPU.
+#include "dispatch.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <functional>
+#include <set>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cutlass_ops/layout.h"
+
+namespace cutlass_ops {
+namespace {
+
+uint8_t some_byte;  // what non-null pointers point to; nothing here reads it
+
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX 5090.
+Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
+                           {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
+Device const kHopper = kDevices[3];
+
+GemmProblem problem(int m, int n, int k, int bits = 4, int group_size = 128) {
+  GemmProblem p;
+  p.m = m;
+  p.weight.n = n;
+  p.weight.k = k;
+  p.weight.bits = bits;
+  p.weight.group_size = group_size;
+  p.x_stride = k;
+  return p;
+}
+
+GemmProblem quantized_on_the_way(GemmProblem p, ActQuant act_quant, bool symmetric) {
+  p.act_quant = act_quant;
+  p.act_symmetric = symmetric;
+  return p;
+}
+
+GemmProblem already_quantized(GemmProblem p, int block) {
+  p.quantized.codes = reinterpret_cast<int8_t*>(&some_byte);
+  p.quantized.block = block;
+  return p;
+}
+
+struct Named {
+  std::string name;
+  GemmProblem problem;
+  bool int8;
+};
+
+// Every kind of activation that is supported beside a weight.
+std::vector<Named> inputs(GemmProblem const& p) {
+  std::vector<Named> all;
+  for (DataType type : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32}) {
+    GemmProblem typed = p;
+    typed.x_type = type;
+    std::string name = "x_type " + std::to_string(int(type));
+    if (type != DataType::kFloat32) all.push_back({name, typed, false});
+    for (bool symmetric : {true, false}) {
+      all.push_back({name + " token", quantized_on_the_way(typed, ActQuant::kToken, symmetric), true});
+      all.push_back({name + " block", quantized_on_the_way(typed, ActQuant::kBlock, symmetric), true});
+    }
+  }
+  all.push_back({"codes, token", already_quantized(p, -1), true});
+  all.push_back({"codes, block", already_quantized(p, activation_block(p.weight.group_size)), true});
+  return all;
+}
+
+int tile_tokens(int m, int bits, bool int8, Device const& device) {
+  if (m <= 16) return 16;
+  if (m <= 32) return 32;
+  if (m <= 64) return 64;
+  return bits == 8 && !int8 && device.shared_memory < 108 * 1024 ? 64 : 128;
+}
+
+TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
+  std::set<Row const*> used;
+  for (Device const& device : kDevices)
+    for (int bits : {4, 8})
+      for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
+        for (int m : {0, 1, 16, 17, 32, 33, 64, 65, 128, 129, 4097, kMaxM})
+          for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}})
+            for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
+              SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
+                           std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
+              Row const* row = nullptr;
+              Status const status = select(input.problem, device, &row);
+              ASSERT_TRUE(status.ok()) << status.text;
+              ASSERT_NE(row, nullptr);
+              EXPECT_STREQ(row->kernel, input.int8 ? "mma_gemm_a8" : "mma_gemm_a16");
+              EXPECT_TRUE(row->weights & (bits == 4 ? kWeights4 : kWeights8));
+              EXPECT_EQ(row->tile.tokens, tile_tokens(m, bits, input.int8, device));
+              EXPECT_LE(row->tile.shared_bytes, device.shared_memory);
+              used.insert(row);
+
+              Plan chosen;
+              ASSERT_TRUE(plan(input.problem, device, &chosen).ok());
+              EXPECT_STREQ(chosen.kernel, row->kernel);
+              EXPECT_STREQ(chosen.why, row->why);
+              EXPECT_EQ(chosen.tile_rows, row->tile.rows);
+              EXPECT_EQ(chosen.tile_tokens, row->tile.tokens);
+              EXPECT_EQ(chosen.stages, row->tile.stages);
+              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits).total);
+              if (testing::Test::HasFailure()) return;
+            }
+  size_t rows = 0;
+  table(&rows);
+  EXPECT_EQ(used.size(), rows) << "a row that no problem selects";
+}
+
+TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
+  for (DataType type : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32}) {
+    GemmProblem p = problem(5, 192, 576);
+    p.out_type = p.bias_type = p.residual_type = p.weight.scale_type = p.weight.offset_type = type;
+    p.bias = p.residual = p.weight.offsets = &some_byte;
+    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu,
+                                  Activation::kSilu, Activation::kClamp}) {
+      p.activation = activation;
+      Row const* row = nullptr;
+      EXPECT_TRUE(select(p, kHopper, &row).ok());
+    }
+  }
+}
+
+TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
+  struct Case {
+    std::function<void(GemmProblem&)> change;
+    Status::Code code;
+    std::vector<std::string> words;
+  };
+  int8_t const* zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  std::vector<Case> const cases = {
+      {[](auto& p) { p.weight.bits = 3; }, Status::kUnsupported, {"bits", "3", "4 and 8"}},
+      {[](auto& p) { p.weight.bits = 16; }, Status::kUnsupported, {"bits", "16", "4 and 8"}},
+      {[](auto& p) { p.weight.n = 0; }, Status::kInvalid, {"shape", "[0, 576]", "at least 1"}},
+      {[](auto& p) { p.weight.k = -5; }, Status::kInvalid, {"shape", "[192, -5]", "at least 1"}},
+      {[](auto& p) { p.m = -1; }, Status::kInvalid, {"m is -1", std::to_string(kMaxM)}},
+      {[](auto& p) { p.m = kMaxM + 1; }, Status::kInvalid, {"m is 16777217", std::to_string(kMaxM)}},
+      {[](auto& p) { p.weight.group_size = 0; }, Status::kUnsupported, {"group_size", "0", "32, 64", "128", "-1"}},
+      {[](auto& p) { p.weight.group_size = 16; }, Status::kUnsupported, {"group_size", "16", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = 96; }, Status::kUnsupported, {"group_size", "96", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = -2; }, Status::kUnsupported, {"group_size", "-2", "32, 64"}},
+      {[](auto& p) { p.weight.group_size = -128; }, Status::kUnsupported, {"group_size", "-128", "32, 64"}},
+      {[](auto& p) { p.weight.scale_type = DataType::kNone; }, Status::kInvalid, {"scale_type", "float"}},
+      {[](auto& p) { p.weight.scale_type = DataType::kInt8; }, Status::kInvalid, {"scale_type", "float"}},
+      {[](auto& p) { p.weight.offsets = &some_byte; }, Status::kInvalid, {"offset_type", "float"}},
+      {[zeros](auto& p) {
+         p.weight.zeros = zeros;
+         p.weight.offsets = &some_byte;
+         p.weight.offset_type = DataType::kFloat16;
+       },
+       Status::kInvalid,
+       {"zeros and offsets", "at most one"}},
+      {[](auto& p) { p = already_quantized(p, 64); },
+       Status::kUnsupported,
+       {"block is 64", "groups of 128", "128 or -1"}},
+      {[](auto& p) {
+         p.weight.group_size = 32;
+         p = already_quantized(p, 128);
+       },
+       Status::kUnsupported,
+       {"block is 128", "groups of 32", "32 or -1"}},
+      {[](auto& p) { p.x_type = DataType::kNone; }, Status::kUnsupported, {"x has a type", "fp16, bf16 or fp32"}},
+      {[](auto& p) { p.x_type = DataType::kInt8; }, Status::kUnsupported, {"x has a type", "fp16, bf16 or fp32"}},
+      {[](auto& p) { p.x_type = DataType::kFloat32; },
+       Status::kUnsupported,
+       {"x is float32", "act_quant=\"none\"", "float16 or bfloat16", "\"token\" or \"block\""}},
+      {[](auto& p) { p.out_type = DataType::kNone; },
+       Status::kUnsupported,
+       {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.out_type = DataType::kInt8; },
+       Status::kUnsupported,
+       {"out_dtype", "float16, bfloat16 or float32"}},
+  };
+  for (Case const& wrong : cases) {
+    GemmProblem p = problem(5, 192, 576);
+    wrong.change(p);
+    Row const* row = nullptr;
+    Plan chosen;
+    for (Status const& status : {select(p, kHopper, &row), plan(p, kHopper, &chosen)}) {
+      EXPECT_EQ(status.code, wrong.code) << status.text;
+      for (std::string const& word : wrong.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
+    }
+    EXPECT_EQ(row, nullptr);
+    EXPECT_EQ(chosen.kernel, nullptr);
+  }
+}
+
+TEST(Dispatch, SaysWhichGpusItWantsToOneThatIsTooOld) {
+  Row const* row = nullptr;
+  Status const status = select(problem(5, 192, 576), {75, 68, 65536}, &row);
+  EXPECT_EQ(status.code, Status::kUnsupported);
+  EXPECT_NE(status.text.find("sm_75"), std::string::npos) << status.text;
+  EXPECT_NE(status.text.find("sm_80 and later"), std::string::npos) << status.text;
+}
+
+TEST(Dispatch, HasRowsThatMakeSense) {
+  size_t rows = 0;
+  Row const* row = table(&rows);
+  ASSERT_GT(rows, 0u);
+  for (Row const* end = row + rows; row != end; ++row) {
+    EXPECT_TRUE(row->kernel && *row->kernel);
+    EXPECT_TRUE(row->why && *row->why);
+    EXPECT_LE(row->min_m, row->max_m);
+    EXPECT_LE(row->min_architecture, row->max_architecture);
+    EXPECT_EQ(row->tile.rows % kRowsPerSlab, 0);
+    EXPECT_GE(row->tile.stages, 2);
+    EXPECT_GE(row->tile.resident, 1);
+    EXPECT_EQ(row->launch != nullptr, bool(CUTLASS_OPS_CUDA));
+  }
+}
+
+TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
+  struct Case {
+    int m, n, k, splits;
+  };
+  for (Case const& c : {Case{1, 128, 4096, 16},      // one tile for 264 places: as many as the limit of 16 allows
+                        Case{1, 128, 1024, 4},       // 8 tiles of K, at least two each
+                        Case{1, 128, 128, 1},        // nothing to split
+                        Case{1, 128, 129, 1},        // two tiles of K, and a part has no less
+                        Case{1, 4096, 4096, 8},      // 32 tiles for 264 places
+                        Case{4096, 28672, 4096, 1},  // thousands of tiles
+                        Case{0, 128, 4096, 16}}) {   // no rows: any number will do, but it must be one
+    Plan chosen;
+    ASSERT_TRUE(plan(problem(c.m, c.n, c.k), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.splits, c.splits) << c.m << " x " << c.n << " x " << c.k;
+  }
+}
+
+// The same shapes give the same sums in the same order, whatever the pointers and the epilogue.
+TEST(Splits, DependOnShapesAlone) {
+  for (int m : {1, 17, 64, 300}) {
+    GemmProblem const plain = problem(m, 1000, 7392);
+    Plan expected;
+    ASSERT_TRUE(plan(plain, kHopper, &expected).ok());
+    GemmProblem p = plain;
+    p.x = p.bias = p.residual = &some_byte;
+    p.out = &some_byte;
+    p.bias_type = p.residual_type = p.out_type = DataType::kFloat32;
+    p.x_type = DataType::kBFloat16;
+    p.x_stride = 9000;
+    p.residual_stride = 2000;
+    p.activation = Activation::kSilu;
+    p.saturate = true;
+    p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+    p.weight.scale_type = DataType::kFloat32;
+    p.weight.group_size = -1;
+    Plan chosen;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.splits, expected.splits);
+    EXPECT_EQ(chosen.tile_tokens, expected.tile_tokens);
+
+    // Activations that are quantised on the way and those that were before.
+    Plan before, on_the_way;
+    ASSERT_TRUE(plan(already_quantized(plain, 128), kHopper, &before).ok());
+    ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, false), kHopper, &on_the_way).ok());
+    EXPECT_EQ(before.splits, on_the_way.splits);
+  }
+}
+
+struct Part {
+  size_t begin, bytes;
+};
+
+TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
+  for (int m : {1, 3, 16, 17, 129, 4097})
+    for (int k : {1, 7, 576, 10944})
+      for (int group_size : {-1, 32, 64, 128, 512})
+        for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
+          for (bool symmetric : {true, false})
+            for (int splits : {1, 2, 7}) {
+              int const n = 200;
+              GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
+              WorkspaceLayout const layout = workspace_layout(p, splits);
+              std::vector<Part> parts;
+              if (act_quant != ActQuant::kNone) {
+                int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
+                EXPECT_EQ(layout.block, act_quant == ActQuant::kToken ? -1 : block);
+                EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
+                size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
+                parts.push_back({layout.codes, size_t(m) * size_t(padded_k(k))});
+                parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
+                if (!symmetric) parts.push_back({layout.zeros, blocks * size_t(layout.stride)});
+              } else {
+                EXPECT_EQ(layout.block, 0);
+              }
+              if (splits > 1) parts.push_back({layout.partials, size_t(splits) * m * 256 * 4});  // n is padded to 256
+              std::sort(parts.begin(), parts.end(), [](Part a, Part b) { return a.begin < b.begin; });
+              size_t end = 0;
+              for (Part const& part : parts) {
+                EXPECT_EQ(part.begin % 256, 0u);
+                EXPECT_GE(part.begin, end);
+                end = part.begin + part.bytes;
+              }
+              EXPECT_GE(layout.total, end);
+              EXPECT_LT(layout.total, end + 256);
+              if (testing::Test::HasFailure()) return;
+            }
+}
+
+TEST(Workspace, IsOnlyPartsOfKForActivationsThatAreQuantizedAlready) {
+  GemmProblem const p = quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
+  EXPECT_EQ(workspace_layout(p, 1).total, 0u);
+  EXPECT_EQ(workspace_layout(p, 3).total, 3u * 5 * 256 * 4);
+}
+
+TEST(Workspace, IsCountedIn64Bits) {
+  GemmProblem const p = quantized_on_the_way(problem(kMaxM, 28672, 65536), ActQuant::kBlock, true);
+  EXPECT_GE(workspace_layout(p, 1).total, size_t(kMaxM) * 65536);
+  EXPECT_GE(workspace_layout(p, 16).total, size_t(kMaxM) * 28672 * 16 * 4);
+}
+
+#if !CUTLASS_OPS_CUDA
+TEST(WithoutCuda, EveryOperatorSaysSo) {
+  Device device;
+  for (Status const& status : {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
+                               quantize_activations({}, nullptr), dequantize({}, nullptr)}) {
+    EXPECT_EQ(status.code, Status::kUnsupported);
+    EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
+  }
+}
+#endif
+
+}  // namespace
+}  // namespace cutlass_ops
