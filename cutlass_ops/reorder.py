@@ -54,9 +54,7 @@ _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
 
 #: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their name.
-DEFAULT_EXCLUDE = (
-    r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
-)
+DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
 
 
 # ---- one weight
@@ -142,9 +140,7 @@ def stream_safetensors(
     for name in sorted(sizes, key=lambda name: -(sizes[name] & -sizes[name])):
         dtype, shape = specs[name]
         if dtype not in _TYPE_NAMES:
-            raise ValueError(
-                f"tensor {name!r} has dtype {dtype}; supported are {', '.join(map(str, _TYPE_NAMES))}"
-            )
+            raise ValueError(f"tensor {name!r} has dtype {dtype}; supported are {', '.join(map(str, _TYPE_NAMES))}")
         begins[name], end = end, end + sizes[name]
         header[name] = {
             "dtype": _TYPE_NAMES[dtype],
@@ -167,13 +163,9 @@ def stream_safetensors(
 
             def write(name: str, tensor: Tensor) -> None:
                 if name not in missing:
-                    raise ValueError(
-                        f"tensor {name!r} was {'written before' if name in specs else 'not announced'}"
-                    )
+                    raise ValueError(f"tensor {name!r} was {'written before' if name in specs else 'not announced'}")
                 if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
-                    raise ValueError(
-                        f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}"
-                    )
+                    raise ValueError(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}")
                 missing.remove(name)
                 # One after another, so that a GPU's tensor has one copy on the host at a time.
                 values = tensor.detach().cpu().contiguous().reshape(-1)
@@ -210,9 +202,7 @@ def _nbytes(spec: Spec) -> int:
     return size
 
 
-def _packed_specs(
-    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype]
-) -> dict[str, Spec]:
+def _packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
     """What :func:`reorder` will return for a weight with tensors of these dtypes."""
     n_pad = formats.padded_rows(n)
     vector = (formats.padded_groups(k, group_size), n_pad)
@@ -237,9 +227,7 @@ def _metadata(
         "format": "pt",
         "layout": formats.LAYOUT_NAME,
         "layout_version": str(formats.LAYOUT_VERSION),
-        "weights": json.dumps(
-            {name: dict(zip(fields, values, strict=True)) for name, values in weights.items()}
-        ),
+        "weights": json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()}),
         "tied": json.dumps(dict(tied)),
         "sources": json.dumps(dict(sources)),
         "tool": f"cutlass_ops {__version__}",
@@ -275,9 +263,7 @@ def save_packed(
         elif isinstance(value, Tensor):
             named = {name: value}
         else:
-            raise TypeError(
-                f"{name!r} is a {type(value).__name__}; a PackedWeight or a torch.Tensor is expected"
-            )
+            raise TypeError(f"{name!r} is a {type(value).__name__}; a PackedWeight or a torch.Tensor is expected")
         _check_names(named, parts)
         parts.update(named)
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
@@ -308,10 +294,12 @@ class PackedInfo:
         weights: ``(n, k, bits, group_size)`` by name.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
+        layout: its name and version.
         tied, sources, tool: as in the module's table.
     """
 
     path: Path
+    layout: tuple[str, str]
     weights: Mapping[str, tuple[int, int, int, int]]
     parts: Mapping[str, Mapping[str, Spec]]
     tensors: Mapping[str, Spec]
@@ -345,32 +333,21 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
         for name in file.offset_keys():
             part = file.get_slice(name)
             if part.get_dtype() not in TYPES:
-                raise CheckpointError(
-                    path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name
-                )
+                raise CheckpointError(path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name)
             specs[name] = (TYPES[part.get_dtype()], tuple(part.get_shape()))
     layout, version = metadata.get("layout"), metadata.get("layout_version")
     known = (formats.LAYOUT_NAME, str(formats.LAYOUT_VERSION))
     if layout is None:
-        raise CheckpointError(
-            path, "not a packed file: its metadata names no layout; cutlass-ops reorder makes one"
-        )
+        raise CheckpointError(path, "not a packed file: its metadata names no layout; cutlass-ops reorder makes one")
     if (layout, version) != known:
-        raise CheckpointError(
-            path, f"layout {layout!r}, version {version!r}; known is {known[0]!r}, version {known[1]!r}"
-        )
-    weights = {
-        name: _weight_fields(path, name, value)
-        for name, value in _json_object(path, metadata, "weights").items()
-    }
+        raise CheckpointError(path, f"layout {layout!r}, version {version!r}; known is {known[0]!r}, version {known[1]!r}")
+    weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
     parts: dict[str, dict[str, Spec]] = {}
     for name, (n, k, bits, group_size) in weights.items():
         found = {part: specs.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in specs}
         for part in ("codes", "scales"):
             if part not in found:
-                raise CheckpointError(
-                    path, f"is named by the metadata, but {name}.{part} is not in the file", name
-                )
+                raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
         expected = _packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
         for part, (_, shape) in found.items():
             if shape != expected[part][1]:
@@ -385,9 +362,7 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
     for name in tied:
         if name not in weights:
             raise CheckpointError(path, f"the metadata ties {name!r}, which is no weight of this file")
-    return PackedInfo(
-        path, weights, parts, specs, tied, _strings(path, metadata, "sources"), metadata.get("tool", "")
-    )
+    return PackedInfo(path, known, weights, parts, specs, tied, _strings(path, metadata, "sources"), metadata.get("tool", ""))
 
 
 def _json_object(path: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:
@@ -396,9 +371,7 @@ def _json_object(path: Path, metadata: Mapping[str, str], key: str) -> dict[str,
     except (ValueError, RecursionError) as error:
         raise CheckpointError(path, f"metadata {key!r} is not JSON: {error}") from error
     if not isinstance(value, dict):
-        raise CheckpointError(
-            path, f"metadata {key!r} is a JSON {type(value).__name__}; an object is expected"
-        )
+        raise CheckpointError(path, f"metadata {key!r} is a JSON {type(value).__name__}; an object is expected")
     return value
 
 
@@ -421,9 +394,7 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
     fields = ("n", "k", "bits", "group_size")
     # type() and not isinstance(): True is no size.
     if not isinstance(value, dict) or any(type(value.get(key)) is not int for key in fields):
-        raise CheckpointError(
-            path, f"the metadata says {value!r}; integers {', '.join(fields)} are expected", name
-        )
+        raise CheckpointError(path, f"the metadata says {value!r}; integers {', '.join(fields)} are expected", name)
     n, k, bits, group_size = (value[key] for key in fields)
     try:
         formats.check_bits(bits)
@@ -435,9 +406,7 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
     return n, k, bits, group_size
 
 
-def load_packed(
-    path: str | os.PathLike[str], device: torch.device | str = "cpu"
-) -> dict[str, PackedWeight | Tensor]:
+def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | Tensor]:
     """Read a packed file.
 
     On the CPU the tensors are windows of the file, read from the disk when they are first used; they stay
@@ -465,9 +434,7 @@ def load_packed(
 
 def _read_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
     n, k, bits, group_size = info.weights[name]
-    parts: dict[str, Any] = {
-        part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in _PARTS
-    }
+    parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in _PARTS}
     perm = parts["perm"]
     try:
         weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
@@ -476,14 +443,8 @@ def _read_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
     # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
     if perm is not None and not torch.equal(perm.sort().values, torch.arange(k, dtype=torch.int32)):
         raise CheckpointError(info.path, f"is not a permutation of 0 .. {k - 1}", f"{name}.perm")
-    if (
-        bits == 4
-        and parts["zeros"] is not None
-        and not -8 <= int(parts["zeros"].min()) <= int(parts["zeros"].max()) <= 7
-    ):
-        raise CheckpointError(
-            info.path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros"
-        )
+    if bits == 4 and parts["zeros"] is not None and not -8 <= int(parts["zeros"].min()) <= int(parts["zeros"].max()) <= 7:
+        raise CheckpointError(info.path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros")
     return weight
 
 
@@ -553,9 +514,10 @@ def reorder_checkpoint(
     if bits is not None:
         formats.check_bits(bits)
         formats.check_group_size(group_size)
-    steps = _plan(
-        checkpoint, bits, group_size, symmetric, _pattern("include", include), _pattern("exclude", exclude)
-    )
+    for file in checkpoint.files:
+        if Path(path).exists() and file.samefile(path):
+            raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
+    steps = _plan(checkpoint, bits, group_size, symmetric, _pattern("include", include), _pattern("exclude", exclude))
     specs: dict[str, Spec] = {}
     weights = {}
     for step in steps:
@@ -564,9 +526,7 @@ def reorder_checkpoint(
             weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
             new = {
                 f"{step.name}.{part}": spec
-                for part, spec in _packed_specs(
-                    n, k, *weights[step.name][2:], _packed_dtypes(step.weight.dtypes)
-                ).items()
+                for part, spec in _packed_specs(n, k, *weights[step.name][2:], _packed_dtypes(step.weight.dtypes)).items()
             }
         else:
             new = {step.name: (step.entry.dtype, step.entry.shape)}
@@ -627,9 +587,7 @@ def _plan(
     biases = set()
     for entry in checkpoint.entries.values():
         module = entry.name.removesuffix(".weight")
-        chosen = (include is None or include.search(module)) and not (
-            exclude is not None and exclude.search(module)
-        )
+        chosen = (include is None or include.search(module)) and not (exclude is not None and exclude.search(module))
         if entry.quantized is not None or entry.problem:
             if not chosen:
                 steps += _as_tensors(entry)
@@ -641,20 +599,13 @@ def _plan(
                 )
             else:
                 steps.append(_Step(entry, entry.name, entry.quantized))
-        elif (
-            bits is not None
-            and chosen
-            and _is_linear(entry)
-            and (include is not None or not default.search(module))
-        ):
+        elif bits is not None and chosen and _is_linear(entry) and (include is not None or not default.search(module)):
             bias = checkpoint.entries.get(f"{module}.bias")
             if bias is None or bias.dtype not in _FLOAT_TYPES or bias.shape != entry.shape[:1]:
                 bias = None
             else:
                 biases.add(bias.name)
-            steps.append(
-                _Step(entry, module, _to_quantize(checkpoint.path, entry, bias, bits, group_size, symmetric))
-            )
+            steps.append(_Step(entry, module, _to_quantize(checkpoint.path, entry, bias, bits, group_size, symmetric)))
         else:
             steps.append(_Step(entry, entry.name, None))
     return [step for step in steps if step.weight is not None or step.name not in biases]
@@ -686,9 +637,7 @@ def _as_tensors(entry: Entry) -> list[_Step]:
     return steps
 
 
-def _to_quantize(
-    path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool
-) -> Quantized:
+def _to_quantize(path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool) -> Quantized:
     def read() -> QuantizedWeight:
         try:
             weight = quantize(entry.values(), bits, group_size, symmetric)
@@ -780,9 +729,7 @@ def verify_packed(
     return found
 
 
-def _compare(
-    found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str
-) -> None:
+def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str) -> None:
     for part in (*expected, *(part for part in actual if part not in expected)):
         a, b = expected.get(part), actual.get(part)
         if a is None or b is None:
@@ -794,14 +741,10 @@ def _compare(
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     if a.dtype != b.dtype or a.shape != b.shape:
         return False
-    return torch.equal(
-        a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8)
-    )
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _verify_entry(
-    found: Verified, info: PackedInfo, file: Any, checkpoint: Checkpoint, entry: Entry
-) -> set[str]:
+def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Checkpoint, entry: Entry) -> set[str]:
     """Compare what became of one entry; the names in the packed file that it accounts for."""
     module = entry.name.removesuffix(".weight")
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
@@ -840,14 +783,8 @@ def _verify_entry(
 def _expected(checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:
     if entry.quantized is not None:
         return entry.quantized.read()
-    bias = (
-        checkpoint.entries.get(f"{entry.name.removesuffix('.weight')}.bias")
-        if packed.bias is not None
-        else None
-    )
-    return _to_quantize(
-        checkpoint.path, entry, bias, packed.bits, packed.group_size, symmetric=packed.symmetric
-    ).read()
+    bias = checkpoint.entries.get(f"{entry.name.removesuffix('.weight')}.bias") if packed.bias is not None else None
+    return _to_quantize(checkpoint.path, entry, bias, packed.bits, packed.group_size, symmetric=packed.symmetric).read()
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:

@@ -1,0 +1,525 @@
+"""The command line: ``cutlass-ops inspect | reorder | verify | doctor | demo``.
+
+Results go to stdout, progress and errors to stderr. Exit status: 0 all is well, 1 a check failed, 2 bad usage
+or bad input.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import platform
+import sys
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from . import _C, __version__, ops, reference
+from .checkpoints import Checkpoint, load_checkpoint
+from .quantize import quantize
+from .reorder import PackedInfo, is_packed, packed_info, reorder, reorder_checkpoint, verify_packed
+
+_FAILED, _BAD_INPUT = 1, 2
+
+app = typer.Typer(
+    name="cutlass-ops",
+    help="Reorder quantised weights offline, into the order in which GPU kernels read them, and look after the files.",
+    epilog="A first run: cutlass-ops inspect model.gguf; cutlass-ops reorder model.gguf -o model.safetensors; "
+    "cutlass-ops verify model.safetensors --against model.gguf",
+    no_args_is_help=True,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+
+
+def main() -> None:
+    """Run the command line; the entry point of the script ``cutlass-ops``."""
+    app()
+
+
+@contextmanager
+def _reported() -> Iterator[None]:
+    """Turn the errors that a user can cause into one line and an exit status."""
+    try:
+        yield
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
+        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+        raise typer.Exit(_BAD_INPUT) from None
+
+
+def _console() -> Console:
+    # A pipe has no width; rich would cut tables to 80 columns.
+    return Console() if sys.stdout.isatty() else Console(width=240)
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+
+
+def _plain(value: Any) -> Any:
+    """``value`` with None for the numbers that JSON does not have."""
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+@contextmanager
+def _progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
+    """A bar on stderr over ``total`` bytes; none if stderr is no terminal."""
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda name, nbytes: bar.advance(task, nbytes)
+
+
+def _size(nbytes: float) -> str:
+    for unit in ("B", "kB", "MB"):
+        if nbytes < 1000:
+            return f"{nbytes:.3g} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.4g} GB"
+
+
+def _shape(shape: tuple[int, ...]) -> str:
+    return " x ".join(map(str, shape)) or "scalar"
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _version(_: bool) -> None:
+    if _:
+        print(f"cutlass_ops {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")] = False,
+) -> None:
+    pass
+
+
+# ---- inspect
+
+
+@app.command()
+def inspect(
+    file: Annotated[Path, typer.Argument(help="A GGUF or safetensors file, a packed file, or a directory with one.")],
+    as_json: _Json = False,
+) -> None:
+    """List what a checkpoint or a packed file holds, from its header alone."""
+    with _reported():
+        described = _describe_packed(packed_info(file)) if is_packed(file) else _describe(load_checkpoint(file))
+    if as_json:
+        _print_json(described)
+        return
+    console = _console()
+    for key in ("path", "kind", "bytes", "layout", "tool"):
+        if key in described:
+            value = _size(described[key]) if key == "bytes" else described[key]
+            console.print(f"{key + ':':10}{escape(str(value))}", soft_wrap=True, highlight=False)
+    for key in ("sources", "tied", "metadata"):
+        for name, value in described.get(key, {}).items():
+            console.print(f"{key + ':':10}{escape(f'{name} = {value}')}", soft_wrap=True, highlight=False)
+    table = Table("name", "type", "shape", "size", "in the file", "note", box=None, header_style="bold")
+    table.columns[3].justify = "right"
+    for tensor in described["tensors"]:
+        source = tensor.get("source", tensor["name"])
+        table.add_row(
+            escape(tensor["name"]),
+            tensor["type"],
+            _shape(tensor["shape"]),
+            _size(tensor["bytes"]),
+            "" if source == tensor["name"] else escape(source),
+            escape(tensor["note"]),
+        )
+    console.print(table)
+
+
+def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
+    tensors = []
+    for entry in checkpoint.entries.values():
+        note = entry.problem
+        if entry.quantized is not None:
+            parts = [part for part in entry.quantized.dtypes if part != "scales"]
+            note = f"{entry.quantized.bits} bits in groups of {entry.quantized.group_size}"
+            note += "".join(f", {part}" for part in parts)
+        if entry.tied_to:
+            note += f"; is also {entry.tied_to}"
+        tensors.append(
+            {
+                "name": entry.name,
+                "source": entry.source,
+                "type": entry.kind,
+                "shape": list(entry.shape),
+                "bytes": entry.nbytes,
+                "packable": entry.quantized is not None,
+                "note": note,
+            }
+        )
+    return {
+        "path": str(checkpoint.path),
+        "kind": checkpoint.dialect,
+        "bytes": sum(file.stat().st_size for file in checkpoint.files),
+        "files": [str(file) for file in checkpoint.files],
+        "metadata": dict(checkpoint.metadata),
+        "tensors": tensors,
+    }
+
+
+def _describe_packed(info: PackedInfo) -> dict[str, Any]:
+    tensors = []
+    for name, (n, k, bits, group_size) in info.weights.items():
+        parts = info.parts[name]
+        group = "one group" if group_size == -1 else f"groups of {group_size}"
+        tensors.append(
+            {
+                "name": name,
+                "type": "packed",
+                "shape": [n, k],
+                "bytes": sum(_spec_bytes(*spec) for spec in parts.values()),
+                "bits": bits,
+                "group_size": group_size,
+                "parts": {part: _dtype(dtype) for part, (dtype, _) in parts.items()},
+                "note": f"{bits} bits in {group}"
+                + "".join(f", {part} {_dtype(dtype)}" for part, (dtype, _) in parts.items() if part != "codes"),
+            }
+        )
+    for name, (dtype, shape) in info.tensors.items():
+        tensors.append(
+            {"name": name, "type": _dtype(dtype), "shape": list(shape), "bytes": _spec_bytes(dtype, shape), "note": ""}
+        )
+    return {
+        "path": str(info.path),
+        "kind": "packed",
+        "bytes": info.path.stat().st_size,
+        "layout": f"{info.layout[0]} version {info.layout[1]}",
+        "tool": info.tool,
+        "tied": dict(info.tied),
+        "sources": dict(info.sources),
+        "tensors": tensors,
+    }
+
+
+def _spec_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    size = dtype.itemsize
+    for extent in shape:
+        size *= extent
+    return size
+
+
+# ---- reorder
+
+
+@app.command("reorder")
+def reorder_command(
+    file: Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file or index, or a directory with one of them.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="The packed file to write (*.safetensors).")],
+    bits: Annotated[
+        int | None, typer.Option(help="Quantise float weights to codes of 4 or 8 bits. Without it they stay floats.")
+    ] = None,
+    group_size: Annotated[
+        int | None,
+        typer.Option(help="Weights along K that share a scale: 32, 64, a multiple of 128, or -1 for all.  [default: 128]"),
+    ] = None,
+    symmetric: Annotated[
+        bool | None,
+        typer.Option("--symmetric/--asymmetric", help="Without or with a zero point for each group.  [default: symmetric]"),
+    ] = None,
+    include: Annotated[str | None, typer.Option(metavar="REGEX", help="Pack only the layers whose name has a match.")] = None,
+    exclude: Annotated[
+        str | None, typer.Option(metavar="REGEX", help="Keep these layers as float tensors; overrides --include.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Pack a checkpoint's linear layers into one file, once, for every GPU.
+
+    Weights that the file quantised (GGUF Q4_0, Q4_1, Q8_0) keep their codes and scales exactly. Float weights
+    are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
+    them. Everything else is copied.
+    """
+    with _reported():
+        if bits is None and (group_size is not None or symmetric is not None):
+            raise ValueError("--group-size and --symmetric/--asymmetric say how to quantise float weights: give --bits too")
+        start = time.perf_counter()
+        checkpoint = load_checkpoint(file)
+        with _progress("reordering", sum(entry.nbytes for entry in checkpoint.entries.values())) as advance:
+            done = reorder_checkpoint(
+                checkpoint,
+                output,
+                bits=bits,
+                group_size=128 if group_size is None else group_size,
+                symmetric=symmetric is not False,
+                include=include,
+                exclude=exclude,
+                progress=advance,
+            )
+        seconds = time.perf_counter() - start
+    if as_json:
+        fields = ("n", "k", "bits", "group_size")
+        _print_json(
+            {
+                "output": str(done.path),
+                "weights": {name: dict(zip(fields, w, strict=True)) for name, w in done.weights.items()},
+                "tensors": list(done.tensors),
+                "source_bytes": done.source_bytes,
+                "packed_bytes": done.packed_bytes,
+                "seconds": round(seconds, 3),
+            }
+        )
+        return
+    formats = Counter((bits, group_size) for _, _, bits, group_size in done.weights.values())
+    listed = ", ".join(
+        f"{count} of {bits} bits in {'one group a row' if group_size == -1 else f'groups of {group_size}'}"
+        for (bits, group_size), count in formats.items()
+    )
+    console = _console()
+    console.print(f"packed   {len(done.weights)} weights ({listed})", soft_wrap=True, highlight=False)
+    console.print(f"copied   {len(done.tensors)} tensors", highlight=False)
+    console.print(
+        f"wrote    {escape(str(done.path))}: {_size(done.packed_bytes)}, from {_size(done.source_bytes)}, in {seconds:.1f} s",
+        soft_wrap=True,
+        highlight=False,
+    )
+
+
+# ---- verify
+
+
+@app.command()
+def verify(
+    file: Annotated[Path, typer.Argument(help="A packed file.")],
+    against: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The checkpoint it was made from, to compare every value with.")
+    ] = None,
+    as_json: _Json = False,
+) -> None:
+    """Check every byte of a packed file; with --against, that it still is its checkpoint, bit for bit.
+
+    The largest difference is between values as the packed file gives them and as the checkpoint does:
+    rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
+    1 if anything is wrong.
+    """
+    with _reported():
+        checkpoint = None if against is None else load_checkpoint(against)
+        total = file.stat().st_size if file.is_file() else 0
+        if checkpoint is not None:
+            total += sum(entry.nbytes for entry in checkpoint.entries.values())
+        with _progress("verifying", total) as advance:
+            found = verify_packed(file, checkpoint, progress=advance)
+    if as_json:
+        _print_json({"path": str(file), "ok": not found.problems, **asdict(found)})
+    else:
+        console = _console()
+        for problem in found.problems:
+            console.print(f"[red]wrong[/red]    {escape(problem)}", soft_wrap=True, highlight=False)
+        console.print(f"checked  {found.weights} weights, {found.tensors} tensors", highlight=False)
+        if against is not None:
+            same = "has" if found.same_source else "does not have"
+            console.print(f"source   {escape(str(against))} {same} the recorded sha256", soft_wrap=True, highlight=False)
+        if found.largest_difference is not None:
+            console.print(
+                f"values   differ by {found.largest_difference:.6g} at most, in {escape(found.largest_at)}",
+                soft_wrap=True,
+                highlight=False,
+            )
+        console.print("[red]FAILED[/red]" if found.problems else "[green]ok[/green]")
+    if found.problems:
+        raise typer.Exit(_FAILED)
+
+
+# ---- doctor
+
+
+@app.command()
+def doctor(as_json: _Json = False) -> None:
+    """Say what this machine has, which kernels can run on it, and multiply once to see that they do.
+
+    A missing GPU, driver or package is reported and is no failure. Exit status 1 if a product is wrong.
+    """
+    facts = _facts()
+    devices = ["cpu"]
+    if _C.built_with_cuda and facts["gpus"]:
+        devices += [f"cuda:{index}" for index in range(len(facts["gpus"]))]
+    facts["kernels"] = {device: _kernels(device) for device in devices}
+    facts["self_test"] = {device: _self_test(device) for device in devices}
+    failed = [result for tests in facts["self_test"].values() for result in tests.values() if result != "ok"]
+    facts["ok"] = not failed
+    if as_json:
+        _print_json(facts)
+    else:
+        console = _console()
+        for key in ("cutlass_ops", "build", "cutlass", "python", "platform", "torch", "cuda_driver", "cuda_runtime"):
+            console.print(f"{key:14}{escape(facts[key])}", soft_wrap=True, highlight=False)
+        for index, gpu in enumerate(facts["gpus"] or ["none"]):
+            console.print(f"{f'gpu {index}' if facts['gpus'] else 'gpu':14}{escape(gpu)}", soft_wrap=True, highlight=False)
+        for note in facts["missing"]:
+            console.print(f"{'missing':14}[yellow]{escape(note)}[/yellow]", soft_wrap=True, highlight=False)
+        for device in devices:
+            for name, kernel in facts["kernels"][device].items():
+                result = facts["self_test"][device].get(name, "")
+                colour = "green" if result == "ok" else "red"
+                console.print(
+                    f"{device:14}{name:12}{escape(kernel)}  [{colour}]{escape(result)}[/{colour}]",
+                    soft_wrap=True,
+                    highlight=False,
+                )
+    if failed:
+        raise typer.Exit(_FAILED)
+
+
+#: The products that doctor tries: bits of the weights and act_quant.
+_PRODUCTS = {
+    "W4A16": (4, "none"),
+    "W4A8 block": (4, "block"),
+    "W4A8 token": (4, "token"),
+    "W8A16": (8, "none"),
+    "W8A8 block": (8, "block"),
+    "W8A8 token": (8, "token"),
+}
+
+
+def _facts() -> dict[str, Any]:
+    missing: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        # torch warns of a driver that is too old, and says that there is no GPU.
+        warnings.simplefilter("always")
+        available = torch.cuda.is_available()
+    missing += [str(warning.message).strip() for warning in caught]
+    gpus = []
+    if available:
+        for index in range(torch.cuda.device_count()):
+            found = torch.cuda.get_device_properties(index)
+            gpus.append(
+                f"{found.name}, sm_{found.major}{found.minor}, {found.multi_processor_count} multiprocessors, "
+                f"{_size(found.total_memory)}"
+            )
+    elif not _C.built_with_cuda:
+        missing.append("CUDA kernels: the package was built without nvcc; products run on the CPU")
+    if torch.version.cuda is None:
+        missing.append("CUDA in torch: this torch is for the CPU alone")
+    elif not available:
+        missing.append("a GPU that torch can use")
+    build = f"CUDA for {_C.cuda_architectures}" if _C.built_with_cuda else "CPU alone"
+    return {
+        "cutlass_ops": __version__,
+        "build": build,
+        "cutlass": getattr(_C, "cutlass_version", "") or "not in this build",
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",
+        "cuda_driver": _cuda_version("driver", "cuDriverGetVersion", missing),
+        "cuda_runtime": _cuda_version("runtime", "cudaRuntimeGetVersion", missing),
+        "gpus": gpus,
+        "missing": missing,
+    }
+
+
+def _cuda_version(module: str, function: str, missing: list[str]) -> str:
+    """The highest CUDA version that the driver, or the runtime, knows; from cuda-python."""
+    try:
+        package = version("cuda-bindings")
+        error, number = getattr(import_module(f"cuda.bindings.{module}"), function)()
+    except (ImportError, PackageNotFoundError):
+        if "cuda-python" not in " ".join(missing):
+            missing.append("cuda-python: pip install cuda-bindings tells the versions of driver and runtime")
+        return "unknown"
+    except Exception as failure:  # cuda-python raises what it likes when it does not find a library
+        missing.append(f"CUDA {module}: {failure}")
+        return "not found"
+    if int(error) != 0:
+        missing.append(f"CUDA {module}: {function} returned {error}")
+        return "not found"
+    if number == 0:
+        missing.append(f"CUDA {module}: not installed")
+        return "not found"
+    return f"{number // 1000}.{number % 1000 // 10} (cuda-bindings {package})"
+
+
+def _kernels(device: str) -> dict[str, str]:
+    """What would run for one token and for many, of each product."""
+    names = {}
+    for name, (bits, act_quant) in _PRODUCTS.items():
+        weight = reorder(quantize(torch.zeros(64, 128), bits=bits)).to(device)
+        found = []
+        for m in (1, 4096):
+            try:
+                found.append(ops.explain(m, weight, act_quant=act_quant).kernel)
+            except (ValueError, RuntimeError) as error:
+                found.append(f"none ({error})")
+        names[name] = " / ".join(dict.fromkeys(found))
+    return names
+
+
+def _self_test(device: str) -> dict[str, str]:
+    """Each product on odd sizes, against the reference in fp64 on the CPU: "ok" or what is wrong."""
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn(192, 576, generator=generator)
+    x = torch.randn(17, 576, generator=generator).half()
+    results = {}
+    for name, (bits, act_quant) in _PRODUCTS.items():
+        quantized = quantize(weight, bits=bits, group_size=64, symmetric=False)
+        expected = reference.mixed_gemm(x, quantized, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
+        try:
+            packed = reorder(quantized).to(device)
+            y = ops.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
+        except (ValueError, RuntimeError) as error:
+            results[name] = f"failed: {error}"
+            continue
+        relative = float((y - expected).norm() / expected.norm())
+        results[name] = "ok" if relative <= 1e-5 else f"wrong: relative error {relative:.3g}"
+    return results
+
+
+# ---- demo
+
+
+@app.command()
+def demo(
+    model: Annotated[
+        Path | None, typer.Argument(help="A GGUF model. Without it, SmolLM2-135M-Instruct, fetched once (93 MB).")
+    ] = None,
+    prompt: Annotated[str | None, typer.Option(help="What to ask the model.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="How many tokens to generate.")] = 48,
+    device: Annotated[str | None, typer.Option(help="cpu, cuda or cuda:1; a GPU if there is one, when not given.")] = None,
+    as_json: _Json = False,
+) -> None:
+    """Reorder a real model, generate text with it in 4 bits, and compare with its dequantised self."""
+    with _reported():
+        # It imports nothing heavy itself, but belongs to this command alone.
+        from .demo import PROMPT, run_demo, show
+
+        console = Console(stderr=True)
+        result = run_demo(
+            model,
+            prompt=PROMPT if prompt is None else prompt,
+            max_new_tokens=tokens,
+            device=device,
+            report=lambda step: console.print(f"{escape(step)} ...", highlight=False),
+        )
+    if as_json:
+        _print_json(asdict(result))
+    else:
+        show(result, _console())
