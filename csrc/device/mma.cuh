@@ -9,8 +9,14 @@
 
 namespace cutlass_ops {
 
-// 16 bytes from global to shared memory in the background; zeros where `valid` is false (then `source` is not read).
-__device__ __forceinline__ void copy_async_16(void* shared, void const* source, bool valid) {
+// 16 bytes from global to shared memory in the background.
+__device__ __forceinline__ void copy_async_16(void* shared, void const* source) {
+  using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL<cute::uint128_t>;
+  Copy::copy(*static_cast<cute::uint128_t const*>(source), *static_cast<cute::uint128_t*>(shared));
+}
+
+// The same, or zeros where `valid` is false; then `source` is not read.
+__device__ __forceinline__ void copy_async_16_or_zero(void* shared, void const* source, bool valid) {
   using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;
   Copy::copy(*static_cast<cute::uint128_t const*>(source), *static_cast<cute::uint128_t*>(shared), valid);
 }

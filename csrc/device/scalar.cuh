@@ -19,6 +19,8 @@ __host__ __device__ constexpr int size_of(DataType type) {
   return type == DataType::kFloat32 ? 4 : type == DataType::kInt8 ? 1 : 2;
 }
 
+__host__ __device__ constexpr int log2_size_of(DataType type) { return size_of(type) / 2; }
+
 // Four neighbouring values; `index` is a multiple of 4.
 __device__ __forceinline__ void load_float4(void const* data, DataType type, int64_t index, float (&out)[4]) {
   if (type == DataType::kFloat32) {

@@ -111,28 +111,39 @@ __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0
   }
 }
 
-// The rows of a [groups][stride] vector that one tile of K needs: several where groups are shorter than the tile.
+// Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than the tile. Made on the host: the
+// kernels divide by multiplying.
 struct VectorRows {
-  int group;  // columns a row covers; -1 for all of K
-  __device__ __forceinline__ int count() const { return group > 0 && group < kKPerTile ? kKPerTile / group : 1; }
+  int group;            // columns a row covers; -1 for all of K
+  int count;            // rows in a tile
+  int step;             // rows from a tile to the next
+  uint32_t reciprocal;  // ceil(2^32 / tiles in a row) where a row covers several tiles, else 0
+
+  explicit VectorRows(int group_size)
+      : group(group_size),
+        count(group_size > 0 && group_size < kKPerTile ? kKPerTile / group_size : 1),
+        step(group_size > 0 && group_size <= kKPerTile ? count : 0),
+        reciprocal(group_size > kKPerTile ? uint32_t((uint64_t(1) << 32) / (group_size / kKPerTile) + (group_size / kKPerTile & (group_size / kKPerTile - 1) ? 1 : 0)) : 0) {}
+
   __device__ __forceinline__ int first(int k_tile) const {
-    return group == -1 ? 0 : group < kKPerTile ? k_tile * (kKPerTile / group) : k_tile / (group / kKPerTile);
+    return reciprocal ? int(__umulhi(uint32_t(k_tile), reciprocal)) : k_tile * step;
   }
 };
 
-// Copy those rows: `width` values of kBytes from column `begin`, to [row][width]; zeros beyond `end`.
-__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows rows, int k_tile, int bytes, int width,
-                                                 int begin, int end, int stride) {
-  int pieces = width * bytes / 16, total = rows.count() * pieces, values = 16 / bytes;
-  for (int i = threadIdx.x; i < total; i += blockDim.x) {
-    int row = i / pieces, column = begin + i % pieces * values;
-    bool valid = column < end;
-    int64_t offset = valid ? (int64_t(rows.first(k_tile) + row) * stride + column) * bytes : 0;
-    copy_async_16(shared + i * 16, static_cast<uint8_t const*>(source) + offset, valid);
+// One warp copies those rows, `width` values of 2^log_bytes bytes from column `begin`, to [row][width]. Columns from `end` on repeat the
+// last ones before it: no result that is stored depends on them.
+__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows const& rows, int k_tile, int log_bytes,
+                                                 int width, int begin, int end, int stride) {
+  int lane = threadIdx.x % 32, log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
+  uint8_t const* first = static_cast<uint8_t const*>(source) + (int64_t(rows.first(k_tile)) * stride << log_bytes);
+  for (int i = lane; i < rows.count << log_pieces; i += 32) {
+    int row = i >> log_pieces, piece = i - (row << log_pieces);
+    int column = min(begin + (piece << log_values), end - (1 << log_values));
+    copy_async_16(shared + i * 16, first + ((int64_t(row) * stride + column) << log_bytes));
   }
 }
 
-// The chunks of a tile's two slabs.
+// The chunks of a tile's two slabs. A slab beyond the last repeats it; its rows are never stored.
 template <class Tile, int kBits>
 __device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* codes, int n0, int n_pad, int k_tile, int k_tiles) {
   constexpr int kChunk = chunk_bytes(kBits), kPieces = Tile::kSlabs * kChunk / 16;
@@ -140,10 +151,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* cod
 #pragma unroll
   for (int j = 0; j < kPieces / Tile::kThreads; ++j) {
     int i = threadIdx.x + j * Tile::kThreads;
-    int slab = n0 / kRowsPerSlab + i / (kChunk / 16);
-    bool valid = slab * kRowsPerSlab < n_pad;
-    int64_t offset = valid ? (int64_t(slab) * k_tiles + k_tile) * kChunk + i % (kChunk / 16) * 16 : 0;
-    copy_async_16(shared + i * 16, codes + offset, valid);
+    int slab = min((n0 / kRowsPerSlab + i / (kChunk / 16)), n_pad / kRowsPerSlab - 1);
+    copy_async_16(shared + i * 16, codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + i % (kChunk / 16) * 16);
   }
 }
 

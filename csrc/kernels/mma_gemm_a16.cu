@@ -48,43 +48,50 @@ struct Params {
   int64_t x_stride;
   EpilogueParams epilogue;
   float* partials;
+  VectorRows weight_rows;
   int row_tiles, token_tiles, k_tiles, n_pad, splits;
+  int log_scale_bytes, log_offset_bytes;
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
 // 256 bytes a token: 16 pieces, the lower three bits of whose index are swizzled.
 __device__ __forceinline__ int swizzled(int token, int piece) { return token * kKPerTile * 2 + ((piece ^ (token & 7)) << 4); }
 
+// Each vector is copied by a warp of its own.
 template <class C>
 __device__ __forceinline__ void load_weights(uint8_t* stage, Params const& p, int n0, int k_tile) {
   PackedWeight const& w = p.weight;
-  VectorRows rows{w.group_size};
+  int warp = threadIdx.x / 32;
   copy_weights<C, C::kBits>(stage + C::kWeights, w.codes, n0, p.n_pad, k_tile, p.k_tiles);
-  copy_vector_rows(stage + C::kScales, w.scales, rows, k_tile, size_of(w.scale_type), C::kRows, n0, p.n_pad, p.n_pad);
-  if (w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, rows, k_tile, 1, C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 0) copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 1 && w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
   if constexpr (C::kGeneral) {
-    if (w.offsets) copy_vector_rows(stage + C::kOffsets, w.offsets, rows, k_tile, size_of(w.offset_type), C::kRows, n0, p.n_pad, p.n_pad);
+    if (warp == 2 && w.offsets) {
+      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+    }
   }
 }
 
+// Tokens beyond the last repeat it; they are never stored. Columns beyond K are zeros.
 template <class C>
 __device__ __forceinline__ void load_activations(uint8_t* stage, Params const& p, int m0, int k_tile) {
-  constexpr int kPieces = C::kTokens * kKPerTile / 8;
-  for (int i = threadIdx.x; i < kPieces; i += C::kThreads) {
-    int token = i / 16, piece = i % 16, k = k_tile * kKPerTile + piece * 8;
-    bool inside = m0 + token < p.epilogue.m;
-    uint16_t const* row = p.x + (inside ? (m0 + token) * p.x_stride : 0);
+  static_assert(C::kTokens * kKPerTile / 8 % C::kThreads == 0);
+  int piece = threadIdx.x % 16, k = k_tile * kKPerTile + piece * 8;
+  bool inside = k < p.weight.k;
+#pragma unroll
+  for (int j = 0; j < C::kTokens * 16 / C::kThreads; ++j) {
+    int token = threadIdx.x / 16 + j * (C::kThreads / 16);
+    uint16_t const* row = p.x + min(m0 + token, p.epilogue.m - 1) * p.x_stride;
     void* to = stage + C::kActivations + swizzled(token, piece);
     if (p.vector_loads) {
-      bool valid = inside && k < p.weight.k;
-      copy_async_16(to, row + (valid ? k : 0), valid);
+      copy_async_16_or_zero(to, row + (inside ? k : 0), inside);
     } else {
       uint32_t values[4] = {};
 #pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        if (!inside || k + j >= p.weight.k) continue;
-        int column = p.weight.perm ? p.weight.perm[k + j] : k + j;
-        values[j / 2] |= uint32_t(row[column]) << 16 * (j % 2);
+      for (int i = 0; i < 8; ++i) {
+        if (k + i >= p.weight.k) break;
+        int column = p.weight.perm ? p.weight.perm[k + i] : k + i;
+        values[i / 2] |= uint32_t(row[column]) << 16 * (i % 2);
       }
       *static_cast<uint4*>(to) = make_uint4(values[0], values[1], values[2], values[3]);
     }
@@ -156,7 +163,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, P
   using Decode = typename C::Decode;
   constexpr int kHalves = C::kColumns / 32;  // the warp's columns, 32 at a time: 8 bytes of a lane's record at 4 bits, 16 at 8
   uint8_t const* weights = stage + C::kWeights + at.slab * chunk_bytes(C::kBits) + at.lane * kLaneBytes;
-  int columns = C::kGeneral && VectorRows{p.weight.group_size}.count() > 1 ? p.weight.group_size : kKPerTile;
+  int columns = C::kGeneral ? kKPerTile / p.weight_rows.count : kKPerTile;
   decode::RowConstants zero[C::kRowBlocks];
   GroupSums<C> step;
 
@@ -248,11 +255,14 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
            problem.x_stride,
            EpilogueParams(problem),
            partials,
+           VectorRows(w.group_size),
            (w.n + C::kRows - 1) / C::kRows,
            (problem.m + C::kTokens - 1) / C::kTokens,
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
            plan.splits,
+           log2_size_of(w.scale_type),
+           log2_size_of(w.offset_type),
            aligned && !w.perm};
   dim3 grid(unsigned(p.row_tiles) * unsigned(p.token_tiles), unsigned(plan.splits));
   return launch(mma_gemm_a16<C>, grid, C::kThreads, C::kSharedBytes, stream, p);
@@ -279,6 +289,5 @@ template Status launch_mma_gemm_a16<4, 128>(GemmProblem const&, Plan const&, flo
 template Status launch_mma_gemm_a16<8, 16>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_mma_gemm_a16<8, 32>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_mma_gemm_a16<8, 64>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<8, 128>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

@@ -49,36 +49,47 @@ struct Params {
   QuantizedActivations x;
   EpilogueParams epilogue;
   float* partials;
+  VectorRows weight_rows, activation_rows;
   int row_tiles, token_tiles, k_tiles, n_pad, splits;
+  int log_scale_bytes, log_offset_bytes;
 };
 
 __device__ __forceinline__ int swizzled(int token, int chunk) { return token * kKPerTile + ((chunk ^ (token & 7)) << 4); }
 
+// Each vector is copied by a warp of its own.
 template <class C>
 __device__ __forceinline__ void load_weights(uint8_t* stage, Params const& p, int n0, int k_tile) {
   PackedWeight const& w = p.weight;
-  VectorRows rows{w.group_size};
+  int warp = threadIdx.x / 32;
   copy_weights<C, C::kBits>(stage + C::kWeights, w.codes, n0, p.n_pad, k_tile, p.k_tiles);
-  copy_vector_rows(stage + C::kScales, w.scales, rows, k_tile, size_of(w.scale_type), C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 0) copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
   if constexpr (C::kGeneral) {
-    if (w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, rows, k_tile, 1, C::kRows, n0, p.n_pad, p.n_pad);
-    if (w.offsets) copy_vector_rows(stage + C::kOffsets, w.offsets, rows, k_tile, size_of(w.offset_type), C::kRows, n0, p.n_pad, p.n_pad);
+    if (warp == 1 && w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
+    if (warp == 2 && w.offsets) {
+      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+    }
   }
 }
 
+// Tokens beyond the last repeat it; they are never stored.
 template <class C>
 __device__ __forceinline__ void load_activations(uint8_t* stage, Params const& p, int m0, int k_tile) {
   constexpr int kPieces = C::kTokens * kKPerTile / 16;
-  for (int i = threadIdx.x; i < kPieces; i += C::kThreads) {
-    int token = i / 8, chunk = i % 8;
-    bool valid = m0 + token < p.epilogue.m;
-    int64_t offset = valid ? (int64_t(m0 + token) * p.k_tiles + k_tile) * kKPerTile + chunk * 16 : 0;
-    copy_async_16(stage + C::kActivations + swizzled(token, chunk), p.x.codes + offset, valid);
+  int warp = threadIdx.x / 32;
+#pragma unroll
+  for (int j = 0; j < (kPieces + C::kThreads - 1) / C::kThreads; ++j) {
+    int i = threadIdx.x + j * C::kThreads;
+    if (kPieces % C::kThreads && i >= kPieces) break;
+    int token = i / 8, chunk = i % 8, row = min(m0 + token, p.epilogue.m - 1);
+    copy_async_16(stage + C::kActivations + swizzled(token, chunk), p.x.codes + (int64_t(row) * p.k_tiles + k_tile) * kKPerTile + chunk * 16);
   }
-  VectorRows rows{p.x.block};
-  copy_vector_rows(stage + C::kActivationScales, p.x.scales, rows, k_tile, 4, C::kTokens, m0, p.x.stride, p.x.stride);
+  if (warp == 4) {
+    copy_vector_rows(stage + C::kActivationScales, p.x.scales, p.activation_rows, k_tile, 2, C::kTokens, m0, p.x.stride, p.x.stride);
+  }
   if constexpr (C::kGeneral) {
-    if (p.x.zeros) copy_vector_rows(stage + C::kActivationZeros, p.x.zeros, rows, k_tile, 1, C::kTokens, m0, p.x.stride, p.x.stride);
+    if (warp == 5 && p.x.zeros) {
+      copy_vector_rows(stage + C::kActivationZeros, p.x.zeros, p.activation_rows, k_tile, 0, C::kTokens, m0, p.x.stride, p.x.stride);
+    }
   }
 }
 
@@ -195,7 +206,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, P
     }
     promote<C>(stage, p, at, 0, 0, C::kColumns, 1.0f / Decode::kScale, 0, step, sums);
   } else {
-    int columns = VectorRows{p.weight.group_size}.count() > 1 ? p.weight.group_size : kKPerTile;
+    int columns = kKPerTile / p.weight_rows.count;
     int width = min(columns, C::kColumns), pieces = width / 32;
 #pragma unroll 1
     for (int piece = first_piece; piece < first_piece + kPieces; piece += pieces) {
@@ -271,11 +282,15 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
            problem.quantized,
            EpilogueParams(problem),
            partials,
+           VectorRows(w.group_size),
+           VectorRows(problem.quantized.block),
            (w.n + C::kRows - 1) / C::kRows,
            (problem.m + C::kTokens - 1) / C::kTokens,
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
-           plan.splits};
+           plan.splits,
+           log2_size_of(w.scale_type),
+           log2_size_of(w.offset_type)};
   dim3 grid(unsigned(p.row_tiles) * unsigned(p.token_tiles), unsigned(plan.splits));
   return launch(mma_gemm_a8<C>, grid, C::kThreads, C::kSharedBytes, stream, p);
 }
