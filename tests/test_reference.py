@@ -102,6 +102,14 @@ def test_each_operation_of_the_quantiser_rounds_by_itself() -> None:
         assert zeros.item() == zero
 
 
+def test_codes_are_clamped_below() -> None:
+    # lo * r is just below -12.5, so -13; -128 - lo * r is rounded to the tie -115.5, so -116; -13 - 116 is clamped.
+    codes, _, zeros = quantize_activations(torch.tensor([[-11.25, 218.25]]), -1, False)
+    assert zeros is not None
+    assert zeros.item() == -116
+    assert codes[0, 0] == -128
+
+
 def test_blocks_have_scales_of_their_own_and_the_last_may_be_short() -> None:
     x = torch.tensor([[127.0, 3, 254, 2, -12.7]])
     codes, scales, _ = quantize_activations(x, 2, True)
@@ -361,6 +369,9 @@ def test_weight_groups_zero_short_and_not_finite(symmetric: bool) -> None:
     assert values[0, 40] == pytest.approx(15, rel=1e-6)
     assert values[0, 99] == pytest.approx(-30, rel=1e-6)
     assert values[1, :64].isnan().all()
+    middle = 8 if symmetric else 0
+    assert qw.codes[1].eq(middle).all()
+    assert qw.zeros is None if symmetric else qw.zeros is not None and not qw.zeros[1].any()
 
 
 @given(
