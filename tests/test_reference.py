@@ -237,6 +237,21 @@ def test_a_constant_block_is_exact(c: float, negative: bool) -> None:
     assert abs(255 * scales.item() - c * (-1 if negative else 1)) <= abs(c) * 2**-24  # s itself is rounded
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_every_device_finds_the_same_codes(symmetric: bool, dtype: torch.dtype) -> None:
+    g = torch.Generator().manual_seed(6)
+    x = (torch.randn(257, 1000, generator=g) * 10.0 ** torch.randint(-3, 4, (257, 1), generator=g)).to(dtype)
+    for block in (32, 128, -1):
+        on_cpu = quantize_activations(x, block, symmetric)
+        for here, there in zip(on_cpu, quantize_activations(x.cuda(), block, symmetric), strict=True):
+            assert (here is None and there is None) or same(here, there.cpu())
+    on_cpu, on_gpu = (quantize_weight(w, 4, 64, symmetric) for w in (x, x.cuda()))
+    assert same(on_cpu.codes, on_gpu.codes.cpu())
+    assert same(on_cpu.scales, on_gpu.scales.cpu())
+
+
 def test_dequantised_activations_by_hand() -> None:
     codes, scales = int8([3, -128, 7], [0, 1, 2]), torch.tensor([[0.5, 4.0], [1.0, -2.0]])
     assert dequantize_activations(codes, scales, None, 2).tolist() == [[1.5, -64, 28], [0, 1, -4]]
