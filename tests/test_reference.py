@@ -30,8 +30,10 @@ TINY = 2.0**-100
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Equal in dtype, shape and every bit of value, NaN equal to NaN."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+    """Equal in dtype, shape and every value, NaN equal to NaN."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 def int8(*rows: list[int]) -> Tensor:
