@@ -22,8 +22,8 @@ def _cutlass(config_settings: dict[str, Any] | None) -> list[str]:
     settings = config_settings or {}
     mode = settings.get("cmake.define.CUTLASS_OPS_CUDA", os.environ.get("CUTLASS_OPS_CUDA", "AUTO"))
     path = settings.get("cmake.define.CUTLASS_PATH", os.environ.get("CUTLASS_PATH"))
-    nvcc = [shutil.which("nvcc"), shutil.which("nvcc", path="/usr/local/cuda/bin"), os.environ.get("CUDACXX")]
-    return [CUTLASS] if any(nvcc) and not path and str(mode).upper() != "OFF" else []
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")  # as CMake looks for it
+    return [CUTLASS] if nvcc and not path and mode != "OFF" else []
 
 
 def get_requires_for_build_wheel(config_settings: dict[str, Any] | None = None) -> list[str]:
