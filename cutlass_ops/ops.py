@@ -164,7 +164,7 @@ def _quantize_activations(x: Tensor, perm: Tensor | None, block: int, symmetric:
     m, k = x.shape
     codes, scales, zeros = _empty_quantized(x, block, symmetric)
     if x.device.type == "cpu":
-        gathered = x if perm is None else x[:, perm.long()]
+        gathered = (x if perm is None else x[:, perm.long()]).detach()
         plain, scale, zero = reference.quantize_activations(gathered, block, symmetric)
         codes.copy_(reference.activation_order(plain, zero, block))
         scales.fill_(1.0)[: scale.shape[1], :m] = scale.t()
@@ -215,6 +215,8 @@ def quantize_activations(
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., K] with K at least 1 is expected")
     if block not in (32, 64, 128, -1):
         raise ValueError(f"block is {block!r}; supported are 32, 64, 128 and -1 (the whole row)")
+    if perm is not None and not isinstance(perm, Tensor):
+        raise TypeError(f"perm is a {type(perm).__name__}; a torch.Tensor or None is expected")
     if perm is not None and (perm.dtype != torch.int32 or tuple(perm.shape) != (x.shape[-1],) or perm.device != x.device):
         raise ValueError(
             f"perm is {_names((perm.dtype,))} {tuple(perm.shape)} on {perm.device}; "
@@ -297,7 +299,7 @@ def _gemm_floats(
             residual=residual,
             out_dtype=out_dtype,
             saturate=saturate,
-        )
+        ).detach()
     x = _rows(x)
     residual = None if residual is None else _rows(residual)
     bias = weight.bias if bias is None else bias
@@ -331,7 +333,7 @@ def _gemm_quantized(
             residual=residual,
             out_dtype=out_dtype,
             saturate=saturate,
-        )
+        ).detach()
     residual = None if residual is None else _rows(residual)
     bias = weight.bias if bias is None else bias
     m = x.codes.shape[0]
@@ -385,7 +387,8 @@ def mixed_gemm(
     if quantized:
         if x.device != device:
             raise ValueError(f"x is on {x.device}; the weight is on {device}")
-        if x.block not in (-1, formats.activation_block(weight.group_size)):
+        # Two comparisons: torch.compile does not find a size that it made symbolic in a tuple.
+        if x.block != -1 and x.block != formats.activation_block(weight.group_size):
             raise ValueError(
                 f"x is quantised in blocks of {x.block}; beside weights in groups of {weight.group_size} they must be of "
                 f"{formats.activation_block(weight.group_size)}, or -1 (the whole row)"
@@ -615,7 +618,7 @@ def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
 
 
 def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], args[6]), dtype=args[18])
+    return x.new_empty((x.shape[0], args[6]), dtype=args[17])
 
 
 def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
