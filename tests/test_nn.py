@@ -1,0 +1,208 @@
+"""MixedLinear and replace_linears: the layer is the operator, whatever torch does to the module."""
+
+from __future__ import annotations
+
+import copy
+import io
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cutlass_ops as co
+from cutlass_ops import reference
+
+N, K = 40, 160
+
+
+def quantized(n: int = N, k: int = K, seed: int = 0, bias: bool = True, perm: bool = True) -> co.QuantizedWeight:
+    """A weight that has every tensor but zeros, of several dtypes."""
+    random = torch.Generator().manual_seed(seed)
+    groups = -(-k // 64)
+    return co.QuantizedWeight(
+        codes=torch.randint(0, 16, (n, k), generator=random).to(torch.uint8),
+        scales=torch.rand(n, groups, generator=random).to(torch.bfloat16),
+        offsets=torch.randn(n, groups, generator=random),
+        bits=4,
+        group_size=64,
+        bias=torch.randn(n, generator=random).half() if bias else None,
+        perm=torch.randperm(k, generator=random) if perm else None,
+    )
+
+
+def activations(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+
+
+def tensors(layer: co.MixedLinear) -> dict[str, Tensor]:
+    return layer.packed.tensors()
+
+
+def assert_consistent(layer: co.MixedLinear) -> None:
+    """The packed weight is made of the very buffers of the module."""
+    assert tensors(layer).keys() == dict(layer.named_buffers()).keys()
+    for name, buffer in layer.named_buffers():
+        assert tensors(layer)[name] is buffer
+
+
+@pytest.mark.parametrize(
+    ("act_quant", "act_symmetric"), [("none", True), ("block", True), ("block", False), ("token", False)]
+)
+@pytest.mark.parametrize("activation", [None, "silu", ("clamp", -1.0, 2.0)])
+def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation: Any) -> None:
+    qw = quantized()
+    layer = co.MixedLinear(co.reorder(qw), act_quant, act_symmetric, activation)
+    x = activations(2, 3, K)
+    expected = reference.mixed_gemm(
+        x.view(6, K), qw, activation=activation, act_quant=act_quant, act_symmetric=act_symmetric
+    )
+    assert torch.equal(layer(x), expected.view(2, 3, N))
+    assert (layer.in_features, layer.out_features) == (K, N)
+
+
+def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:
+    with pytest.raises(ValueError, match="act_quant is 'row'.*'none', 'token', 'block'"):
+        co.MixedLinear(co.reorder(quantized()), act_quant="row")
+
+
+@pytest.mark.parametrize("cast", [lambda m: m.half(), lambda m: m.to(torch.float64), lambda m: m.bfloat16()])
+def test_changes_of_dtype_leave_the_checkpoints_values(cast: Any) -> None:
+    packed = co.reorder(quantized())
+    layer = co.MixedLinear(packed)
+    model = cast(nn.Sequential(layer, nn.Linear(N, 3)))
+    assert model[1].weight.dtype != torch.float32
+    for name, tensor in packed.tensors().items():
+        assert getattr(layer, name).dtype == tensor.dtype
+        assert torch.equal(getattr(layer, name), tensor)
+    assert_consistent(layer)
+
+
+def test_moves_take_the_packed_weight_along() -> None:
+    layer = co.MixedLinear(co.reorder(quantized()))
+    layer.to("meta")
+    assert layer.packed.device.type == "meta"
+    assert_consistent(layer)
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_state_dict_round_trip(assign: bool) -> None:
+    layer, other = (co.MixedLinear(co.reorder(quantized(seed=seed))) for seed in (0, 1))
+    x = activations(2, K)
+    expected = other(x)
+    assert not torch.equal(layer(x), expected)
+    state = {name: tensor.clone() for name, tensor in other.state_dict().items()}
+    assert state.keys() == tensors(other).keys()
+    layer.load_state_dict(state, assign=assign)
+    assert torch.equal(layer(x), expected)
+    assert_consistent(layer)
+
+
+def test_copies_and_pickles_stand_alone() -> None:
+    layer = co.MixedLinear(co.reorder(quantized()), "block", False)
+    x = activations(2, K)
+    expected = layer(x)
+    co.explain(1, layer.packed, device="sm_90")  # leaves pointers to its tensors in the packed weight
+    file = io.BytesIO()
+    torch.save(layer, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(layer), torch.load(file, weights_only=False)):
+        assert torch.equal(twin(x), expected)
+        assert_consistent(twin)
+        assert twin.codes.data_ptr() != layer.codes.data_ptr()
+        assert "native" not in vars(twin.packed)
+
+
+def test_compiles_into_one_graph() -> None:
+    layer = co.MixedLinear(co.reorder(quantized()), "block", activation="relu")
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    for m in (1, 5):
+        x = activations(m, K)
+        assert torch.equal(compiled(x), layer(x))
+
+
+def test_repr_says_what_the_layer_holds() -> None:
+    layer = co.MixedLinear(co.reorder(quantized()), "block", False, "silu")
+    assert repr(layer) == (
+        "MixedLinear(in_features=160, out_features=40, bias=True, bits=4, group_size=64, offsets, act_quant='block', "
+        "act_symmetric=False, activation='silu')"
+    )
+    plain = co.MixedLinear(co.reorder(co.quantize(activations(8, 32), 8, 32)))
+    assert repr(plain) == (
+        "MixedLinear(in_features=32, out_features=8, bias=False, bits=8, group_size=32, symmetric, act_quant='none')"
+    )
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(N, K)
+        self.up = nn.Sequential(nn.Linear(K, N), nn.ReLU())
+        self.down = nn.Linear(N, 24, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(self.up(x))
+        return y
+
+
+def test_replace_linears_replaces_what_is_named_and_keeps_biases() -> None:
+    model = Block().eval()
+    bias = model.up[0].bias.detach().clone()
+    up, down = quantized(bias=False), quantized(24, N, perm=False)
+    names = co.replace_linears(model, {"up.0": co.reorder(up), "down": co.reorder(down)}, "token", False)
+    assert names == ["up.0", "down"]
+    for layer in (model.up[0], model.down):
+        assert isinstance(layer, co.MixedLinear)
+        assert not layer.training
+        assert (layer.act_quant, layer.act_symmetric) == ("token", False)
+    x = activations(3, K)
+    options: dict[str, Any] = {"act_quant": "token", "act_symmetric": False}
+    hidden = reference.mixed_gemm(x, up, bias=bias, activation="relu", **options)
+    assert torch.equal(model(x), reference.mixed_gemm(hidden, down, **options))  # down's bias is the packed one
+    assert isinstance(model.table, nn.Embedding)
+
+
+def test_replace_linears_leaves_other_layers() -> None:
+    model = Block()
+    down = model.down
+    assert co.replace_linears(model, {"up.0": co.reorder(quantized())}) == ["up.0"]
+    assert model.down is down
+
+
+@pytest.mark.parametrize(
+    ("name", "weight", "error", "match"),
+    [
+        ("down", quantized(), ValueError, r"'down': the packed weight is \[40, 160\]; the layer is \[24, 40\]"),
+        ("sideways", quantized(), ValueError, "'sideways': the model has no module of that name"),
+        ("", quantized(), ValueError, "'': the model has no module"),
+        ("table", quantized(), TypeError, "'table': the module is a Embedding; torch.nn.Linear is expected"),
+        ("up", quantized(), TypeError, "'up': the module is a Sequential"),
+        ("down", torch.zeros(24, N), TypeError, "'down': the weight is a Tensor; a PackedWeight is expected"),
+    ],
+)
+def test_replace_linears_refuses_and_changes_nothing(name: str, weight: Any, error: type[Exception], match: str) -> None:
+    model = Block()
+    before = dict(model.named_modules())
+    if isinstance(weight, co.QuantizedWeight):
+        weight = co.reorder(weight)
+    with pytest.raises(error, match=match):
+        co.replace_linears(model, {"up.0": co.reorder(quantized()), name: weight})
+    assert dict(model.named_modules()) == before
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("act_quant", ["none", "block"])
+def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> None:
+    qw = quantized()
+    layer = co.MixedLinear(co.reorder(qw), act_quant)
+    x = activations(5, K).to(dtype)
+    expected = reference.mixed_gemm(x, qw, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
+    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-10
+    for model in (layer.cuda(), copy.deepcopy(layer), layer.cpu().to("cuda", dtype)):
+        assert_consistent(model)
+        for _ in range(2):  # the second call uses the pointers that the first one kept
+            y = model(x.cuda())
+            assert y.dtype == dtype
+            difference = (y.cpu().float() - expected).abs()
+            assert (difference <= step * expected.abs() + 1e-5 * expected.square().mean().sqrt()).all()
