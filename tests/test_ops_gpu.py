@@ -1,0 +1,921 @@
+"""The kernels against the specification, on a GPU.
+
+The oracle is fp64 over the dequantised operands. Where scales are powers of two and activations small integers, every product
+and every partial sum is a multiple of one power of two and below 2^24 times it: fp32 adds those without rounding in any order, so
+the kernels must give the oracle's very values. With other scales each element must be within the rounding of fp32 sums, never a
+mean.
+
+Before each call torch's allocator is left with blocks full of NaN of the sizes that the call will ask for.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import formats, reference
+
+pytestmark = pytest.mark.gpu
+
+NAN, INF = math.nan, math.inf
+GPU = "cuda"
+HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
+TYPE_NAMES = {HALF: "fp16", BFLOAT: "bf16", FLOAT: "fp32"}
+#: Tokens for each height of tile that the kernels have: up to 16, 32, 64, and more.
+EVERY_TILE = ((1, 3, 16), (17, 32), (33, 64), (65, 129, 300))
+
+#: kind -> act_quant, act_symmetric
+ACTIVATION_KINDS = {
+    "floats": ("none", True),
+    "token": ("token", True),
+    "token-asym": ("token", False),
+    "block": ("block", True),
+    "block-asym": ("block", False),
+}
+
+
+# ---- operands
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a weight is stored."""
+
+    bits: int = 4
+    kind: str = "symmetric"  # or zeros, offsets
+    group_size: int = 128
+    scale_dtype: torch.dtype = HALF
+
+    def __str__(self) -> str:
+        return f"w{self.bits}-{self.kind}-g{self.group_size}-{TYPE_NAMES[self.scale_dtype]}"
+
+
+def generator(*seed: int) -> torch.Generator:
+    return torch.Generator(GPU).manual_seed(random.Random(str(seed)).getrandbits(32))
+
+
+def integers(low: int, high: int, shape: tuple[int, ...], rng: torch.Generator) -> Tensor:
+    return torch.randint(low, high, shape, generator=rng, device=GPU)
+
+
+def make_weight(fmt: Format, n: int, k: int, *, exact: bool, bias: bool = False, perm: bool = False) -> co.QuantizedWeight:
+    """Random codes. Scales of both signs: 1/4, 1/2 and 1 if ``exact``, any if not. Offsets likewise."""
+    rng = generator(fmt.bits, n, k, exact)
+    vector = (n, formats.group_count(k, fmt.group_size))
+    signs = 1 - 2 * integers(0, 2, vector, rng)
+    if exact:
+        scales = signs * 2.0 ** integers(-2, 1, vector, rng)
+        offsets = integers(-6, 7, vector, rng) / 4
+    else:
+        scales = signs * torch.rand(vector, generator=rng, device=GPU).mul(0.02).add(0.001)
+        offsets = torch.randn(vector, generator=rng, device=GPU) * 0.05
+    return co.QuantizedWeight(
+        codes=integers(0, 1 << fmt.bits, (n, k), rng).to(torch.uint8),
+        scales=scales.to(fmt.scale_dtype),
+        zeros=integers(0, 1 << fmt.bits, vector, rng).to(torch.uint8) if fmt.kind == "zeros" else None,
+        offsets=offsets.to(fmt.scale_dtype) if fmt.kind == "offsets" else None,
+        bits=fmt.bits,
+        group_size=fmt.group_size,
+        bias=torch.randn(n, generator=rng, device=GPU).to(fmt.scale_dtype) if bias else None,
+        perm=torch.randperm(k, generator=rng, device=GPU) if perm else None,
+    )
+
+
+def make_floats(m: int, k: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(m, k, generator=generator(m, k), device=GPU).to(dtype)
+
+
+def make_exact_floats(m: int, k: int, dtype: torch.dtype, act_quant: str, symmetric: bool, block: int) -> Tensor:
+    """Small integers, which quantisers leave as they are: each block's range makes its scale exactly 1."""
+    x = integers(-4, 5, (m, k), generator(m, k)).to(dtype)
+    if act_quant == "none":
+        return x
+    step = k if act_quant == "token" else block
+    if symmetric:
+        x[:, ::step] = 127  # amax 127: scale 1
+        return x
+    x[:, ::step] = -55  # hi - lo = 255: scale 1, zero point -73
+    x[:, 1::step] = 200
+    if k % step == 1:  # a block of one column cannot span a range
+        x[:, -1] = 255
+    return x
+
+
+def block_of(act_quant: str, group_size: int) -> int:
+    return -1 if act_quant == "token" else formats.activation_block(group_size)
+
+
+def oracle(x: Tensor, qw: co.QuantizedWeight, act_quant: str = "none", symmetric: bool = True) -> Tensor:
+    """The product of the dequantised operands in fp64, without bias."""
+    columns = torch.arange(qw.k, device=GPU) if qw.perm is None else qw.perm
+    values = x[:, columns].double()
+    if act_quant != "none":
+        block = block_of(act_quant, qw.group_size)
+        codes, scales, zeros = reference.quantize_activations(x[:, columns], block, symmetric)
+        per_column = torch.arange(qw.k, device=GPU) // (qw.k if block == -1 else block)
+        values = codes.double()
+        if zeros is not None:
+            values -= zeros.double()[:, per_column]
+        values *= scales.double()[:, per_column]
+    return values @ reference.dequantize_weight(qw, torch.float64)[:, columns].t()
+
+
+# ---- running and comparing
+
+
+def poison(*sizes: int) -> None:
+    """Leave free blocks of so many bytes full of NaN (in any type) in torch's allocator, for the next call to get."""
+    blocks = [torch.full((size,), 0xFF, dtype=torch.uint8, device=GPU) for size in sizes for _ in range(2) if size]
+    del blocks
+
+
+def multiply(x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **options: Any) -> Tensor:
+    """mixed_gemm into poisoned memory."""
+    dtype = options.get("out_dtype") or x.dtype
+    m = math.prod(x.shape[:-1])
+    itemsize = torch.empty(0, dtype=dtype).element_size()
+    quantizes = isinstance(x, Tensor) and options.get("act_quant", "none") != "none"
+    plan = co.explain(
+        m, packed, options["act_quant"] if quantizes else "none", HALF, act_symmetric=options.get("act_symmetric", True)
+    )
+    # Activations that are quantised already take another row of the table: any partial sums are covered by 16 parts.
+    partials = 0 if isinstance(x, Tensor) else 16 * m * formats.padded_rows(packed.n) * 4
+    poison(m * packed.n * itemsize, plan.workspace, partials)
+    return co.mixed_gemm(x, packed, **options)
+
+
+def assert_close(y: Tensor, exact: Tensor) -> None:
+    """Every element within what its type and fp32 sums allow (and, for fp32, the whole within 1e-6)."""
+    assert y.shape == exact.shape
+    error = (y.double() - exact).abs()
+    rms = exact.square().mean().sqrt()
+    if y.dtype == FLOAT:
+        assert error.norm() <= 1e-6 * exact.norm(), f"relative Frobenius error {error.norm() / exact.norm():.3g}"
+    unit = {HALF: 2.0**-10, BFLOAT: 2.0**-8, FLOAT: 0.0}[y.dtype]
+    excess = error - (unit * exact.abs() + 1e-5 * rms)
+    worst = divmod(int(excess.argmax()), y.shape[-1])
+    assert not excess.isnan().any(), f"NaN, first at {tuple(excess.isnan().nonzero()[0].tolist())}"
+    assert excess[worst] <= 0, f"at {worst}: {y[worst]} is not {exact[worst]}; rms {rms:.3g}"
+
+
+def assert_same(a: Tensor, b: Tensor) -> None:
+    """Equal in dtype, shape and value; NaN equal to NaN. The message has the first difference."""
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    differs = (a != b) & ~(a.isnan() & b.isnan())
+    if differs.any():
+        first = tuple(differs.nonzero()[0].tolist())
+        pytest.fail(f"{int(differs.sum())} of {a.numel()} differ, first at {first}: {a[first]} is not {b[first]}")
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def cached_allocator() -> bool:
+    return os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
+
+
+@pytest.fixture(autouse=True)
+def _no_reduced_precision() -> Iterator[None]:
+    """The reference multiplies in fp32 or fp64 proper."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    yield
+    torch.backends.cuda.matmul.allow_tf32 = before
+
+
+@pytest.mark.skipif(not cached_allocator(), reason="torch's allocator does not cache")
+def test_poison_is_what_the_next_tensor_gets() -> None:
+    for shape in ((1, 32), (33, 1000), (4097, 192)):
+        poison(math.prod(shape) * 4)
+        assert torch.empty(shape, device=GPU).isnan().all()
+
+
+# ---- the grid
+
+
+@dataclass(frozen=True)
+class Case:
+    """One weight, one kind of activations, one M of each height of tile."""
+
+    fmt: Format
+    n: int
+    k: int
+    activations: str
+    x_dtype: torch.dtype
+    out_dtype: torch.dtype
+    rows: tuple[int, ...] = (1, 17, 64, 129)
+
+    def __str__(self) -> str:
+        types = f"{TYPE_NAMES[self.x_dtype]}-{TYPE_NAMES[self.out_dtype]}"
+        return f"{self.fmt}-{self.activations}-{types}-n{self.n}-k{self.k}-m{'.'.join(map(str, self.rows))}"
+
+
+def grid(seed: int) -> list[Case]:
+    """Each format with each kind of activations once; sizes and types drawn by lot."""
+    rng = random.Random(seed)
+    cases = []
+    for bits in (4, 8):
+        for kind in ("symmetric", "zeros", "offsets"):
+            for group_size in (32, 64, 128, 256, -1):
+                for activations in ("fp16", "bf16", *list(ACTIVATION_KINDS)[1:]):
+                    x_dtype = {"fp16": HALF, "bf16": BFLOAT}.get(activations) or rng.choice((HALF, BFLOAT, FLOAT))
+                    k = rng.choices((576, 1536, 100, 7, 7392, 8256, 10944), (8, 6, 4, 2, 1, 1, 1))[0]
+                    cases.append(
+                        Case(
+                            Format(bits, kind, group_size, rng.choice((HALF, BFLOAT, FLOAT))),
+                            rng.choice((32, 192, 576, 1000)),
+                            k,
+                            activations if activations in ACTIVATION_KINDS else "floats",
+                            x_dtype,
+                            rng.choice((HALF, BFLOAT, FLOAT, FLOAT)),
+                            tuple(rng.choice(some) for some in EVERY_TILE),
+                        )
+                    )
+    return cases
+
+
+def named(cases: list[Case]) -> list[Any]:
+    return [pytest.param(case, id=str(case)) for case in cases]
+
+
+@pytest.mark.parametrize("case", named(grid(1)))
+def test_power_of_two_scales_give_exact_products(case: Case) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[case.activations]
+    qw = make_weight(case.fmt, case.n, case.k, exact=True)
+    packed = co.reorder(qw)
+    for m in case.rows:
+        x = make_exact_floats(m, case.k, case.x_dtype, act_quant, symmetric, formats.activation_block(qw.group_size))
+        exact = oracle(x, qw, act_quant, symmetric)
+        y = multiply(x, packed, act_quant=act_quant, act_symmetric=symmetric, out_dtype=FLOAT)
+        assert_same(y, exact.float())
+        assert torch.equal(y.double(), exact), "the oracle's own values must fit fp32"
+
+
+@pytest.mark.parametrize("case", named(grid(2)))
+def test_any_scales_within_tolerance(case: Case) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[case.activations]
+    qw = make_weight(case.fmt, case.n, case.k, exact=False)
+    packed = co.reorder(qw)
+    for m in case.rows:
+        x = make_floats(m, case.k, case.x_dtype)
+        y = multiply(x, packed, act_quant=act_quant, act_symmetric=symmetric, out_dtype=case.out_dtype)
+        assert y.dtype == case.out_dtype
+        assert_close(y, oracle(x, qw, act_quant, symmetric))
+        if act_quant != "none":
+            qa = co.quantize_activations(x, block_of(act_quant, qw.group_size), symmetric)
+            assert same_bits(multiply(qa, packed, out_dtype=case.out_dtype), y)
+
+
+LARGE = [
+    # The longest K of each kind of kernel: sums of many groups.
+    Case(Format(4, "zeros", 32), 576, 10944, "floats", HALF, FLOAT, (3, 65)),
+    Case(Format(4, "symmetric", -1), 576, 10944, "floats", BFLOAT, FLOAT, (3, 65)),
+    Case(Format(8, "symmetric", -1, BFLOAT), 192, 10944, "token", BFLOAT, FLOAT, (3, 65)),
+    Case(Format(8, "zeros", 128), 192, 10944, "token-asym", HALF, FLOAT, (3, 65)),
+    Case(Format(4, "offsets", 128), 1000, 8256, "block-asym", HALF, FLOAT, (17, 129)),
+    # Many tokens.
+    Case(Format(4), 192, 576, "floats", HALF, HALF, (4097,)),
+    Case(Format(8, "zeros", 64), 192, 576, "block-asym", BFLOAT, BFLOAT, (4097,)),
+    # A tied head: Q8_0 is 8 bits in groups of 32 with fp16 scales.
+    Case(Format(8, "symmetric", 32), 49152, 576, "floats", HALF, FLOAT, (1, 65)),
+    Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),
+]
+
+
+@pytest.mark.parametrize("case", named(LARGE))
+def test_large_shapes(case: Case) -> None:
+    test_any_scales_within_tolerance(case)
+
+
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+@pytest.mark.parametrize("shape", [(0, 576), (2, 0, 576)], ids=str)
+def test_no_rows(shape: tuple[int, ...], activations: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
+    x = torch.empty(shape, dtype=HALF, device=GPU)
+    y = co.mixed_gemm(x, packed, act_quant=act_quant, act_symmetric=symmetric, residual=x.new_empty(*shape[:-1], 192))
+    assert (y.shape, y.dtype, y.device) == ((*shape[:-1], 192), HALF, packed.device)
+    if act_quant != "none":
+        qa = co.quantize_activations(x, block_of(act_quant, 128), symmetric)
+        assert co.mixed_gemm(qa, packed).shape == y.shape
+
+
+# ---- one weight at a time
+
+FORMATS = [
+    Format(4, "symmetric", 128, HALF),
+    Format(4, "zeros", 32, HALF),
+    Format(4, "offsets", 64, FLOAT),
+    Format(4, "zeros", 256, BFLOAT),
+    Format(4, "offsets", 128, HALF),
+    Format(8, "symmetric", 32, HALF),
+    Format(8, "zeros", -1, FLOAT),
+    Format(8, "offsets", 32, BFLOAT),
+    Format(8, "symmetric", 128, BFLOAT),
+    Format(8, "zeros", 64, HALF),
+]
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_one_hot_floats_give_the_decoded_weight(fmt: Format, tokens: int) -> None:
+    n, k = 200, 576
+    qw = make_weight(fmt, n, k, exact=False)
+    packed = co.reorder(qw)
+    values = reference.dequantize_weight(qw, FLOAT).t()
+    for dtype in (HALF, BFLOAT):
+        hot = torch.eye(k, dtype=dtype, device=GPU)
+        starts = range(0, k, 97) if tokens == 1 else range(0, k, tokens)
+        for start in starts:
+            rows = slice(start, min(start + tokens, k))
+            assert_same(multiply(hot[rows], packed, out_dtype=FLOAT), values[rows])
+        rows = slice(0, tokens)
+        assert_same(multiply(hot[rows], packed), values[rows].to(dtype))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("fmt", FORMATS, ids=str)
+def test_one_hot_codes_give_the_decoded_weight(fmt: Format, symmetric: bool, tokens: int) -> None:
+    n, k, zero = 200, 576, 0 if symmetric else -77
+    qw = make_weight(fmt, n, k, exact=False)
+    packed = co.reorder(qw)
+    values = reference.dequantize_weight(qw, FLOAT).t()
+    block = formats.activation_block(fmt.group_size)
+    codes = torch.eye(k, dtype=torch.int8, device=GPU) + zero
+    zeros = torch.full((k, formats.group_count(k, block)), zero, dtype=torch.int8, device=GPU)
+    ordered = reference.activation_order(codes, None if symmetric else zeros, block)
+    blocks = formats.padded_k(k) // block
+    for start in range(0, k, 97 if tokens == 1 else tokens):
+        rows = slice(start, min(start + tokens, k))
+        m = rows.stop - rows.start
+        stride = -(-m // 16) * 16
+        qa = co.QuantizedActivations(
+            codes=ordered[rows].clone(),
+            scales=torch.ones(blocks, stride, device=GPU),
+            zeros=None if symmetric else torch.full((blocks, stride), zero, dtype=torch.int8, device=GPU),
+            block=block,
+            k=k,
+            shape=torch.Size((m, k)),
+            dtype=FLOAT,
+            perm=None,
+        )
+        assert_same(multiply(qa, packed), values[rows])
+
+
+@pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256, -1])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_dequantize_is_the_reference_bit_for_bit(bits: int, kind: str, group_size: int, scale_dtype: torch.dtype) -> None:
+    for n, k in ((192, 576), (1000, 100), (33, 7)):
+        for perm in (False, True):
+            qw = make_weight(Format(bits, kind, group_size, scale_dtype), n, k, exact=False, perm=perm)
+            packed, on_cpu = co.reorder(qw), qw.to("cpu")
+            for dtype in (HALF, BFLOAT, FLOAT):
+                poison(n * k * torch.empty(0, dtype=dtype).element_size())
+                y = co.dequantize(packed, dtype)
+                expected = reference.dequantize_weight(on_cpu, dtype)
+                assert_same(y.cpu(), expected)
+                assert same_bits(y.cpu(), expected)
+
+
+def test_packing_on_the_gpu_and_moving_there_are_the_same() -> None:
+    qw = make_weight(Format(4, "zeros", 32), 200, 700, exact=False, bias=True, perm=True)
+    there, moved = co.reorder(qw), co.reorder(qw.to("cpu")).to(GPU)
+    for name, tensor in there.tensors().items():
+        assert torch.equal(tensor, moved.tensors()[name]), name
+    back = moved.unpack()
+    assert back.device.type == "cuda"
+    assert torch.equal(back.codes, qw.codes)
+
+
+# ---- the quantiser
+
+
+def special_rows(k: int, dtype: torch.dtype) -> Tensor:
+    """Rows that quantisers get wrong, on the CPU; each is also the pattern of its blocks."""
+    rng = torch.Generator().manual_seed(k)
+    info = torch.finfo(dtype)
+    plain = torch.randn(k, generator=rng)
+    ramp = torch.linspace(-1, 1, k)
+    rows = [
+        plain,
+        plain * 1000,
+        torch.zeros(k),
+        -torch.zeros(k),
+        torch.full((k,), 3.7),
+        torch.full((k,), -0.1),
+        plain.abs(),
+        -plain.abs(),
+        torch.randint(-127, 128, (k,), generator=rng) * 0.5,  # ties
+        torch.randint(0, 511, (k,), generator=rng) * 0.5,
+        ramp * info.max,  # hi - lo overflows for bf16 and fp32
+        ramp * info.max / 2,
+        plain * info.tiny,  # subnormal
+        ramp * 2.0**-100,
+        ramp * 2.0**-101,
+        torch.where(torch.arange(k) % 37 == 3, 1e4, plain),
+        torch.where(torch.arange(k) == k // 2, NAN, plain),
+        torch.where(torch.arange(k) == k - 1, INF, plain),
+        torch.where(torch.arange(k) == 0, -INF, plain),
+        torch.where(torch.arange(k) < k // 2, NAN, 0.0),
+    ]
+    return torch.stack([row.float() for row in rows]).to(dtype)
+
+
+def assert_quantized_as_on_the_cpu(x: Tensor, on_cpu: Tensor, block: int, symmetric: bool, perm: Tensor | None = None) -> None:
+    m, k = on_cpu.shape
+    k_pad = formats.padded_k(k)
+    poison(m * k_pad, (k_pad // 32) * (m + 15) * 4)
+    qa = co.quantize_activations(x, block, symmetric, perm)
+    cpu = co.quantize_activations(on_cpu, block, symmetric, None if perm is None else perm.cpu())
+    assert_same(qa.scales[:, :m].cpu(), cpu.scales[:, :m])
+    if symmetric:
+        assert qa.zeros is None
+    else:
+        assert qa.zeros is not None
+        assert cpu.zeros is not None
+        assert_same(qa.zeros[:, :m].cpu(), cpu.zeros[:, :m])
+    assert_same(qa.codes.cpu(), cpu.codes)  # with the padding
+    assert (qa.block, qa.k, qa.shape, qa.dtype) == (block, k, x.shape, x.dtype)
+    # And what the specification says, not only what the CPU path makes of it.
+    codes, scales, zeros = reference.quantize_activations(
+        on_cpu if perm is None else on_cpu[:, perm.cpu().long()], block, symmetric
+    )
+    got = qa.natural()
+    assert_same(got[0].cpu(), codes)
+    assert_same(got[1].cpu(), scales)
+    if zeros is not None:
+        assert got[2] is not None
+        assert_same(got[2].cpu(), zeros)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("block", [32, 64, 128, -1])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
+def test_quantizer_is_the_reference_bit_for_bit(dtype: torch.dtype, block: int, symmetric: bool) -> None:
+    for k in (576, 128, 100, 33, 7, 1, 4224):  # 4224: a token's range and codes are two passes
+        on_cpu = special_rows(k, dtype)
+        assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric)
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("block", [32, 128, -1])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
+def test_quantizer_rounds_every_value_as_the_reference(dtype: torch.dtype, block: int, symmetric: bool) -> None:
+    # Many ranges and values: a reciprocal or product that is fused or approximate shows in some of them.
+    rng = torch.Generator().manual_seed(3)
+    on_cpu = (torch.randn(300, 1536, generator=rng) * torch.rand(300, 1, generator=rng).exp2() * 3).to(dtype)
+    assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric)
+
+
+VIEWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "padded rows": lambda x: torch.nn.functional.pad(x, (0, 16), value=NAN)[:, : x.shape[1]],
+    "misaligned start": lambda x: torch.nn.functional.pad(x, (3, 13), value=NAN)[:, 3 : 3 + x.shape[1]],
+    "odd stride": lambda x: torch.nn.functional.pad(x, (0, 5), value=NAN)[:, : x.shape[1]],
+    "every other row": lambda x: torch.stack([x, torch.full_like(x, NAN)], 1).flatten(0, 1)[::2],
+    "transposed": lambda x: x.t().contiguous().t(),
+    "every other column": lambda x: torch.stack([x, torch.full_like(x, NAN)], 2).flatten(1)[:, ::2],
+    "expanded": lambda x: x[:1].expand(x.shape[0], -1),
+    "three dimensions, transposed": lambda x: x.view(2, -1, x.shape[1]).transpose(0, 1).contiguous().transpose(0, 1),
+}
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("k", [576, 100, 7])
+def test_quantizer_reads_strided_rows(k: int, view: str) -> None:
+    for dtype in (HALF, FLOAT):
+        x = VIEWS[view](make_floats(10, k, dtype))
+        for block in (32, 128, -1):
+            for symmetric in (True, False):
+                qa = co.quantize_activations(x, block, symmetric)
+                plain = co.quantize_activations(x.reshape(-1, k).cpu(), block, symmetric)
+                assert_same(qa.codes.cpu(), plain.codes)
+                assert_same(qa.scales[:, :10].cpu(), plain.scales[:, :10])
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("block", [32, 64, 128, -1])
+def test_quantizer_gathers_in_act_order(block: int, symmetric: bool) -> None:
+    for k in (576, 100, 4224):
+        perm = torch.randperm(k, generator=generator(k), device=GPU).int()
+        on_cpu = special_rows(k, HALF)
+        assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric, perm)
+
+
+# ---- operands of other forms
+
+
+@pytest.mark.parametrize("view", VIEWS)
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_products_of_strided_operands(activations: str, view: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    for k in (576, 100):
+        packed = co.reorder(make_weight(Format(4, "zeros", 32), 200, k, exact=False))
+        for m in (10, 70):
+            x = VIEWS[view](make_floats(m, k, HALF))
+            residual = VIEWS[view](make_floats(m, 200, BFLOAT))
+            options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
+            y = multiply(x, packed, residual=residual, **options)
+            assert y.shape == (*x.shape[:-1], 200)
+            copied = multiply(x.reshape(-1, k).clone(), packed, residual=residual.reshape(-1, 200).clone(), **options)
+            assert same_bits(y.view(-1, 200), copied)
+
+
+@pytest.mark.parametrize("m", [3, 20, 40, 70])
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+@pytest.mark.parametrize("bits", [4, 8])
+def test_act_order(bits: int, activations: str, m: int) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    for k in (576, 100):
+        qw = make_weight(Format(bits, "zeros", 64), 200, k, exact=False, perm=True)
+        packed = co.reorder(qw)
+        x = make_floats(m, k, HALF)
+        y = multiply(x, packed, act_quant=act_quant, act_symmetric=symmetric, out_dtype=FLOAT)
+        assert_close(y, oracle(x, qw, act_quant, symmetric))
+        if act_quant != "none":
+            qa = co.quantize_activations(x, block_of(act_quant, 64), symmetric, packed.perm)
+            assert same_bits(multiply(qa, packed, out_dtype=FLOAT), y)
+
+
+# ---- options
+
+EPILOGUES: dict[Any, Callable[[Tensor], Tensor]] = {
+    None: lambda v: v,
+    "relu": lambda v: v.clamp(min=0),
+    "relu6": lambda v: v.clamp(0, 6),
+    "gelu": torch.nn.functional.gelu,
+    "silu": torch.nn.functional.silu,
+    ("clamp", -1.5, 0.25): lambda v: v.clamp(-1.5, 0.25),
+}
+
+
+@pytest.mark.parametrize("n", [192, 33])  # whole and broken 16-byte stores
+@pytest.mark.parametrize("out_dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize("activations", ["floats", "block"])
+@pytest.mark.parametrize("activation", EPILOGUES, ids=str)
+def test_bias_then_activation_then_residual(activation: Any, activations: str, out_dtype: torch.dtype, n: int) -> None:
+    act_quant, _ = ACTIVATION_KINDS[activations]
+    qw = make_weight(Format(), n, 576, exact=False)
+    packed = co.reorder(qw)
+    for m, k_split in ((3, True), (300, False)):
+        x = make_floats(m, 576, HALF)
+        assert (co.explain(m, packed, act_quant).splits > 1) == k_split
+        total = oracle(x, qw, act_quant)
+        x, total = (x / total.std()).to(HALF), total  # sums of about 1: where activations bend
+        total = oracle(x, qw, act_quant)
+        for bias_dtype, residual_dtype in ((HALF, FLOAT), (BFLOAT, HALF), (FLOAT, BFLOAT), (None, HALF), (HALF, None)):
+            bias = None if bias_dtype is None else make_floats(1, n, bias_dtype)[0]
+            residual = None if residual_dtype is None else make_floats(m, n, residual_dtype)
+            y = multiply(
+                x, packed, bias=bias, activation=activation, act_quant=act_quant, residual=residual, out_dtype=out_dtype
+            )
+            exact = EPILOGUES[activation](total if bias is None else total + bias.double())
+            assert_close(y, exact if residual is None else exact + residual.double())
+
+
+def test_the_weights_own_bias() -> None:
+    qw = make_weight(Format(), 192, 576, exact=False, bias=True)
+    assert qw.bias is not None
+    x = make_floats(5, 576, HALF)
+    assert_close(multiply(x, co.reorder(qw), out_dtype=FLOAT), oracle(x, qw) + qw.bias.double())
+
+
+@pytest.mark.parametrize("m", [1, 300])
+@pytest.mark.parametrize("n", [192, 33])
+def test_overflow_is_infinite_or_saturates(n: int, m: int) -> None:
+    codes = torch.zeros(n, 128, dtype=torch.uint8, device=GPU) + 8
+    codes[::2, 0], codes[1::2, 0] = 9, 7  # one and minus one
+    scales = torch.full((n, 1), 2.0, device=GPU)
+    packed = co.reorder(co.QuantizedWeight(codes, scales, group_size=-1))
+    sign = torch.where(torch.arange(n, device=GPU) % 2 == 0, 1.0, -1.0).expand(m, n)
+    x = torch.zeros(m, 128, dtype=HALF, device=GPU)
+    x[:, 0] = 40000
+    for act_quant in ("none", "block"):
+        assert_same(multiply(x, packed, act_quant=act_quant), (sign * INF).half())
+        assert_same(multiply(x, packed, act_quant=act_quant, saturate=True), (sign * 65504).half())
+        assert_same(multiply(x, packed, act_quant=act_quant, saturate=True, out_dtype=FLOAT).sign(), sign)
+    for dtype in (BFLOAT, FLOAT):
+        largest = torch.finfo(dtype).max
+        residual = sign * largest
+        wide = torch.zeros(m, 128, dtype=BFLOAT, device=GPU)
+        wide[:, 0] = 2.0**126
+        assert_same(multiply(wide, packed, residual=residual, out_dtype=dtype), (sign * INF).to(dtype))
+        assert_same(multiply(wide, packed, residual=residual, out_dtype=dtype, saturate=True), residual.to(dtype))
+    # NaN is not saturated away.
+    x[:, 1] = NAN
+    assert multiply(x, packed, saturate=True).isnan().all()
+
+
+@pytest.mark.parametrize("bad", [NAN, INF, -INF])
+@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_a_row_with_nan_or_infinity_is_nan_and_no_other(activations: str, activation: Any, bad: float) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    options: dict[str, Any] = {"activation": activation, "act_quant": act_quant, "act_symmetric": symmetric}
+    for fmt in (Format(4), Format(8, "zeros", 32), Format(4, "offsets", 64)):
+        packed = co.reorder(make_weight(fmt, 192, 576, exact=False))
+        for m in (4, 70):
+            x = make_floats(m, 576, HALF)
+            clean = multiply(x, packed, **options)
+            for column in (0, 131, 575):
+                spoilt = x.clone()
+                spoilt[m // 2, column] = bad
+                y = multiply(spoilt, packed, **options)
+                assert y[m // 2].isnan().all()
+                others = torch.arange(m, device=GPU) != m // 2
+                assert same_bits(y[others], clean[others])
+
+
+def test_no_gradient_flows() -> None:
+    packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
+    x = make_floats(4, 576, HALF).requires_grad_()
+    assert not co.mixed_gemm(x, packed).requires_grad
+    assert not co.mixed_gemm(co.quantize_activations(x), packed).requires_grad
+
+
+# ---- the same bits every time; streams; graphs; devices
+
+RUNS = [
+    pytest.param(Format(bits, kind, group_size), activations, m, id=f"w{bits}-{kind}-g{group_size}-{activations}-m{m}")
+    for bits, kind, group_size in ((4, "symmetric", 128), (4, "zeros", 32), (8, "offsets", 128))
+    for activations in ("floats", "token", "block-asym")
+    for m in (1, 40, 300)
+]
+
+
+@pytest.mark.parametrize(("fmt", "activations", "m"), RUNS)
+def test_every_run_and_every_stream_give_the_same_bits(fmt: Format, activations: str, m: int) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    packed = co.reorder(make_weight(fmt, 1000, 1536, exact=False))
+    x = make_floats(m, 1536, HALF)
+    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric, "out_dtype": FLOAT}
+    first = multiply(x, packed, **options)
+    assert not first.isnan().any()
+    for _ in range(5):
+        assert same_bits(multiply(x, packed, **options), first)
+    streams = [torch.cuda.Stream() for _ in range(3)]
+    found = []
+    for stream in streams:
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            found.append(co.mixed_gemm(x, packed, **options))
+    torch.cuda.synchronize()
+    for y in found:
+        assert same_bits(y, first)
+
+
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_runs_on_the_current_stream(activations: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    packed = co.reorder(make_weight(Format(), 192, 576, exact=False))
+    x = make_floats(5, 576, HALF)
+    expected = co.mixed_gemm(x, packed, act_quant=act_quant, act_symmetric=symmetric)
+    late = torch.full_like(x, NAN)
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(20_000_000)  # some 10 ms in which any other stream would read NaN
+        late.copy_(x)
+        y = co.mixed_gemm(late, packed, act_quant=act_quant, act_symmetric=symmetric)
+        late.fill_(NAN)  # and after the product, not before
+    stream.synchronize()
+    assert same_bits(y, expected)
+
+
+def test_back_to_back_products_that_feed_each_other() -> None:
+    # Kernels may start before their predecessor ends (programmatic dependent launch); they must still read what it wrote.
+    packed = co.reorder(make_weight(Format(8, "symmetric", 128), 1536, 1536, exact=False))
+    options: dict[str, Any] = {"act_quant": "block", "activation": ("clamp", -2.0, 2.0)}
+
+    def chain(pause: bool) -> Tensor:
+        y = make_floats(17, 1536, HALF)
+        for _ in range(20):
+            y = co.mixed_gemm(y, packed, residual=y, **options)
+            if pause:
+                torch.cuda.synchronize()
+        return y
+
+    assert same_bits(chain(pause=False), chain(pause=True))
+
+
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_never_synchronizes(activations: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    packed = co.reorder(make_weight(Format(4, "zeros", 32), 200, 700, exact=False))
+    x = make_floats(5, 700, HALF)
+    bias = make_floats(1, 200, HALF)[0]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        co.mixed_gemm(x, packed, bias, "silu", act_quant, symmetric)
+        if act_quant != "none":
+            co.mixed_gemm(co.quantize_activations(x, block_of(act_quant, 32), symmetric), packed)
+        co.dequantize(packed)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("m", [1, 300])
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    packed = co.reorder(make_weight(Format(4, "zeros", 64), 576, 1536, exact=False))
+    bias = make_floats(1, 576, HALF)[0]
+    x = make_floats(m, 1536, HALF)
+    residual = make_floats(m, 576, HALF)
+
+    def run() -> tuple[Tensor, Tensor]:
+        y = co.mixed_gemm(x, packed, bias, "silu", act_quant, symmetric, residual=residual)
+        if act_quant == "none":
+            return y, co.dequantize(packed)
+        qa = co.quantize_activations(x, block_of(act_quant, 64), symmetric)
+        return y, co.mixed_gemm(qa, packed, bias, "silu", residual=residual)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    for seed in range(3):
+        x.copy_(torch.randn(m, 1536, generator=generator(seed), device=GPU))
+        residual.copy_(torch.randn(m, 576, generator=generator(seed, 1), device=GPU))
+        for y in captured:
+            y.fill_(NAN)
+        graph.replay()
+        for got, expected in zip(captured, run(), strict=True):
+            assert same_bits(got, expected)
+
+
+def test_two_devices() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("there is one GPU")
+    qw = make_weight(Format(4, "zeros", 32), 200, 700, exact=False)
+    x = make_floats(5, 700, HALF)
+    expected = {act: co.mixed_gemm(x, co.reorder(qw), act_quant=act) for act in ("none", "token", "block")}
+    packed = co.reorder(qw).to("cuda:1")
+    assert torch.cuda.current_device() == 0
+    for act, y in expected.items():
+        other = co.mixed_gemm(x.to("cuda:1"), packed, act_quant=act)
+        assert other.device == torch.device("cuda:1")
+        assert torch.equal(other.cpu(), y.cpu())
+    assert torch.equal(co.dequantize(packed).cpu(), co.dequantize(co.reorder(qw)).cpu())
+    assert torch.cuda.current_device() == 0
+    with pytest.raises(ValueError, match="x is on cuda:0; the weight is on cuda:1"):
+        co.mixed_gemm(x, packed)
+
+
+# ---- torch.library and torch.compile
+
+
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_compile_with_any_number_of_rows(activations: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    first = co.reorder(make_weight(Format(4, "zeros", 64), 576, 576, exact=False, bias=True))
+    second = co.reorder(make_weight(Format(8, "offsets", 64), 192, 576, exact=False))
+
+    def layer(x: Tensor) -> Tensor:
+        y = co.mixed_gemm(x, first, activation="silu", act_quant=act_quant, act_symmetric=symmetric, residual=x)
+        if act_quant == "none":
+            return co.mixed_gemm(y, second, out_dtype=FLOAT)
+        qa = co.quantize_activations(y, block_of(act_quant, 64), symmetric)
+        return co.mixed_gemm(qa, second, out_dtype=FLOAT)
+
+    torch._dynamo.reset()
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Any]) -> Callable[..., Any]:
+        from torch._dynamo.backends.debugging import aot_eager
+
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    run = torch.compile(layer, fullgraph=True, dynamic=True, backend=backend)
+    for m in (5, 3, 33, 300):
+        x = make_floats(m, 576, HALF)
+        assert same_bits(run(x), layer(x))
+    assert len(graphs) == 1
+
+
+def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    library = torch.ops.cutlass_ops
+    packed = co.reorder(make_weight(Format(4, "zeros", 64), 200, 700, exact=False, perm=True))
+    parts = (packed.codes, packed.scales, packed.zeros, packed.offsets, packed.bias, packed.perm)
+    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size)
+    x = make_floats(5, 700, HALF)
+    bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
+    qa = co.quantize_activations(x, 64, False, packed.perm)
+    yield library.mixed_gemm, (x, *fields, None, None, 0.0, 0.0, "none", True, None, FLOAT, False)
+    yield library.mixed_gemm, (x, *fields, bias, "clamp", -1.0, 1.0, "block", False, residual, BFLOAT, True)
+    yield library.gemm_quantized, (qa.codes, qa.scales, qa.zeros, 64, *fields, bias, "silu", 0.0, 0.0, residual, HALF, False)
+    # The padding of scales is not written: it is as long as the result needs, whatever it holds.
+    yield library.quantize_activations, (make_floats(16, 700, HALF), packed.perm, 64, False)
+    yield library.dequantize, (*fields, HALF)
+
+
+def test_opcheck() -> None:
+    for op, args in opcheck_samples():
+        torch.library.opcheck(op.default, args)
+
+
+# ---- what runs, and what does not
+
+
+def test_explain_tells_what_runs() -> None:
+    major, minor = torch.cuda.get_device_capability()
+    packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
+    for activations in ACTIVATION_KINDS:
+        act_quant, symmetric = ACTIVATION_KINDS[activations]
+        for m in (1, 20, 40, 300):
+            here = co.explain(m, packed, act_quant, act_symmetric=symmetric)
+            assert here.device == f"sm_{major}{minor}"
+            assert here == co.explain(m, packed, act_quant, device="cuda:0", act_symmetric=symmetric)
+            assert here == co.explain(m, packed.to("cpu"), act_quant, device=GPU, act_symmetric=symmetric)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                co.mixed_gemm(make_floats(m, 576, HALF), packed, act_quant=act_quant, act_symmetric=symmetric)
+                torch.cuda.synchronize()
+            ran = {event.key for event in profile.key_averages()}
+            if ran:  # a profiler that another tool (compute-sanitizer) keeps out sees nothing
+                assert any(here.kernel in name for name in ran), ran
+                assert any("quantize_" in name for name in ran) == (act_quant != "none"), ran
+                assert any("reduce_splits" in name for name in ran) == (here.splits > 1), ran
+
+
+def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
+    packed = co.reorder(make_weight(Format(), 1000, 1536, exact=True))
+    for m, act_quant in ((1, "none"), (40, "block"), (300, "token")):
+        x = make_floats(m, 1536, HALF)
+        co.mixed_gemm(x, packed, act_quant=act_quant)
+        torch.cuda.synchronize()
+        free = torch.cuda.mem_get_info()[0]
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        y = co.mixed_gemm(x, packed, act_quant=act_quant)
+        needed = torch.cuda.max_memory_allocated() - before
+        assert needed <= y.nbytes + co.explain(m, packed, act_quant).workspace + 2 * 512  # rounded up to 512 each
+        torch.cuda.synchronize()
+        if cached_allocator():
+            assert torch.cuda.mem_get_info()[0] == free
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exception], str]] = {
+    "fp32 as it is": (
+        lambda x, w: co.mixed_gemm(x.float(), w),
+        TypeError,
+        "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16",
+    ),
+    "x on the CPU": (lambda x, w: co.mixed_gemm(x.cpu(), w), ValueError, "x is on cpu; the weight is on cuda:0"),
+    "weight on the CPU": (lambda x, w: co.mixed_gemm(x, w.to("cpu")), ValueError, "x is on cuda:0; the weight is on cpu"),
+    "codes on the CPU": (
+        lambda x, w: co.mixed_gemm(co.quantize_activations(x.cpu()), w),
+        ValueError,
+        "x is on cpu; the weight is on cuda:0",
+    ),
+    "bias on the CPU": (lambda x, w: co.mixed_gemm(x, w, torch.zeros(192)), ValueError, "bias is on cpu"),
+    "residual on the CPU": (lambda x, w: co.mixed_gemm(x, w, residual=torch.zeros(5, 192)), ValueError, "residual is on cpu"),
+    "another block": (
+        lambda x, w: co.mixed_gemm(co.quantize_activations(x, 32), w),
+        ValueError,
+        "blocks of 32; beside weights in groups of 128",
+    ),
+    "double": (lambda x, w: co.mixed_gemm(x.double(), w), TypeError, "x has dtype float64"),
+    "misaligned codes": (
+        lambda x, w: co.mixed_gemm(x, replace(w, codes=torch.cat([w.codes[:1], w.codes])[1:])),
+        ValueError,
+        "codes starts at an address that is no multiple of 16 bytes",
+    ),
+    "misaligned scales": (
+        lambda x, w: co.dequantize(
+            replace(w, scales=torch.cat([w.scales.flatten()[:1], w.scales.flatten()])[1:].view_as(w.scales))
+        ),
+        ValueError,
+        "scales starts at an address that is no multiple of 16 bytes",
+    ),
+    "explain fp32": (lambda x, w: co.explain(5, w, dtype=FLOAT), ValueError, "x is float32"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_refuses_before_anything_is_launched(what: str) -> None:
+    call, error, message = REFUSED[what]
+    packed = co.reorder(make_weight(Format(), 192, 576, exact=True))
+    x = make_floats(5, 576, HALF)
+    expected = co.mixed_gemm(x, packed)
+    with pytest.raises(error) as caught:
+        call(x, packed)
+    assert message in str(caught.value)
+    torch.cuda.synchronize()
+    assert same_bits(co.mixed_gemm(x, packed), expected)
