@@ -16,7 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +113,14 @@ class DemoResult:
     generations: tuple[Generation, ...]
 
 
+def _extra() -> tuple[Any, Any]:
+    """The modules accelerate and transformers, which the package itself does not need."""
+    try:
+        return import_module("accelerate"), import_module("transformers")
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}; the demo needs it: pip install 'cutlass_ops[demo]'") from error
+
+
 def default_folder() -> Path:
     """Where the demo keeps its files: ``$XDG_CACHE_HOME/cutlass_ops``, by default ``~/.cache/cutlass_ops``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cutlass_ops"
@@ -164,12 +172,10 @@ def load_model(packed: Path, config: Any, dtype: torch.dtype, device: torch.devi
         CheckpointError: not a packed file.
         ValueError, TypeError: the file's names or shapes are not those of the model.
     """
-    from accelerate import init_empty_weights
-    from transformers import AutoModelForCausalLM
-
+    accelerate, transformers = _extra()
     # Parameters without memory, buffers with: rotary frequencies are computed, not stored.
-    with init_empty_weights():
-        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    with accelerate.init_empty_weights():
+        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
     modules = dict(model.named_modules())
     tied = packed_info(packed).tied
     layers: dict[str, PackedWeight] = {}
@@ -200,9 +206,7 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool) -> No
             module.act_quant, module.act_symmetric = act_quant, act_symmetric
 
 
-def generate(
-    model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()
-) -> tuple[list[int], list[float]]:
+def generate(model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], list[float]]:
     """Continue a prompt greedily.
 
     Args:
@@ -269,11 +273,7 @@ def run_demo(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is expected")
-    for name in ("accelerate", "transformers"):
-        if find_spec(name) is None:
-            raise ModuleNotFoundError(f"the demo needs {name}: pip install 'cutlass_ops[demo]'", name=name)
-    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
-
+    _, transformers = _extra()
     place = torch.device(device or default_device())
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.float16)
     folder = folder or default_folder()
@@ -290,8 +290,8 @@ def run_demo(
 
     report("Loading configuration and tokenizer")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-    config = AutoConfig.from_pretrained(**source)
-    tokenizer = AutoTokenizer.from_pretrained(**source)
+    config = transformers.AutoConfig.from_pretrained(**source)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     if tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
         text = tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
@@ -321,7 +321,8 @@ def run_demo(
         )
 
     report("Answering with the dequantised model in fp32")
-    oracle = AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32).to(place).eval()
+    oracle: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32)
+    oracle.to(place).eval()
     logits(oracle, asked)  # the first use of a device takes longer
     reference = answer("fp32", oracle, None, ())
     dialogue = torch.cat([asked, asked.new_tensor([reference.tokens])], dim=1)
@@ -357,9 +358,7 @@ def default_device() -> str:
     return "cuda" if _C.built_with_cuda and torch.cuda.is_available() else "cpu"
 
 
-def kernels_of(
-    model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> tuple[Kernel, ...]:
+def kernels_of(model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Kernel, ...]:
     """The kernels that run in a model's :class:`cutlass_ops.nn.MixedLinear` layers, for each number of rows of x."""
     layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
     alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)

@@ -68,8 +68,9 @@ class MixedLinear(nn.Module):
         self._packed = replace(self._packed, **{name: getattr(self, name) for name in _TENSORS})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixedLinear:
+        module: Any = super()  # torch has no types here
         # Seen as bytes, tensors follow every move and escape every change of dtype.
-        super()._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
+        module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
         self._view_buffers()
         return self
 
