@@ -46,23 +46,19 @@ def assert_consistent(layer: co.MixedLinear) -> None:
         assert tensors(layer)[name] is buffer
 
 
-@pytest.mark.parametrize(
-    ("act_quant", "act_symmetric"), [("none", True), ("block", True), ("block", False), ("token", False)]
-)
+@pytest.mark.parametrize(("act_quant", "act_symmetric"), [("none", True), ("block", True), ("block", False), ("token", False)])
 @pytest.mark.parametrize("activation", [None, "silu", ("clamp", -1.0, 2.0)])
 def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation: Any) -> None:
     qw = quantized()
     layer = co.MixedLinear(co.reorder(qw), act_quant, act_symmetric, activation)
     x = activations(2, 3, K)
-    expected = reference.mixed_gemm(
-        x.view(6, K), qw, activation=activation, act_quant=act_quant, act_symmetric=act_symmetric
-    )
+    expected = reference.mixed_gemm(x.view(6, K), qw, activation=activation, act_quant=act_quant, act_symmetric=act_symmetric)
     assert torch.equal(layer(x), expected.view(2, 3, N))
     assert (layer.in_features, layer.out_features) == (K, N)
 
 
 def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:
-    with pytest.raises(ValueError, match="act_quant is 'row'.*'none', 'token', 'block'"):
+    with pytest.raises(ValueError, match=r"act_quant is 'row'.*'none', 'token', 'block'"):
         co.MixedLinear(co.reorder(quantized()), act_quant="row")
 
 
