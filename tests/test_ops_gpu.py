@@ -1,9 +1,9 @@
 """The kernels against the specification, on a GPU.
 
 The oracle is fp64 over the dequantised operands. Where scales are powers of two and activations small integers, every product
-and every partial sum is a multiple of one power of two and below 2^24 times it: fp32 adds those without rounding in any order, so
-the kernels must give the oracle's very values. With other scales each element must be within the rounding of fp32 sums, never a
-mean.
+and every partial sum is a multiple of one power of two and below 2^24 times it: fp32 adds those without rounding in any order,
+so the kernels must give the oracle's very values. With other scales each element must be within the rounding of fp32 sums,
+never a mean.
 
 Before each call torch's allocator is left with blocks full of NaN of the sizes that the call will ask for.
 """
