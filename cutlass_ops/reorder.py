@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import re
+import reprlib
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -50,6 +52,8 @@ Progress: TypeAlias = "Callable[[str, int], None]"
 
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+_PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
+_PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
 
@@ -137,7 +141,7 @@ def stream_safetensors(
     begins: dict[str, int] = {}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
-    for name in sorted(sizes, key=lambda name: -(sizes[name] & -sizes[name])):
+    for name in sorted(sizes, key=lambda name: sizes[name] & -sizes[name] or math.inf, reverse=True):
         dtype, shape = specs[name]
         if dtype not in _TYPE_NAMES:
             raise ValueError(f"tensor {name!r} has dtype {dtype}; supported are {', '.join(map(str, _TYPE_NAMES))}")
@@ -264,9 +268,9 @@ def save_packed(
             named = {name: value}
         else:
             raise TypeError(f"{name!r} is a {type(value).__name__}; a PackedWeight or a torch.Tensor is expected")
-        _check_names(named, parts)
         parts.update(named)
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
+    _check_names(packed, [name for name in tensors if name not in packed])
     for name in tied or {}:
         if name not in packed:
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
@@ -277,10 +281,13 @@ def save_packed(
             write(name, tensor)
 
 
-def _check_names(new: Mapping[str, Any], old: Mapping[str, Any]) -> None:
-    for name in new:
-        if name in old or name == "__metadata__":
-            raise ValueError(f"two tensors would be named {name!r} in the file")
+def _check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
+    """Refuse a tensor that a reader would take for a part of a weight, or for another tensor."""
+    taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in _PARTS)}
+    for name in tensors:
+        if name in taken:
+            raise ValueError(f"tensor {name!r} cannot keep its name: in the packed file it means something else")
+        taken.add(name)
 
 
 # ---- reading
@@ -306,9 +313,6 @@ class PackedInfo:
     tied: Mapping[str, str]
     sources: Mapping[str, str]
     tool: str
-
-
-_PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
@@ -386,7 +390,7 @@ def _strings(path: Path, metadata: Mapping[str, str], key: str) -> dict[str, str
     value = _json_object(path, metadata, key)
     for name, text in value.items():
         if not isinstance(text, str):
-            raise CheckpointError(path, f"metadata {key!r} has {text!r} for {name!r}; a string is expected")
+            raise CheckpointError(path, f"metadata {key!r} has {reprlib.repr(text)} for {name!r}; a string is expected")
     return value
 
 
@@ -394,7 +398,7 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
     fields = ("n", "k", "bits", "group_size")
     # type() and not isinstance(): True is no size.
     if not isinstance(value, dict) or any(type(value.get(key)) is not int for key in fields):
-        raise CheckpointError(path, f"the metadata says {value!r}; integers {', '.join(fields)} are expected", name)
+        raise CheckpointError(path, f"the metadata says {reprlib.repr(value)}; integers {', '.join(fields)} are expected", name)
     n, k, bits, group_size = (value[key] for key in fields)
     try:
         formats.check_bits(bits)
@@ -521,22 +525,21 @@ def reorder_checkpoint(
     specs: dict[str, Spec] = {}
     weights = {}
     for step in steps:
-        if step.weight is not None:
-            n, k = step.entry.shape
-            weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
-            new = {
-                f"{step.name}.{part}": spec
-                for part, spec in _packed_specs(n, k, *weights[step.name][2:], _packed_dtypes(step.weight.dtypes)).items()
-            }
-        else:
-            new = {step.name: (step.entry.dtype, step.entry.shape)}
-        try:
-            _check_names(new, specs)
-        except ValueError as error:
-            raise CheckpointError(checkpoint.path, str(error), step.entry.source) from error
-        specs.update(new)
+        if step.weight is None:
+            specs[step.name] = (step.entry.dtype, step.entry.shape)
+            continue
+        n, k = step.entry.shape
+        weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
+        dtypes = {part: _PACKED_DTYPES.get(part, dtype) for part, dtype in step.weight.dtypes.items()}
+        parts = _packed_specs(n, k, step.weight.bits, step.weight.group_size, dtypes)
+        specs.update({f"{step.name}.{part}": spec for part, spec in parts.items()})
+    try:
+        _check_names(weights, [step.name for step in steps if step.weight is None])
+    except ValueError as error:
+        raise CheckpointError(checkpoint.path, str(error)) from error
     if not weights:
-        hint = "" if bits else "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them"
+        floats = bits is None and any(_is_linear(entry) for entry in checkpoint.entries.values())
+        hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}")
     tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
     sources = {file.name: sha256(file) for file in checkpoint.files}
@@ -556,13 +559,6 @@ def reorder_checkpoint(
         source_bytes=sum(file.stat().st_size for file in checkpoint.files),
         packed_bytes=Path(path).stat().st_size,
     )
-
-
-def _packed_dtypes(dtypes: Mapping[str, torch.dtype]) -> dict[str, torch.dtype]:
-    return {
-        **dtypes,
-        **{part: d for part, d in (("zeros", torch.int8), ("perm", torch.int32)) if part in dtypes},
-    }
 
 
 def _pattern(option: str, text: str | None) -> re.Pattern[str] | None:
@@ -612,7 +608,7 @@ def _plan(
 
 
 def _is_linear(entry: Entry) -> bool:
-    matrix = len(entry.shape) == 2 and 0 not in entry.shape
+    matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
     return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
 
 

@@ -5,4 +5,4 @@ import sys
 
 from cutlass_ops.cli import app
 
-app(["reorder", *sys.argv[1:]], prog_name="reorder_weights.py reorder")
+app(["reorder", *sys.argv[1:]], prog_name="reorder_weights.py")

@@ -67,9 +67,7 @@ def read(path: Path) -> Checkpoint:
         elif len(single) == 1:
             source = single[0]
         else:
-            raise CheckpointError(
-                path, f"holds {len(single)} safetensors files and no {_INDEX}; name one of them"
-            )
+            raise CheckpointError(path, f"holds {len(single)} safetensors files and no {_INDEX}; name one of them")
     if source.name.endswith(".json"):
         return _read_index(path, source)
     entries, metadata = _read_file(source)
@@ -151,9 +149,7 @@ def _read_index(path: Path, index: Path) -> Checkpoint:
 
 def _weight_map(index: Path) -> dict[str, str]:
     if index.stat().st_size > _MAX_INDEX_BYTES:
-        raise CheckpointError(
-            index, f"has {index.stat().st_size} bytes; an index has at most {_MAX_INDEX_BYTES}"
-        )
+        raise CheckpointError(index, f"has {index.stat().st_size} bytes; an index has at most {_MAX_INDEX_BYTES}")
     try:
         content = json.loads(index.read_bytes())
     except (ValueError, RecursionError) as error:

@@ -132,9 +132,7 @@ def read(path: Path) -> Checkpoint:
         dialect="gguf",
         files=(path,),
         entries=entries,
-        metadata={
-            k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200
-        },
+        metadata={k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200},
     )
 
 
@@ -171,9 +169,7 @@ class _Header:
     def skip(self, size: int, what: str) -> int:
         """Go ``size`` bytes on; the position before."""
         if size > len(self.data) - self.at:
-            raise CheckpointError(
-                self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.at}"
-            )
+            raise CheckpointError(self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.at}")
         before = self.at
         self.at += size
         return before
@@ -200,17 +196,13 @@ class _Header:
         elif item == _STRING:
             self.skip_texts(count, what)
         else:
-            raise CheckpointError(
-                self.path, f"{what} is an array of type {item}; arrays of numbers and strings are known"
-            )
+            raise CheckpointError(self.path, f"{what} is an array of type {item}; arrays of numbers and strings are known")
         return f"{count} values"
 
     def skip_texts(self, count: int, what: str) -> None:
         # Every string takes 8 bytes at least, so a count that fits bounds the loop.
         if count > (len(self.data) - self.at) // 8:
-            raise CheckpointError(
-                self.path, f"{what} has {count} strings, more than the rest of the file can hold"
-            )
+            raise CheckpointError(self.path, f"{what} has {count} strings, more than the rest of the file can hold")
         at, end, size = self.at, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
             if at + 8 > end:
@@ -222,24 +214,18 @@ class _Header:
 
     def read(self) -> tuple[dict[str, Any], list[_Info]]:
         if self.data[:4] != b"GGUF":
-            raise CheckpointError(
-                self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'"
-            )
+            raise CheckpointError(self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'")
         self.at = 4
         version = self.number("<I", "the version")
         if version not in (2, 3):
             swapped = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
-            raise CheckpointError(
-                self.path, f"GGUF version {version}{swapped}; versions 2 and 3, little-endian, are known"
-            )
+            raise CheckpointError(self.path, f"GGUF version {version}{swapped}; versions 2 and 3, little-endian, are known")
         tensor_count = self.number("<Q", "the number of tensors")
         key_count = self.number("<Q", "the number of keys")
         # The shortest key takes 13 bytes and the shortest tensor 32: no list can outgrow the file.
         for count, size, what in ((key_count, 13, "keys"), (tensor_count, 32, "tensors")):
             if count * size > len(self.data):
-                raise CheckpointError(
-                    self.path, f"claims {count} {what}, more than its {len(self.data)} bytes can hold"
-                )
+                raise CheckpointError(self.path, f"claims {count} {what}, more than its {len(self.data)} bytes can hold")
         keys: dict[str, Any] = {}
         for index in range(key_count):
             name = self.text(f"the name of key {index}")
@@ -248,9 +234,7 @@ class _Header:
             keys[name] = self.value(self.number("<I", f"key {name!r}"), f"key {name!r}")
         alignment = keys.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
-            raise CheckpointError(
-                self.path, f"general.alignment is {alignment!r}; a power of two is expected"
-            )
+            raise CheckpointError(self.path, f"general.alignment is {alignment!r}; a power of two is expected")
         tensors: dict[str, _Info] = {}
         for index in range(tensor_count):
             info = self.tensor(index, alignment)
@@ -265,17 +249,13 @@ class _Header:
         what = f"the description of tensor {name!r}"
         dimensions = self.number("<I", what)
         if not 1 <= dimensions <= _MAX_DIMENSIONS:
-            raise CheckpointError(
-                self.path, f"has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible", name
-            )
+            raise CheckpointError(self.path, f"has {dimensions} dimensions; 1 to {_MAX_DIMENSIONS} are possible", name)
         shape = tuple(reversed([self.number("<Q", what) for _ in range(dimensions)]))
         number = self.number("<I", what)
         try:
             kind = gguf.GGMLQuantizationType(number)
         except ValueError:
-            raise CheckpointError(
-                self.path, f"has type {number}, which this version of gguf does not know", name
-            ) from None
+            raise CheckpointError(self.path, f"has type {number}, which this version of gguf does not know", name) from None
         offset = self.number("<Q", what)
         if offset % alignment:
             raise CheckpointError(self.path, f"starts at {offset}, which is no multiple of {alignment}", name)
@@ -325,9 +305,7 @@ def _module(name: str, architecture: str) -> str:
     return name
 
 
-def _head_rows(
-    path: Path, info: _Info, architecture: str, keys: dict[str, Any]
-) -> npt.NDArray[np.int64] | None:
+def _head_rows(path: Path, info: _Info, architecture: str, keys: dict[str, Any]) -> npt.NDArray[np.int64] | None:
     """For llama's attn_q and attn_k, the file's row at each row of the Hugging Face weight; else None.
 
     The converter (``permute`` in llama.cpp's convert_hf_to_gguf.py) reshapes rows to [heads, 2, d, ...] and
@@ -405,17 +383,13 @@ def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: di
         return entry
     entry = replace(entry, name=name.removesuffix(".weight"))
     if kind not in _BITS:
-        return replace(
-            entry, problem=f"has type {kind}; of the quantised types, {', '.join(_BITS)} are supported"
-        )
+        return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(_BITS)} are supported")
     if len(info.shape) != 2:
         return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
     dtypes = {"scales": torch.float16} | ({"offsets": torch.float32} if kind == "Q4_1" else {})
     return replace(
         entry,
-        quantized=Quantized(
-            bits=_BITS[kind], group_size=_BLOCK, dtypes=dtypes, read=partial(_weight, path, data, info, rows)
-        ),
+        quantized=Quantized(bits=_BITS[kind], group_size=_BLOCK, dtypes=dtypes, read=partial(_weight, path, data, info, rows)),
     )
 
 
@@ -443,7 +417,8 @@ def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64
         codes = np.concatenate([halves & np.uint8(0xF), halves >> np.uint8(4)], axis=-1)
         if kind == "Q4_1":
             smallest = np.ascontiguousarray(blocks[..., 2:4]).view("<f2")[..., 0]
-            offsets = smallest.astype(np.float32) + np.float32(8) * scales.astype(np.float32)
+            with np.errstate(invalid="ignore"):  # a block that holds infinities is its file's business
+                offsets = smallest.astype(np.float32) + np.float32(8) * scales.astype(np.float32)
     try:
         return QuantizedWeight(
             codes=_tensor(codes.reshape(n, k)),
@@ -462,12 +437,10 @@ def _values(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64
         values = _tensor(raw).view(dtype).view(info.shape)
     else:
         try:
-            # A scale of NaN or infinity is the file's business; numpy's warning about it is not.
+            # As above.
             with np.errstate(all="ignore"):
                 values = _tensor(gguf.dequantize(raw.reshape(*info.shape[:-1], -1), info.kind))
         except (NotImplementedError, ValueError) as error:
-            raise CheckpointError(
-                path, f"type {info.kind.name} cannot be dequantised: {error}", info.name
-            ) from error
+            raise CheckpointError(path, f"type {info.kind.name} cannot be dequantised: {error}", info.name) from error
         values = values.view(info.shape)
     return values if rows is None else values[torch.from_numpy(rows)]

@@ -1,0 +1,476 @@
+"""The readers of checkpoints: exact on files made by the formats' own writers and on blocks written by hand."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from safetensors.torch import save_file
+
+from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reference
+from cutlass_ops.reorder import packed_info, reorder_checkpoint, verify_packed
+
+RANDOM = np.random.default_rng(7)
+
+
+def write_gguf(
+    path: Path,
+    tensors: dict[str, tuple[npt.NDArray[Any], Type]],
+    architecture: str = "llama",
+    **keys: int,
+) -> Path:
+    """A file by the format's own writer. Quantised tensors are given as bytes ``[..., bytes of a row]``."""
+    writer = gguf.GGUFWriter(path, architecture)
+    for key, value in keys.items():
+        writer.add_uint32(f"{architecture}.attention.{key}", value)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "bc", ""])
+    writer.add_array("tokenizer.ggml.scores", [1.0, 2.0])
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def blocks(kind: Type, n: int, k: int) -> npt.NDArray[np.uint8]:
+    """Random codes under random scales, of either sign."""
+    size, nbytes = gguf.GGML_QUANT_SIZES[kind]
+    raw = RANDOM.integers(0, 256, (n, k // size, nbytes), dtype=np.uint8)
+    halves = 2 if kind == Type.Q4_1 else 1
+    scales = RANDOM.standard_normal((n, k // size, halves)).astype(np.float16)
+    raw[..., : 2 * halves] = scales.view(np.uint8).reshape(n, k // size, 2 * halves)
+    return raw.reshape(n, -1)
+
+
+def half(value: float) -> bytes:
+    return struct.pack("<e", value)
+
+
+# ---- GGUF
+
+
+def one_block(tmp_path: Path, kind: Type, raw: bytes) -> torch.Tensor:
+    path = write_gguf(tmp_path / "m.gguf", {"w": (np.frombuffer(raw, np.uint8)[None], kind)}, "other")
+    weight = load_checkpoint(path)["w"]
+    assert weight.shape == (1, 32)
+    assert weight.scales.dtype == torch.float16
+    return weight  # type: ignore[return-value]
+
+
+NIBBLES = bytes(i | (15 - i) << 4 for i in range(16))  # elements 0..15 are 0..15, elements 16..31 are 15..0
+NIBBLE_CODES = [*range(16), *range(15, -1, -1)]
+
+
+def test_a_q4_0_block_by_hand(tmp_path: Path) -> None:
+    weight: Any = one_block(tmp_path, Type.Q4_0, half(-0.5) + NIBBLES)
+    assert weight.codes[0].tolist() == NIBBLE_CODES
+    assert weight.scales.tolist() == [[-0.5]]
+    assert weight.symmetric
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [-0.5 * (q - 8) for q in NIBBLE_CODES]
+
+
+def test_a_q4_1_block_by_hand(tmp_path: Path) -> None:
+    weight: Any = one_block(tmp_path, Type.Q4_1, half(0.25) + half(-3.5) + NIBBLES)
+    assert weight.codes[0].tolist() == NIBBLE_CODES
+    assert weight.scales.tolist() == [[0.25]]
+    assert weight.offsets.dtype == torch.float32
+    assert weight.offsets.tolist() == [[-3.5 + 8 * 0.25]]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.25 * q - 3.5 for q in NIBBLE_CODES]
+
+
+def test_a_q8_0_block_by_hand(tmp_path: Path) -> None:
+    values = [-128, -127, -1, 0, 1, 127, *range(26)]
+    weight: Any = one_block(tmp_path, Type.Q8_0, half(0.125) + struct.pack("32b", *values))
+    assert weight.bits == 8
+    assert weight.codes[0].tolist() == [value + 128 for value in values]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.125 * value for value in values]
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0])
+def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
+    raw = blocks(kind, 48, 96)
+    path = write_gguf(tmp_path / "m.gguf", {"w.weight": (raw, kind)}, "other")
+    checkpoint = load_checkpoint(path)
+    values = torch.from_numpy(gguf.dequantize(raw, kind))
+    assert torch.equal(checkpoint.entries["w"].values(), values)
+    ours = reference.dequantize_weight(checkpoint["w"], torch.float32)
+    if kind == Type.Q4_1:
+        # m + 8 d is rounded to fp32 once more.
+        torch.testing.assert_close(ours, values, rtol=0, atol=2e-6)
+    else:
+        assert torch.equal(ours, values)
+
+
+def test_q4_1_offsets_are_not_rounded_to_fp16(tmp_path: Path) -> None:
+    # 8 d is exact in fp32 and below fp16's last place of m.
+    weight: Any = one_block(tmp_path, Type.Q4_1, half(2**-12) + half(-1.0) + NIBBLES)
+    assert weight.offsets.tolist() == [[-1.0 + 2**-9]]
+    weight = one_block(tmp_path, Type.Q4_1, half(2**-16) + half(-1.0) + NIBBLES)
+    assert weight.offsets.tolist() == [[-1.0 + 2**-13]]
+
+
+def converted(weights: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
+    """``permute`` of llama.cpp's convert_hf_to_gguf.py, what its converter does to q and k rows."""
+    n = weights.shape[0]
+    halves = weights.reshape(heads, 2, n // heads // 2, *weights.shape[1:])
+    return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
+
+
+@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.F32, Type.F16])
+def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
+    if kind in (Type.F32, Type.F16):
+        q, k = (RANDOM.standard_normal((n, 64)).astype(np.float32 if kind == Type.F32 else np.float16) for n in (64, 32))
+    else:
+        q, k = blocks(kind, 64, 64), blocks(kind, 32, 64)
+    kept = {"blk.3.attn_v.weight": (k, kind)}
+    as_it_was = load_checkpoint(write_gguf(tmp_path / "a.gguf", {"q.weight": (q, kind), "k.weight": (k, kind)}, "other"))
+    path = write_gguf(
+        tmp_path / "b.gguf",
+        {"blk.3.attn_q.weight": (converted(q, 4), kind), "blk.3.attn_k.weight": (converted(k, 2), kind), **kept},
+        head_count=4,
+        head_count_kv=2,
+    )
+    read = load_checkpoint(path)
+    prefix = "model.layers.3.self_attn."
+    for ours, name in (("q_proj", "q"), ("k_proj", "k"), ("v_proj", "k")):
+        if kind in (Type.F32, Type.F16):
+            assert torch.equal(dict(read.plain())[f"{prefix}{ours}.weight"], dict(as_it_was.plain())[f"{name}.weight"])
+            continue
+        a, b = read[prefix + ours], as_it_was[name]
+        assert torch.equal(a.codes, b.codes)
+        assert torch.equal(a.scales, b.scales)
+        assert (a.offsets is None and b.offsets is None) or torch.equal(a.offsets, b.offsets)  # type: ignore[arg-type]
+        assert torch.equal(read.entries[prefix + ours].values(), as_it_was.entries[name].values())
+
+
+def test_the_rows_agree_with_transformers(tmp_path: Path) -> None:
+    loader = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    processor = loader.LlamaTensorProcessor({"num_attention_heads": 6, "num_key_value_heads": 3})
+    raw = {name: RANDOM.standard_normal((96, 8)).astype(np.float32) for name in ("attn_q", "attn_k", "attn_v")}
+    path = write_gguf(
+        tmp_path / "m.gguf",
+        {f"blk.0.{name}.weight": (value, Type.F32) for name, value in raw.items()},
+        head_count=6,
+        head_count_kv=3,
+    )
+    plain = dict(load_checkpoint(path).plain())
+    for name, value in raw.items():
+        expected = processor.process(value, f"blk.0.{name}.weight").weights
+        assert torch.equal(plain[f"model.layers.0.self_attn.{name[-1]}_proj.weight"], torch.from_numpy(np.array(expected)))
+
+
+def test_without_a_count_of_key_heads_there_are_as_many(tmp_path: Path) -> None:
+    k = np.arange(32, dtype=np.float32)[:, None]
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_k.weight": (converted(k, 4), Type.F32)}, head_count=4)
+    ((_, values),) = load_checkpoint(path).plain()
+    assert values[:, 0].tolist() == list(range(32))
+
+
+@pytest.mark.parametrize("keys", [{}, {"head_count": 0}, {"head_count": 5}])
+def test_rows_that_cannot_be_put_back(tmp_path: Path, keys: dict[str, int]) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"blk.0.attn_q.weight": (np.zeros((64, 4), np.float32), Type.F32)}, **keys)
+    with pytest.raises(CheckpointError, match="heads of attention") as raised:
+        load_checkpoint(path)
+    assert raised.value.tensor == "blk.0.attn_q.weight"
+
+
+def test_other_architectures_keep_their_rows_and_names(tmp_path: Path) -> None:
+    q = RANDOM.standard_normal((64, 4)).astype(np.float32)
+    tensors = {"blk.0.attn_q.weight": (q, Type.F32), "output_norm.weight": (q[0], Type.F32)}
+    qwen = dict(load_checkpoint(write_gguf(tmp_path / "a.gguf", tensors, "qwen2", head_count=4)).plain())
+    assert torch.equal(qwen["model.layers.0.self_attn.q_proj.weight"], torch.from_numpy(q))
+    gemma = dict(load_checkpoint(write_gguf(tmp_path / "b.gguf", tensors, "gemma", head_count=4)).plain())
+    assert torch.equal(gemma["blk.0.attn_q.weight"], torch.from_numpy(q))
+    assert "output_norm.weight" in gemma
+
+
+def test_names_are_those_of_transformers(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_bias=True
+    )
+    with torch.device("meta"):
+        model = transformers.LlamaForCausalLM(config)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, 2)
+    tensors = {}
+    for name, value in model.state_dict().items():
+        module, _, suffix = name.rpartition(".")
+        tensors[f"{names.get_name(module)}.{suffix}"] = (np.zeros(tuple(value.shape), np.float32), Type.F32)
+    path = write_gguf(tmp_path / "m.gguf", tensors, head_count=2, head_count_kv=2)
+    assert {name for name, _ in load_checkpoint(path).plain()} == set(model.state_dict())
+
+
+def test_names_that_only_look_like_those_of_a_layer(tmp_path: Path) -> None:
+    zero = (np.zeros(4, np.float32), Type.F32)
+    names = ["rope_freqs.weight", "attn_norm.weight", "blk.0.output_norm.weight", "blk.0.what.weight", "blk.x.ffn_up.weight"]
+    path = write_gguf(tmp_path / "m.gguf", dict.fromkeys(names, zero))
+    assert [name for name, _ in load_checkpoint(path).plain()] == names
+
+
+def test_plain_tensors_keep_their_type(tmp_path: Path) -> None:
+    values = RANDOM.standard_normal((3, 5)).astype(np.float32)
+    bits = gguf.quantize(values, Type.BF16)
+    tensors = {
+        "a": (values, Type.F32),
+        "b": (values.astype(np.float16), Type.F16),
+        "c": (bits, Type.BF16),
+        "d": (values.astype(np.float64), Type.F64),
+        "e": (np.arange(4, dtype=np.int32), Type.I32),
+    }
+    path = write_gguf(tmp_path / "m.gguf", tensors, "other")
+    plain = dict(load_checkpoint(path).plain())
+    x = torch.from_numpy(values)
+    expected = {"a": x, "b": x.half(), "c": x.bfloat16(), "d": x.double(), "e": torch.arange(4, dtype=torch.int32)}
+    for name, value in expected.items():
+        assert plain[name].dtype == value.dtype
+        assert torch.equal(plain[name], value)
+
+
+def test_a_tied_embedding_is_the_head(tmp_path: Path) -> None:
+    raw = blocks(Type.Q8_0, 50, 64)
+    path = write_gguf(tmp_path / "m.gguf", {"token_embd.weight": (raw, Type.Q8_0)})
+    checkpoint = load_checkpoint(path)
+    assert list(checkpoint) == ["lm_head"]
+    assert checkpoint.entries["lm_head"].source == "token_embd.weight"
+    reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+    assert packed_info(tmp_path / "p.safetensors").tied == {"lm_head": "model.embed_tokens"}
+    # Left out, it is a table of the values.
+    both = {"token_embd.weight": (raw, Type.Q8_0), "blk.0.ffn_up.weight": (raw, Type.Q8_0)}
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "b.gguf", both))
+    reorder_checkpoint(checkpoint, tmp_path / "q.safetensors", exclude="lm_head")
+    table = load_packed(tmp_path / "q.safetensors")["model.embed_tokens.weight"]
+    assert isinstance(table, torch.Tensor)
+    assert torch.equal(table, torch.from_numpy(gguf.dequantize(raw, Type.Q8_0)))
+    assert packed_info(tmp_path / "q.safetensors").tied == {}
+    assert verify_packed(tmp_path / "q.safetensors", checkpoint).problems == []
+
+
+def test_an_embedding_beside_a_head_stays_itself(tmp_path: Path) -> None:
+    raw = blocks(Type.Q8_0, 50, 64)
+    tensors = {"token_embd.weight": (raw, Type.Q8_0), "output.weight": (raw, Type.Q8_0)}
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors))
+    assert sorted(checkpoint) == ["lm_head", "model.embed_tokens"]
+    plain = {"token_embd.weight": (np.zeros((4, 4), np.float32), Type.F32)}
+    assert list(load_checkpoint(write_gguf(tmp_path / "f.gguf", plain)).entries) == ["model.embed_tokens.weight"]
+
+
+def test_a_bias_goes_with_its_weight(tmp_path: Path) -> None:
+    bias = RANDOM.standard_normal(64).astype(np.float32)
+    tensors = {
+        "blk.0.attn_q.weight": (blocks(Type.Q4_0, 64, 32), Type.Q4_0),
+        "blk.0.attn_q.bias": (converted(bias, 4), Type.F32),
+        "blk.0.attn_v.weight": (blocks(Type.Q4_0, 64, 32), Type.Q4_0),
+        "output_norm.bias": (bias, Type.F32),
+    }
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, head_count=4))
+    weight = checkpoint["model.layers.0.self_attn.q_proj"]
+    assert weight.bias is not None
+    assert torch.equal(weight.bias, torch.from_numpy(bias))
+    assert [name for name, _ in checkpoint.plain()] == ["model.norm.bias"]
+    reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+    packed = load_packed(tmp_path / "p.safetensors")["model.layers.0.self_attn.q_proj"]
+    assert isinstance(packed, PackedWeight)
+    assert packed.bias is not None
+    assert torch.equal(packed.bias, weight.bias)
+    reorder_checkpoint(checkpoint, tmp_path / "p.safetensors", exclude="q_proj")
+    loaded = load_packed(tmp_path / "p.safetensors")
+    assert torch.equal(loaded["model.layers.0.self_attn.q_proj.bias"], weight.bias)  # type: ignore[arg-type]
+    assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []
+
+
+def test_a_bias_of_another_size_is_refused(tmp_path: Path) -> None:
+    tensors = {
+        "a.weight": (blocks(Type.Q4_0, 64, 32), Type.Q4_0),
+        "a.bias": (np.zeros(32, np.float32), Type.F32),
+    }
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "other"))
+    assert checkpoint["a"].bias is None
+    with pytest.raises(CheckpointError, match=r"tensor 'a\.bias' cannot keep its name"):
+        reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+
+
+def test_types_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
+    raw = blocks(Type.Q4_0, 4, 64)
+    k_quant = np.zeros((4, gguf.GGML_QUANT_SIZES[Type.Q6_K][1]), np.uint8)
+    tensors = {"a.weight": (raw, Type.Q4_0), "b.weight": (k_quant, Type.Q6_K), "c": (raw.reshape(2, 2, -1), Type.Q4_0)}
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "other"))
+    assert list(checkpoint) == ["a"]
+    with pytest.raises(CheckpointError, match=r"tensor 'b\.weight': has type Q6_K"):
+        checkpoint["b"]
+    with pytest.raises(CheckpointError, match=r"shape \[2, 2, 64\]"):
+        checkpoint["c"]
+    with pytest.raises(KeyError):
+        checkpoint["nothing"]
+    with pytest.raises(CheckpointError, match="--exclude"):
+        reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+    reorder_checkpoint(checkpoint, tmp_path / "p.safetensors", exclude="b|c")
+    loaded = load_packed(tmp_path / "p.safetensors")
+    assert torch.equal(loaded["b.weight"], torch.zeros(4, 256))  # type: ignore[arg-type]
+    assert torch.equal(
+        loaded["c.weight"],  # type: ignore[arg-type]
+        torch.from_numpy(gguf.dequantize(raw, Type.Q4_0)).view(2, 2, 64),
+    )
+    assert verify_packed(tmp_path / "p.safetensors", checkpoint).problems == []
+
+
+def test_a_gguf_of_floats_is_quantised_on_request(tmp_path: Path) -> None:
+    values = RANDOM.standard_normal((32, 48)).astype(np.float16)
+    tensors = {"blk.0.ffn_up.weight": (values, Type.F16), "token_embd.weight": (values, Type.F16)}
+    checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors))
+    with pytest.raises(ValueError, match="give bits"):
+        reorder_checkpoint(checkpoint, tmp_path / "p.safetensors")
+    done = reorder_checkpoint(checkpoint, tmp_path / "p.safetensors", bits=8, group_size=-1)
+    assert done.weights == {"model.layers.0.mlp.up_proj": (32, 48, 8, -1)}
+    assert done.tensors == ("model.embed_tokens.weight",)
+
+
+def test_the_header_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
+    tensors = {
+        "token_embd.weight": (blocks(Type.Q8_0, 50, 64), Type.Q8_0),
+        "blk.0.ffn_up.weight": (blocks(Type.Q4_1, 32, 64), Type.Q4_1),
+        "output_norm.weight": (np.ones(3, np.float32), Type.F32),
+    }
+    path = write_gguf(tmp_path / "m.gguf", tensors)
+    theirs = {
+        tensor.name: (tensor.tensor_type.name, tuple(map(int, reversed(tensor.shape))), tensor.n_bytes)
+        for tensor in gguf.GGUFReader(path).tensors
+    }
+    checkpoint = load_checkpoint(path)
+    assert {e.source: (e.kind, e.shape, e.nbytes) for e in checkpoint.entries.values()} == theirs
+    assert checkpoint.metadata["general.architecture"] == "llama"
+    assert not [key for key in checkpoint.metadata if key.startswith("tokenizer")]
+
+
+# ---- safetensors
+
+
+def test_a_single_file(tmp_path: Path) -> None:
+    tensors = {"a.weight": torch.randn(3, 5), "n": torch.arange(3), "s": torch.tensor(2.0), "e": torch.zeros(0, 2)}
+    save_file(tensors, tmp_path / "m.safetensors")
+    for path in (tmp_path / "m.safetensors", tmp_path):
+        checkpoint = load_checkpoint(path)
+        assert len(checkpoint) == 0
+        plain = dict(checkpoint.plain())
+        assert plain.keys() == tensors.keys()
+        assert all(torch.equal(plain[name], value) for name, value in tensors.items())
+
+
+@pytest.fixture
+def sharded(tmp_path: Path) -> Path:
+    save_file({"a.weight": torch.ones(2, 2)}, tmp_path / "model-1.safetensors")
+    save_file({"b.weight": torch.zeros(3, 3), "c": torch.arange(2)}, tmp_path / "model-2.safetensors")
+    weight_map = {"a.weight": "model-1.safetensors", "b.weight": "model-2.safetensors", "c": "model-2.safetensors"}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
+    return tmp_path
+
+
+def test_shards(sharded: Path) -> None:
+    for path in (sharded, sharded / "model.safetensors.index.json"):
+        checkpoint = load_checkpoint(path)
+        assert [file.name for file in checkpoint.files] == ["model-1.safetensors", "model-2.safetensors"]
+        assert {name: tuple(value.shape) for name, value in checkpoint.plain()} == {
+            "a.weight": (2, 2),
+            "b.weight": (3, 3),
+            "c": (2,),
+        }
+    done = reorder_checkpoint(load_checkpoint(sharded), sharded / "packed.out", bits=4, group_size=32)
+    assert sorted(done.weights) == ["a", "b"]
+    assert verify_packed(sharded / "packed.out", load_checkpoint(sharded)).problems == []
+
+
+def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
+    def apply(folder: Path) -> None:
+        index = folder / "model.safetensors.index.json"
+        content = json.loads(index.read_text())
+        change(content)
+        index.write_text(json.dumps(content))
+
+    return apply
+
+
+@pytest.mark.parametrize(
+    ("damage", "match"),
+    [
+        (lambda folder: (folder / "model-1.safetensors").unlink(), r"'model-1\.safetensors', which is not there"),
+        (edit(lambda c: c["weight_map"].pop("c")), "tensor 'c': the index does not name it"),
+        (edit(lambda c: c["weight_map"].update(d="model-2.safetensors")), "tensor 'd': is not in"),
+        (edit(lambda c: c["weight_map"].update(c="model-1.safetensors")), "tensor 'c': the index places it in"),
+        (edit(lambda c: c["weight_map"].update(c="../x.safetensors")), "of the same directory"),
+        (edit(lambda c: c["weight_map"].update(c="/etc/passwd")), "of the same directory"),
+        (edit(lambda c: c["weight_map"].update(c="x\0.safetensors")), "of the same directory"),
+        (edit(lambda c: c["weight_map"].update(c=3)), 'no "weight_map"'),
+        (edit(lambda c: c.clear()), 'no "weight_map"'),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("{"), "not JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_text("[" * 100_000), "not JSON"),
+        (lambda folder: (folder / "model.safetensors.index.json").write_bytes(b"\xff"), "not JSON"),
+        (lambda folder: (folder / "model-2.safetensors").write_bytes(b"x" * 64), "not a valid safetensors file"),
+    ],
+)
+def test_an_index_that_lies(sharded: Path, damage: Callable[[Path], object], match: str) -> None:
+    damage(sharded)
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(sharded)
+
+
+def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
+    # Allowed by the format; the library no longer writes it.
+    header = {
+        "a": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
+        "b.weight": {"dtype": "F32", "shape": [1, 2], "data_offsets": [1, 9]},
+    }
+    text = json.dumps(header).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(text)) + text + b"\1" + struct.pack("<2f", 1.5, -2.0))
+    plain = dict(load_checkpoint(path).plain())
+    assert plain["b.weight"].tolist() == [[1.5, -2.0]]
+
+
+# ---- what is no checkpoint
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "match"),
+    [
+        ("m.gguf", b"", "empty"),
+        ("m.gguf", b"GGU", "starts with b'GGU'"),
+        ("m.gguf", b"GGUF\3\0\0\0", "ends at byte 8"),
+        ("m.bin", b"PK\3\4", "not a checkpoint of a known kind"),
+        ("m.safetensors", b"", "not a valid safetensors file"),
+        ("m.safetensors", b"\xff" * 8, "not a valid safetensors file"),
+    ],
+)
+def test_files_of_another_kind(tmp_path: Path, name: str, content: bytes, match: str) -> None:
+    path = tmp_path / name
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=match) as raised:
+        load_checkpoint(path)
+    assert raised.value.path == str(path)
+
+
+def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no such file"):
+        load_checkpoint(tmp_path / "nothing.gguf")
+    with pytest.raises(CheckpointError, match="not a checkpoint"):
+        load_checkpoint(tmp_path)
+    for name in ("a", "b"):
+        save_file({}, tmp_path / f"{name}.safetensors")
+    with pytest.raises(CheckpointError, match="2 safetensors files"):
+        load_checkpoint(tmp_path)
+
+
+def test_a_packed_file_is_no_checkpoint(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
+    reorder_checkpoint(load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=4)
+    with pytest.raises(CheckpointError, match="packed file already"):
+        load_checkpoint(tmp_path / "p.safetensors")
