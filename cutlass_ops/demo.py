@@ -404,12 +404,18 @@ def show(result: DemoResult, console: Console) -> None:
         "at every position of the prompt and of that model's answer\n"
     )
 
-    # Shapes that run the same kernel share a line.
-    ran = Table("", "rows of x", "kernel", "layers: N x K, bits")
+    # Shapes that run the same kernel share a line, and so do numbers of rows and modes that run the same of everything.
+    same: dict[tuple[str, str, str], list[str]] = {}
     for generation in result.generations:
-        shapes: dict[tuple[int, str], list[str]] = {}
+        layers: dict[tuple[str, int], list[str]] = {}
         for use in generation.kernels:
-            shapes.setdefault((use.m, use.name), []).append(f"{use.layers}: {use.n} x {use.k}, {use.bits}")
-        for (m, name), lines in shapes.items():
-            ran.add_row(generation.name, str(m), name, "\n".join(lines))
+            layers.setdefault((use.name, use.m), []).append(f"{use.layers}: {use.n} x {use.k}, {use.bits}")
+        rows: dict[tuple[str, str], list[str]] = {}
+        for (name, m), lines in layers.items():
+            rows.setdefault((name, "\n".join(lines)), []).append(str(m))
+        for (name, shapes), counts in rows.items():
+            same.setdefault((", ".join(counts), name, shapes), []).append(generation.name)
+    ran = Table("", "rows of x", "kernel", "layers: N x K, bits")
+    for row, modes in same.items():
+        ran.add_row("\n".join(modes), *row)
     console.print(ran)

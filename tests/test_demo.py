@@ -51,6 +51,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
         num_key_value_heads=2,
         vocab_size=160,
         tie_word_embeddings=True,
+        initializer_range=0.3,  # a smaller one, and a tied model repeats its last token whatever came before
     )
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
@@ -82,13 +83,13 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(tiny: SimpleNamespace) -> None:
-    model = demo.load_model(tiny.path, tiny.config, torch.bfloat16, "cpu")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    model = demo.load_model(tiny.path, tiny.config, torch.float16, "cpu")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert model.get_submodule("lm_head").packed.scales.dtype == torch.float32
     assert model.get_submodule("model.rotary_emb").inv_freq.dtype == torch.float32
     found, expected = demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT)
     assert found.dtype == torch.float32
-    assert demo.relative_error(found, expected) < 0.02
+    assert demo.relative_error(found, expected) < 0.01
 
 
 def test_set_activations_reaches_every_layer(tiny: SimpleNamespace) -> None:
@@ -107,6 +108,7 @@ def test_generate_is_transformers_greedy_search(tiny: SimpleNamespace) -> None:
     tokens, seconds = demo.generate(tiny.model, PROMPT, 12)
     expected = tiny.model.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert tokens == expected[0, PROMPT.shape[1] :].tolist()
+    assert len(set(tokens)) > 6
     assert len(seconds) == 12
     stop = tokens[4]
     assert demo.generate(tiny.model, PROMPT, 12, [stop])[0] == tokens[: tokens.index(stop) + 1]

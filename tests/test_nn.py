@@ -158,6 +158,13 @@ def test_replace_linears_replaces_what_is_named_and_keeps_biases() -> None:
     assert isinstance(model.table, nn.Embedding)
 
 
+def test_replace_linears_takes_the_packed_bias_where_both_have_one() -> None:
+    model = Block()
+    weight = co.reorder(quantized())
+    co.replace_linears(model, {"up.0": weight})
+    assert model.up[0].bias is weight.bias
+
+
 def test_replace_linears_leaves_other_layers() -> None:
     model = Block()
     down = model.down
