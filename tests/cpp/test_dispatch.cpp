@@ -69,13 +69,6 @@ std::vector<Named> inputs(GemmProblem const& p) {
   return all;
 }
 
-int tile_tokens(int m, int bits, bool int8, Device const& device) {
-  if (m <= 16) return 16;
-  if (m <= 32) return 32;
-  if (m <= 64) return 64;
-  return bits == 8 && !int8 && device.shared_memory < 108 * 1024 ? 64 : 128;
-}
-
 TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   std::set<Row const*> used;
   for (Device const& device : kDevices)
@@ -90,9 +83,12 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
               Status const status = select(input.problem, device, &row);
               ASSERT_TRUE(status.ok()) << status.text;
               ASSERT_NE(row, nullptr);
-              EXPECT_STREQ(row->kernel, input.int8 ? "mma_gemm_a8" : "mma_gemm_a16");
+              EXPECT_TRUE(row->inputs & (input.int8 ? kInt8Input : kFloatInput));
               EXPECT_TRUE(row->weights & (bits == 4 ? kWeights4 : kWeights8));
-              EXPECT_EQ(row->tile.tokens, tile_tokens(m, bits, input.int8, device));
+              EXPECT_LE(row->min_architecture, device.architecture);
+              EXPECT_GE(row->max_architecture, device.architecture);
+              EXPECT_LE(row->min_m, m);
+              EXPECT_GE(row->max_m, m);
               EXPECT_LE(row->tile.shared_bytes, device.shared_memory);
               used.insert(row);
 
@@ -111,13 +107,30 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   EXPECT_EQ(used.size(), rows) << "a row that no problem selects";
 }
 
+// Up to sm_89 there are the portable kernels alone; their tiles follow M.
+TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
+  for (Device const& device : {kDevices[0], kDevices[1], kDevices[2]})
+    for (int bits : {4, 8})
+      for (bool int8 : {false, true})
+        for (auto const& [m, tokens] :
+             std::vector<std::pair<int, int>>{{1, 16}, {16, 16}, {17, 32}, {33, 64}, {64, 64}, {65, 128}}) {
+          GemmProblem p = problem(m, 192, 576, bits);
+          if (int8) p.act_quant = ActQuant::kBlock;
+          Plan chosen;
+          ASSERT_TRUE(plan(p, device, &chosen).ok());
+          EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
+          // The sums of 128 tokens and fp16 fragments of 8-bit weights do not fit in registers together.
+          EXPECT_EQ(chosen.tile_tokens, bits == 8 && !int8 ? std::min(tokens, 64) : tokens);
+        }
+}
+
 TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
   for (DataType type : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32}) {
     GemmProblem p = problem(5, 192, 576);
     p.out_type = p.bias_type = p.residual_type = p.weight.scale_type = p.weight.offset_type = type;
     p.bias = p.residual = p.weight.offsets = &some_byte;
-    for (Activation activation : {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu,
-                                  Activation::kSilu, Activation::kClamp}) {
+    for (Activation activation :
+         {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
       p.activation = activation;
       Row const* row = nullptr;
       EXPECT_TRUE(select(p, kHopper, &row).ok());
@@ -154,9 +167,7 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        },
        Status::kInvalid,
        {"zeros and offsets", "at most one"}},
-      {[](auto& p) { p = already_quantized(p, 64); },
-       Status::kUnsupported,
-       {"block is 64", "groups of 128", "128 or -1"}},
+      {[](auto& p) { p = already_quantized(p, 64); }, Status::kUnsupported, {"block is 64", "groups of 128", "128 or -1"}},
       {[](auto& p) {
          p.weight.group_size = 32;
          p = already_quantized(p, 128);
@@ -168,12 +179,8 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
       {[](auto& p) { p.x_type = DataType::kFloat32; },
        Status::kUnsupported,
        {"x is float32", "act_quant=\"none\"", "float16 or bfloat16", "\"token\" or \"block\""}},
-      {[](auto& p) { p.out_type = DataType::kNone; },
-       Status::kUnsupported,
-       {"out_dtype", "float16, bfloat16 or float32"}},
-      {[](auto& p) { p.out_type = DataType::kInt8; },
-       Status::kUnsupported,
-       {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.out_type = DataType::kNone; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.out_type = DataType::kInt8; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
   };
   for (Case const& wrong : cases) {
     GemmProblem p = problem(5, 192, 576);
@@ -217,15 +224,16 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
   struct Case {
     int m, n, k, splits;
   };
-  for (Case const& c : {Case{1, 128, 4096, 16},      // one tile for 264 places: as many as the limit of 16 allows
+  Device const a100 = kDevices[0];
+  for (Case const& c : {Case{1, 128, 4096, 16},      // one tile for 216 places: as many as the limit of 16 allows
                         Case{1, 128, 1024, 4},       // 8 tiles of K, at least two each
                         Case{1, 128, 128, 1},        // nothing to split
                         Case{1, 128, 129, 1},        // two tiles of K, and a part has no less
-                        Case{1, 4096, 4096, 8},      // 32 tiles for 264 places
+                        Case{1, 4096, 4096, 6},      // 32 tiles for 216 places
                         Case{4096, 28672, 4096, 1},  // thousands of tiles
                         Case{0, 128, 4096, 16}}) {   // no rows: any number will do, but it must be one
     Plan chosen;
-    ASSERT_TRUE(plan(problem(c.m, c.n, c.k), kHopper, &chosen).ok());
+    ASSERT_TRUE(plan(problem(c.m, c.n, c.k), a100, &chosen).ok());
     EXPECT_EQ(chosen.splits, c.splits) << c.m << " x " << c.n << " x " << c.k;
   }
 }
