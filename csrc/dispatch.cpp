@@ -19,35 +19,51 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 
 // clang-format off
 constexpr Row kTable[] = {
-    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 65, 128, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
+     "one tile of tokens"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 129, 176, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
+     "one tile of tokens"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 177, 256, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
+     "two whole tiles of tokens waste less than two of 176"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 257, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
+     "the largest tile whose int32 and fp32 sums fit in registers"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 65, 128, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
+     "one tile of tokens"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 129, 176, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
+     "one tile of tokens"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 177, 256, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
+     "two whole tiles of tokens waste less than two of 176"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 257, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
+     "the largest tile whose int32 and fp32 sums fit in registers"},
+    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
+    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
      "as for 16 tokens, every decoded weight used twice as often"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 33, 64, mma_gemm_a16_tile(4, 64), LAUNCHER((launch_mma_gemm_a16<4, 64>)),
+    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 33, 64, mma_gemm_a16_tile(4, 64), LAUNCHER((launch_mma_gemm_a16<4, 64>)),
      "halfway: two warps share each decoded weight"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, 80, kLater, 65, kAnyM, mma_gemm_a16_tile(4, 128), LAUNCHER((launch_mma_gemm_a16<4, 128>)),
+    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 65, kAnyM, mma_gemm_a16_tile(4, 128), LAUNCHER((launch_mma_gemm_a16<4, 128>)),
      "the largest tile whose sums fit in registers"},
-    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 0, 16, mma_gemm_a16_tile(8, 16), LAUNCHER((launch_mma_gemm_a16<8, 16>)),
+    {"mma_gemm_a16", kWeights8, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(8, 16), LAUNCHER((launch_mma_gemm_a16<8, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
-    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 17, 32, mma_gemm_a16_tile(8, 32), LAUNCHER((launch_mma_gemm_a16<8, 32>)),
+    {"mma_gemm_a16", kWeights8, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(8, 32), LAUNCHER((launch_mma_gemm_a16<8, 32>)),
      "as for 16 tokens, every decoded weight used twice as often"},
-    {"mma_gemm_a16", kWeights8, kFloatInput, 80, kLater, 33, kAnyM, mma_gemm_a16_tile(8, 64), LAUNCHER((launch_mma_gemm_a16<8, 64>)),
+    {"mma_gemm_a16", kWeights8, kFloatInput, kAllFeatures, 80, kLater, 33, kAnyM, mma_gemm_a16_tile(8, 64), LAUNCHER((launch_mma_gemm_a16<8, 64>)),
      "halfway: two warps share each decoded weight"},
-    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 0, 16, mma_gemm_a8_tile(4, 16), LAUNCHER((launch_mma_gemm_a8<4, 16>)),
+    {"mma_gemm_a8", kWeights4, kInt8Input, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a8_tile(4, 16), LAUNCHER((launch_mma_gemm_a8<4, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
-    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 17, 32, mma_gemm_a8_tile(4, 32), LAUNCHER((launch_mma_gemm_a8<4, 32>)),
+    {"mma_gemm_a8", kWeights4, kInt8Input, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a8_tile(4, 32), LAUNCHER((launch_mma_gemm_a8<4, 32>)),
      "as for 16 tokens, every decoded weight used twice as often"},
-    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 33, 64, mma_gemm_a8_tile(4, 64), LAUNCHER((launch_mma_gemm_a8<4, 64>)),
+    {"mma_gemm_a8", kWeights4, kInt8Input, kAllFeatures, 80, kLater, 33, 64, mma_gemm_a8_tile(4, 64), LAUNCHER((launch_mma_gemm_a8<4, 64>)),
      "halfway: two warps share each decoded weight"},
-    {"mma_gemm_a8", kWeights4, kInt8Input, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(4, 128), LAUNCHER((launch_mma_gemm_a8<4, 128>)),
+    {"mma_gemm_a8", kWeights4, kInt8Input, kAllFeatures, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(4, 128), LAUNCHER((launch_mma_gemm_a8<4, 128>)),
      "the largest tile whose sums fit in registers"},
-    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 0, 16, mma_gemm_a8_tile(8, 16), LAUNCHER((launch_mma_gemm_a8<8, 16>)),
+    {"mma_gemm_a8", kWeights8, kInt8Input, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a8_tile(8, 16), LAUNCHER((launch_mma_gemm_a8<8, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
-    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 17, 32, mma_gemm_a8_tile(8, 32), LAUNCHER((launch_mma_gemm_a8<8, 32>)),
+    {"mma_gemm_a8", kWeights8, kInt8Input, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a8_tile(8, 32), LAUNCHER((launch_mma_gemm_a8<8, 32>)),
      "as for 16 tokens, every decoded weight used twice as often"},
-    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 33, 64, mma_gemm_a8_tile(8, 64), LAUNCHER((launch_mma_gemm_a8<8, 64>)),
+    {"mma_gemm_a8", kWeights8, kInt8Input, kAllFeatures, 80, kLater, 33, 64, mma_gemm_a8_tile(8, 64), LAUNCHER((launch_mma_gemm_a8<8, 64>)),
      "halfway: two warps share each decoded weight"},
-    {"mma_gemm_a8", kWeights8, kInt8Input, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(8, 128), LAUNCHER((launch_mma_gemm_a8<8, 128>)),
+    {"mma_gemm_a8", kWeights8, kInt8Input, kAllFeatures, 80, kLater, 65, kAnyM, mma_gemm_a8_tile(8, 128), LAUNCHER((launch_mma_gemm_a8<8, 128>)),
      "the largest tile whose sums fit in registers"},
 };
 // clang-format on
@@ -59,15 +75,13 @@ constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
-bool is_float(DataType type) {
-  return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16;
-}
+bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
 
 // The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least two tiles of K each. The
 // count depends on shapes and the device alone, so a result's bits do too.
 int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
   int64_t tiles = ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
-  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / tiles;
+  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tiles * tile.blocks);
   int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / 2);
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
@@ -90,7 +104,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   if (problem.m < 0 || problem.m > kMaxM) {
     return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
   }
-  bool group_fits = w.group_size == -1 || w.group_size == 32 || w.group_size == 64 || (w.group_size > 0 && w.group_size % 128 == 0);
+  bool group_fits =
+      w.group_size == -1 || w.group_size == 32 || w.group_size == 64 || (w.group_size > 0 && w.group_size % 128 == 0);
   if (!group_fits) {
     return unsupported("group_size is " + std::to_string(w.group_size) + "; supported are 32, 64, multiples of 128, and -1");
   }
@@ -107,12 +122,17 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   } else if (!is_float(problem.x_type)) {
     return unsupported("x has a type that is not fp16, bf16 or fp32");
   } else if (problem.act_quant == ActQuant::kNone && problem.x_type == DataType::kFloat32) {
-    return unsupported("x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 with \"token\" or \"block\")");
+    return unsupported(
+        "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 with \"token\" or \"block\")");
   }
   if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
   unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
   unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
+  bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
+  unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
+                      (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0);
   for (Row const& candidate : kTable) {
+    if (features & ~candidate.features) continue;
     if ((candidate.weights & weight) && (candidate.inputs & input) && device.architecture >= candidate.min_architecture &&
         device.architecture <= candidate.max_architecture && device.shared_memory >= candidate.tile.shared_bytes &&
         problem.m >= candidate.min_m && problem.m <= candidate.max_m) {

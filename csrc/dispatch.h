@@ -9,24 +9,33 @@ namespace cutlass_ops {
 
 // What a kernel instance computes at a time, as its Config states it.
 struct Tile {
-  int rows;      // output features
+  int rows;  // output features
   int tokens;
-  int stages;    // tiles of K in flight
-  int resident;  // blocks that share one multiprocessor
+  int stages;        // tiles of K in flight
+  int resident;      // blocks that share one multiprocessor
   int shared_bytes;  // shared memory of a block, at most
+  int blocks = 1;    // that compute the tile together, as a cluster
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels; `partials` holds plan.splits x [m][n_pad] sums and is
 // null if plan.splits is 1.
 using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-constexpr unsigned kWeights4 = 1, kWeights8 = 2;       // Row::weights
-constexpr unsigned kFloatInput = 1, kInt8Input = 2;    // Row::inputs
+constexpr unsigned kWeights4 = 1, kWeights8 = 2;     // Row::weights
+constexpr unsigned kFloatInput = 1, kInt8Input = 2;  // Row::inputs
+
+// Row::features: what a problem may have beyond symmetric groups of 128 or more.
+constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
+constexpr unsigned kWeightZeros = 2;
+constexpr unsigned kWeightOffsets = 4;
+constexpr unsigned kActivationZeros = 8;
+constexpr unsigned kAllFeatures = 15;
 
 struct Row {
   char const* kernel;
   unsigned weights;
   unsigned inputs;
+  unsigned features;
   int min_architecture, max_architecture;
   int min_m, max_m;
   Tile tile;
@@ -49,9 +58,7 @@ struct WorkspaceLayout {
 WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits);
 
 // The activation block for weights in groups of group_size.
-constexpr int activation_block(int group_size) {
-  return group_size == -1 || group_size > 128 ? 128 : group_size;
-}
+constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }
 
 constexpr int kMaxM = 1 << 24;
 

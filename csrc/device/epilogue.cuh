@@ -42,30 +42,47 @@ struct EpilogueParams {
         vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0) {}
 };
 
-// Comparisons are written so that NaN falls through them: no activation turns a NaN into a number.
-__device__ __forceinline__ float activate(float v, EpilogueParams const& p) {
+// Eight neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all eight.
+__device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, EpilogueParams const& p) {
+  // Comparisons are written so that NaN falls through them: nothing turns a NaN into a number. A sum that is not finite is NaN from the
+  // start: a NaN or infinity in x shows in its whole row, also after relu.
+#pragma unroll
+  for (float& x : v) x = fmaf(x, 0.0f, x);
+  if (p.bias) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
+  }
   switch (p.activation) {
+    case Activation::kNone:
+      break;
     case Activation::kRelu:
-      return v < 0.0f ? 0.0f : v;
+#pragma unroll
+      for (float& x : v) x = x < 0.0f ? 0.0f : x;
+      break;
     case Activation::kRelu6:
     case Activation::kClamp:
-      return v < p.low ? p.low : v > p.high ? p.high : v;
+#pragma unroll
+      for (float& x : v) x = x < p.low ? p.low : x > p.high ? p.high : x;
+      break;
     case Activation::kGelu:
-      return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f));
+#pragma unroll
+      for (float& x : v) x = 0.5f * x * (1.0f + erff(x * 0.70710678118654752f));
+      break;
     case Activation::kSilu:
-      return v / (1.0f + __expf(-v));
-    default:
-      return v;
+#pragma unroll
+      for (float& x : v) x = x / (1.0f + __expf(-x));
+      break;
   }
-}
-
-__device__ __forceinline__ float finish(float sum, int m, int n, EpilogueParams const& p) {
-  // A sum that is not finite is NaN from here on: a NaN or infinity in x shows in its whole row, also after relu.
-  float v = fmaf(sum, 0.0f, sum);
-  if (p.bias) v += load_float(p.bias, p.bias_type, n);
-  v = activate(v, p);
-  if (p.residual) v += load_float(p.residual, p.residual_type, m * p.residual_stride + n);
-  return v > p.limit ? p.limit : v < -p.limit ? -p.limit : v;
+  if (p.residual) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (n + i < p.n) v[i] += load_float(p.residual, p.residual_type, m * p.residual_stride + n + i);
+  }
+  if (p.limit < HUGE_VALF) {
+#pragma unroll
+    for (float& x : v) x = x > p.limit ? p.limit : x < -p.limit ? -p.limit : x;
+  }
 }
 
 __device__ __forceinline__ uint16_t to_half_bits(float v, EpilogueParams const& p) {
@@ -73,35 +90,36 @@ __device__ __forceinline__ uint16_t to_half_bits(float v, EpilogueParams const& 
   return __half_as_ushort(__float2half_rn(v));
 }
 
-// Finish eight neighbouring sums of row m, the first at column n, and store those below p.n.
-__device__ __forceinline__ void store_eight(float const (&sums)[8], int m, int n, EpilogueParams const& p) {
+// Finish eight sums and store those whose column is below p.n.
+__device__ __forceinline__ void store_eight(float (&v)[8], int m, int n, EpilogueParams const& p) {
+  finish_eight(v, m, n, p);
+  bool whole = p.vector_store && n + 8 <= p.n;
+  int64_t index = int64_t(m) * p.n + n;
   if (p.out_type == DataType::kFloat32) {
-    float* out = static_cast<float*>(p.out) + int64_t(m) * p.n + n;
-    if (p.vector_store && n + 8 <= p.n) {
-      float v[8];
-#pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = finish(sums[i], m, n + i, p);
+    float* out = static_cast<float*>(p.out) + index;
+    if (whole) {
       reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
       reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        if (n + i < p.n) out[i] = finish(sums[i], m, n + i, p);
+        if (n + i < p.n) out[i] = v[i];
     }
     return;
   }
-  uint16_t* out = static_cast<uint16_t*>(p.out) + int64_t(m) * p.n + n;
-  if (p.vector_store && n + 8 <= p.n) {
-    uint32_t v[4];
+  uint16_t bits[8];
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-      v[i] = to_half_bits(finish(sums[2 * i], m, n + 2 * i, p), p) |
-             uint32_t(to_half_bits(finish(sums[2 * i + 1], m, n + 2 * i + 1, p), p)) << 16;
-    *reinterpret_cast<uint4*>(out) = make_uint4(v[0], v[1], v[2], v[3]);
+  for (int i = 0; i < 8; ++i) bits[i] = to_half_bits(v[i], p);
+  uint16_t* out = static_cast<uint16_t*>(p.out) + index;
+  if (whole) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) pairs[i] = bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16;
+    *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   } else {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
-      if (n + i < p.n) out[i] = to_half_bits(finish(sums[i], m, n + i, p), p);
+      if (n + i < p.n) out[i] = bits[i];
   }
 }
 

@@ -17,7 +17,8 @@ inline Status cuda_error(char const* call, cudaError_t error) {
 // On sm_90 and later the kernel may start while its predecessor in the stream still runs: everything but weights is read, and
 // anything is written, only after wait_for_predecessor().
 template <class... Params, class... Args>
-Status launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, Stream stream, Args&&... args) {
+Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, int threads, int shared_bytes, Stream stream,
+                       Args&&... args) {
   if (shared_bytes > 48 * 1024) {
     cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
     if (error != cudaSuccess) return cuda_error("cudaFuncSetAttribute", error);
@@ -29,17 +30,25 @@ Status launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_byte
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute dependent;
-  dependent.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  dependent.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &dependent;
-  config.numAttrs = device.architecture >= 90 ? 1 : 0;
+  cudaLaunchAttribute attributes[2];
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = unsigned(cluster);
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  config.attrs = attributes;
+  config.numAttrs = device.architecture < 90 ? 0 : cluster > 1 ? 2 : 1;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) {
     cudaGetLastError();  // the launch's own error is not left for the next call to find
     return cuda_error("cudaLaunchKernelEx", error);
   }
   return {};
+}
+
+template <class... Params, class... Args>
+Status launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, Stream stream, Args&&... args) {
+  return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
 // Wait until all that earlier kernels in the stream wrote can be seen, then let the next one start its own preparations.

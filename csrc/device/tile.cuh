@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0
       float4* to = reinterpret_cast<float4*>(partials + int64_t(m) * n_pad + n);
       to[0] = a, to[1] = b;
     } else {
-      float const v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+      float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
       store_eight(v, m, n, p);
     }
   }

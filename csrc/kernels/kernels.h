@@ -23,6 +23,11 @@ constexpr Tile mma_gemm_a8_tile(int bits, int tokens) {
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two blocks.
+constexpr Tile wgmma_gemm_a8_tile(int tokens) { return {256, tokens, 4, 1, 227 * 1024, 2}; }
+template <int Bits, int Tokens>
+Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);
 

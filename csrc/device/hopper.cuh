@@ -1,0 +1,59 @@
+// The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what they do here.
+#pragma once
+
+#include <cutlass/arch/barrier.h>
+#include <cutlass/arch/reg_reconfig.h>
+#include <cute/arch/cluster_sm90.hpp>
+#include <cute/arch/copy_sm90.hpp>
+#include <cute/arch/copy_sm90_desc.hpp>
+#include <cute/arch/copy_sm90_tma.hpp>
+#include <cute/arch/mma_sm90_gmma.hpp>
+#include <cute/arch/mma_sm90_gmma_ext.hpp>
+
+#include <utility>
+
+namespace cutlass_ops {
+
+using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
+using ClusterBarrier = cutlass::arch::ClusterBarrier;
+
+// int8 wgmma with the 64 x 32 operand A in registers: the atom for kTokens columns.
+template <int kTokens>
+struct Int8Wgmma;
+template <>
+struct Int8Wgmma<128> {
+  using Atom = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
+};
+template <>
+struct Int8Wgmma<176> {
+  using Atom = cute::SM90::GMMA::MMA_64x176x32_S32S8S8_RS_TN;
+};
+
+template <class Atom, size_t... I>
+__device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, uint32_t* sums, bool add,
+                                             std::index_sequence<I...>) {
+  using cute::SM90::GMMA::ScaleOut;
+  Atom::fma(a[0], a[1], a[2], a[3], b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
+}
+
+// sums[64 x kTokens] (+)= a[64 x 32] b[kTokens x 32]^T, issued; `b` is a shared-memory descriptor.
+template <int kTokens>
+__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t (&sums)[kTokens / 2], bool add) {
+  wgmma_expand<typename Int8Wgmma<kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+}
+
+// Keep the compiler from moving uses of registers that an MMA in flight reads or writes.
+template <int kCount>
+__device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+// Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes apart (PTX
+// ISA, "Matrix descriptor": start address / 16 in bits 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62). The atom starts on 1024 bytes; 32
+// columns further is +2.
+__device__ __forceinline__ uint64_t operand_descriptor(void const* shared) {
+  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
+}
+
+}  // namespace cutlass_ops
