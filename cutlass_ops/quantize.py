@@ -41,10 +41,7 @@ def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bo
     formats.check_bits(bits)
     formats.check_group_size(group_size)
     rows = max(1, _PIECE // weight.shape[1])
-    pieces = [
-        reference.quantize_weight(piece, bits, group_size, symmetric)
-        for piece in torch.split(weight.detach(), rows)
-    ]
+    pieces = [reference.quantize_weight(piece, bits, group_size, symmetric) for piece in torch.split(weight.detach(), rows)]
     scales = torch.cat([piece.scales for piece in pieces])
     if not scales.isfinite().all():
         row, group = (~scales.isfinite()).nonzero()[0].tolist()

@@ -280,9 +280,7 @@ def natural_order(ordered: Tensor, k: int) -> Tensor:
     """The inverse of :func:`activation_order`: int8 ``[M, k_pad]`` to ``[M, K]``, padding dropped."""
     _check_matrix("ordered", ordered, (torch.int8,))
     if ordered.shape[1] != formats.padded_k(k):
-        raise ValueError(
-            f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}"
-        )
+        raise ValueError(f"ordered has {ordered.shape[1]} columns; K = {k} is padded to {formats.padded_k(k)}")
     m, k_pad = ordered.shape
     return ordered.view(m, k_pad // 16, 8, 2).transpose(2, 3).reshape(m, k_pad)[:, :k].contiguous()
 
@@ -298,10 +296,7 @@ def check_activation(activation: Activation) -> None:
         if activation[1] <= activation[2]:
             return
         raise ValueError(f"activation is {activation!r}; clamp takes bounds lo <= hi")
-    raise ValueError(
-        f"activation is {activation!r}; "
-        "supported are None, 'relu', 'relu6', 'gelu', 'silu' and ('clamp', lo, hi)"
-    )
+    raise ValueError(f"activation is {activation!r}; supported are None, 'relu', 'relu6', 'gelu', 'silu' and ('clamp', lo, hi)")
 
 
 def _activate(y: Tensor, activation: Activation) -> Tensor:
@@ -352,9 +347,7 @@ def epilogue(
     return y.to(out_dtype)
 
 
-def _check_product(
-    k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None
-) -> Tensor | None:
+def _check_product(k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
     """The bias that applies, after checking shapes."""
     if k != qw.k:
         raise ValueError(f"the activations have {k} columns; the weight {qw.shape} takes {qw.k}")

@@ -124,9 +124,7 @@ struct Int4Half {
     out[3] = as_bits(__hfma2(as_half2(out[3]), as_half2(kSixteenth), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
-  }
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) { fragment(word, zero_constants(0, 0), out); }
 #endif
 };
 
@@ -159,9 +157,7 @@ struct Int4Bfloat16 {
     out[3] = as_bits(__hsub2(as_bfloat162(out[3]), as_bfloat162(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
-    fragment(word, zero_constants(0, 0), out);
-  }
+  __device__ static void fragment(uint32_t const* word, uint32_t (&out)[4]) { fragment(word, zero_constants(0, 0), out); }
 #endif
 };
 
@@ -199,9 +195,7 @@ struct Int8Half {
     out[3] = as_bits(__hsub2(as_half2(out[3]), as_half2(zero.g8)));
   }
 
-  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
-    fragment(words, zero_constants(0, 0), out);
-  }
+  __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) { fragment(words, zero_constants(0, 0), out); }
 #endif
 };
 

@@ -51,12 +51,11 @@ TEST(Decode, FourBitsToHalf) {
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           double const operand = emulate::half(bits[r], h);
-          double const value =
-              r % 2 == 0 ? operand - emulate::half(zero.g, h) : operand / 16 + emulate::half(zero.g8, h);
+          double const value = r % 2 == 0 ? operand - emulate::half(zero.g, h) : operand / 16 + emulate::half(zero.g8, h);
           int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
-                          << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
+                          << expected;
           }
         }
       }
@@ -75,8 +74,8 @@ TEST(Decode, FourBitsToBfloat16) {
           double const value = emulate::bfloat16(bits[r], h) - emulate::bfloat16(r % 2 == 0 ? zero.g : zero.g8, h);
           int const expected = nibble(word, kNibble[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
-                          << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
+                          << expected;
           }
         }
       }
@@ -96,8 +95,8 @@ TEST(Decode, EightBitsToHalf) {
           double const value = emulate::half(bits[r], h) - emulate::half(r % 2 == 0 ? zero.g : zero.g8, h);
           int const expected = byte(words[r % 2], kByte[r][h]) - (r % 2 == 0 ? zero_g : zero_g8);
           if (value != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
-                          << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
+                          << expected;
           }
         }
       }
@@ -115,8 +114,8 @@ TEST(Decode, EightBitsToBfloat16) {
         double const value = emulate::bfloat16(minuend[r], h) - emulate::bfloat16(subtrahend[r], h);
         int const expected = byte(words[r % 2], kByte[r][h]);
         if (value != expected) {
-          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not "
-                        << std::dec << expected;
+          ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << value << ", not " << std::dec
+                        << expected;
         }
       }
     }
@@ -159,8 +158,8 @@ TEST(Decode, FourBitsMinusZeroToInt8) {
           int const code = nibble(words[r / 2], 2 * e + r % 2);
           int const expected = code - (r % 2 == 0 ? zero_g : zero_g8);
           if (byte(out[r], e) != expected) {
-            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e)
-                          << ", not " << std::dec << expected;
+            ADD_FAILURE() << std::hex << word << " register " << r << " byte " << e << ": " << byte(out[r], e) << ", not "
+                          << std::dec << expected;
           }
         }
       }

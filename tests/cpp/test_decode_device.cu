@@ -12,13 +12,9 @@
 namespace cutlass_ops::decode {
 namespace {
 
-__device__ int code(uint32_t word, int bits, int place) {
-  return int(word << (32 - bits - bits * place)) >> (32 - bits);
-}
+__device__ int code(uint32_t word, int bits, int place) { return int(word << (32 - bits - bits * place)) >> (32 - bits); }
 
-__device__ int number(uint32_t reg, int high, __half) {
-  return __half2int_rn(__ushort_as_half(uint16_t(reg >> 16 * high)));
-}
+__device__ int number(uint32_t reg, int high, __half) { return __half2int_rn(__ushort_as_half(uint16_t(reg >> 16 * high))); }
 __device__ int number(uint32_t reg, int high, __nv_bfloat16) {
   return __bfloat162int_rn(__ushort_as_bfloat16(uint16_t(reg >> 16 * high)));
 }
