@@ -751,7 +751,8 @@ def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Chec
         if weight.shape == entry.shape:
             values = entry.values().float()
             difference = float((reference.dequantize_weight(weight, torch.float32) - values).abs().max())
-            if found.largest_difference is None or not difference <= found.largest_difference:
+            largest = found.largest_difference
+            if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
                 found.largest_difference, found.largest_at = difference, packed
         return {packed}
     if entry.quantized is None and not entry.problem:

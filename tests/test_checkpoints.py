@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -213,7 +214,14 @@ def test_names_are_those_of_transformers(tmp_path: Path) -> None:
 
 def test_names_that_only_look_like_those_of_a_layer(tmp_path: Path) -> None:
     zero = (np.zeros(4, np.float32), Type.F32)
-    names = ["rope_freqs.weight", "attn_norm.weight", "blk.0.output_norm.weight", "blk.0.what.weight", "blk.x.ffn_up.weight"]
+    names = [
+        "rope_freqs.weight",
+        "attn_norm.weight",
+        "blk.0.output_norm.weight",
+        "blk.0.what.weight",
+        "blk.x.ffn_up.weight",
+        "blk.\u0663.ffn_up.weight",
+    ]
     path = write_gguf(tmp_path / "m.gguf", dict.fromkeys(names, zero))
     assert [name for name, _ in load_checkpoint(path).plain()] == names
 
@@ -306,6 +314,7 @@ def test_types_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
     tensors = {"a.weight": (raw, Type.Q4_0), "b.weight": (k_quant, Type.Q6_K), "c": (raw.reshape(2, 2, -1), Type.Q4_0)}
     checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "other"))
     assert list(checkpoint) == ["a"]
+    assert list(checkpoint.plain()) == []
     with pytest.raises(CheckpointError, match=r"tensor 'b\.weight': has type Q6_K"):
         checkpoint["b"]
     with pytest.raises(CheckpointError, match=r"shape \[2, 2, 64\]"):
@@ -352,6 +361,18 @@ def test_the_header_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     assert not [key for key in checkpoint.metadata if key.startswith("tokenizer")]
 
 
+def test_verify_does_not_lose_a_nan(tmp_path: Path) -> None:
+    raw = {name: blocks(Type.Q8_0, 2, 32) for name in "abc"}
+    raw["b"][0, :2] = 0x7F  # a scale of NaN
+    source = load_checkpoint(write_gguf(tmp_path / "m.gguf", {n: (r, Type.Q8_0) for n, r in raw.items()}, "other"))
+    reorder_checkpoint(source, tmp_path / "p.safetensors")
+    found = verify_packed(tmp_path / "p.safetensors", source)
+    assert found.problems == []  # it is what the checkpoint holds
+    assert found.largest_at == "b"
+    assert found.largest_difference is not None
+    assert math.isnan(found.largest_difference)
+
+
 # ---- safetensors
 
 
@@ -364,6 +385,16 @@ def test_a_single_file(tmp_path: Path) -> None:
         plain = dict(checkpoint.plain())
         assert plain.keys() == tensors.keys()
         assert all(torch.equal(plain[name], value) for name, value in tensors.items())
+
+
+@pytest.mark.parametrize("now", [{"b": torch.zeros(2)}, {"a": torch.zeros(3)}, {"a": torch.zeros(2).half()}])
+def test_a_file_that_changes_while_it_is_read(tmp_path: Path, now: dict[str, torch.Tensor]) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({"a": torch.zeros(2)}, path)
+    checkpoint = load_checkpoint(path)
+    save_file(now, path)
+    with pytest.raises(CheckpointError, match=r"tensor 'a': has (gone|another type or shape)"):
+        list(checkpoint.plain())
 
 
 @pytest.fixture

@@ -52,6 +52,7 @@ def test_from_a_checkpoint_to_a_verified_file(model: Path, tmp_path: Path) -> No
     assert "copied   2 tensors" in done.stdout
     assert str(out) in done.stdout
     assert done.stderr == ""
+    assert load_packed(out)[UP].zeros is not None  # type: ignore[union-attr]
     checked = run("verify", out, "--against", model)
     assert checked.exit_code == 0, checked.output
     assert "checked  2 weights, 2 tensors" in checked.stdout
