@@ -882,6 +882,22 @@ REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exceptio
     ),
     "bias on the CPU": (lambda x, w: co.mixed_gemm(x, w, torch.zeros(192)), ValueError, "bias is on cpu"),
     "residual on the CPU": (lambda x, w: co.mixed_gemm(x, w, residual=torch.zeros(5, 192)), ValueError, "residual is on cpu"),
+    "bias of another length": (
+        lambda x, w: co.mixed_gemm(x, w, x.new_zeros(191)),
+        ValueError,
+        "bias has shape (191,); (192,) is expected",
+    ),
+    "a second bias": (
+        lambda x, w: co.mixed_gemm(x, replace(w, bias=x.new_zeros(192)), x.new_zeros(192)),
+        ValueError,
+        "a bias is given, but the weight has one already",
+    ),
+    "residual of another shape": (
+        lambda x, w: co.mixed_gemm(x, w, residual=x.new_zeros(4, 192)),
+        ValueError,
+        "residual has shape (4, 192); (5, 192) is expected",
+    ),
+    "x of another width": (lambda x, w: co.mixed_gemm(x[:, 1:], w), ValueError, "x has shape (5, 575); [..., 576] is expected"),
     "another block": (
         lambda x, w: co.mixed_gemm(co.quantize_activations(x, 32), w),
         ValueError,

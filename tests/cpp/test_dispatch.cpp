@@ -198,7 +198,7 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
 
 TEST(Dispatch, SaysWhichGpusItWantsToOneThatIsTooOld) {
   Row const* row = nullptr;
-  Status const status = select(problem(5, 192, 576), {75, 68, 65536}, &row);
+  Status const status = select(problem(5, 192, 576), {75, 68, 232448}, &row);
   EXPECT_EQ(status.code, Status::kUnsupported);
   EXPECT_NE(status.text.find("sm_75"), std::string::npos) << status.text;
   EXPECT_NE(status.text.find("sm_80 and later"), std::string::npos) << status.text;
@@ -225,7 +225,7 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
     int m, n, k, splits;
   };
   Device const a100 = kDevices[0];
-  for (Case const& c : {Case{1, 128, 4096, 16},      // one tile for 216 places: as many as the limit of 16 allows
+  for (Case const& c : {Case{1, 128, 8192, 16},      // one tile for 216 places: as many as the limit of 16 allows
                         Case{1, 128, 1024, 4},       // 8 tiles of K, at least two each
                         Case{1, 128, 128, 1},        // nothing to split
                         Case{1, 128, 129, 1},        // two tiles of K, and a part has no less
