@@ -267,7 +267,7 @@ def run_demo(
     Raises:
         ModuleNotFoundError: the ``demo`` extra is not installed.
         CheckpointError: not a GGUF file that can be packed.
-        ValueError: a model that transformers does not load so, or max_new_tokens below 1.
+        ValueError: not GGUF, a model that transformers does not load so, or max_new_tokens below 1.
         RuntimeError: the model cannot be downloaded, or there is no such device.
         OSError: the folder cannot be written.
     """
@@ -281,11 +281,15 @@ def run_demo(
         report(f"Fetching {MODEL}")
         model = fetch_model(folder)
 
+    checkpoint = load_checkpoint(model)
+    if checkpoint.dialect != "gguf":
+        raise ValueError(f"{model} is a checkpoint of kind {checkpoint.dialect}; the demo takes a GGUF file")
+
     report(f"Reordering {model.name}")
     folder.mkdir(parents=True, exist_ok=True)
     packed = folder / f"{model.stem}.packed.safetensors"
     begin = time.perf_counter()
-    done = reorder_checkpoint(load_checkpoint(model), packed)
+    done = reorder_checkpoint(checkpoint, packed)
     reorder_seconds = time.perf_counter() - begin
 
     report("Loading configuration and tokenizer")

@@ -20,6 +20,7 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
@@ -207,6 +208,14 @@ def test_run_demo_wants_the_extra_and_a_token(tmp_path: Path, monkeypatch: pytes
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"transformers.*; the demo needs it: pip install 'cutlass_ops\[demo\]'"):
         demo.run_demo(folder=tmp_path)
+
+
+def test_run_demo_takes_gguf_alone(tmp_path: Path) -> None:
+    path = tmp_path / "model.safetensors"
+    save_file({"up.weight": torch.zeros(4, 32)}, path)
+    with pytest.raises(ValueError, match=r"model\.safetensors is a checkpoint of kind safetensors; the demo takes a GGUF file"):
+        demo.run_demo(path, folder=tmp_path / "folder")
+    assert list(tmp_path.iterdir()) == [path]
 
 
 # ---- the real model
