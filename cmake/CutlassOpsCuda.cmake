@@ -49,9 +49,8 @@ else()
 endif()
 if(NOT EXISTS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h")
   message(FATAL_ERROR
-    "The CUTLASS headers were not found (looked for '${CUTLASS_INCLUDE_DIR}/cutlass/version.h'). Install the package "
-    "nvidia-cutlass, or set CUTLASS_PATH to a folder that holds include/cutlass, or build without CUDA "
-    "(CUTLASS_OPS_CUDA=OFF).")
+    "The CUTLASS headers were not found (CUTLASS_PATH is '${CUTLASS_PATH}'). Install the package nvidia-cutlass, or set "
+    "CUTLASS_PATH to a folder that holds include/cutlass, or build without CUDA (CUTLASS_OPS_CUDA=OFF).")
 endif()
 message(STATUS "cutlass_ops: building CUDA kernels with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} "
                "for ${CUTLASS_OPS_ARCHITECTURES}; CUTLASS headers in ${CUTLASS_INCLUDE_DIR}")
