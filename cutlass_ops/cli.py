@@ -126,7 +126,7 @@ def _options(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A GGUF or safetensors file, a packed file, or a directory with one.")],
+    file: Annotated[Path, typer.Argument(help="A GGUF or safetensors file, a packed file, or a directory with safetensors.")],
     as_json: _Json = False,
 ) -> None:
     """List what a checkpoint or a packed file holds, from its header alone."""
@@ -235,7 +235,7 @@ def _spec_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 @app.command("reorder")
 def reorder_command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file or index, or a directory with one of them.")],
+    file: Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file or index, or a directory with safetensors.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="The packed file to write (*.safetensors).")],
     bits: Annotated[
         int | None, typer.Option(help="Quantise float weights to codes of 4 or 8 bits. Without it they stay floats.")

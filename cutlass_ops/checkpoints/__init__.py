@@ -30,7 +30,7 @@ def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
     """Open a checkpoint; nothing but its header is read.
 
     Args:
-        path: a GGUF file, a safetensors file or index, or a directory that holds one of them.
+        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors.
 
     Returns:
         A lazy mapping from module name to :class:`cutlass_ops.QuantizedWeight`.

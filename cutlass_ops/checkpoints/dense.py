@@ -77,6 +77,8 @@ def read(path: Path) -> Checkpoint:
 @contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(path, "not a file" if path.exists() else "no such file")
     try:
         with safe_open(path, framework="pt") as file:
             yield file
