@@ -1,6 +1,7 @@
 #include "dispatch.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "cutlass_ops/layout.h"
 #include "kernels/kernels.h"
@@ -19,22 +20,22 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 
 // clang-format off
 constexpr Row kTable[] = {
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 65, 128, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
-     "one tile of tokens"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 129, 176, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
-     "one tile of tokens"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 177, 256, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
-     "two whole tiles of tokens waste less than two of 176"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 257, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
-     "the largest tile whose int32 and fp32 sums fit in registers"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 65, 128, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
-     "one tile of tokens"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 129, 176, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
-     "one tile of tokens"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 177, 256, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
-     "two whole tiles of tokens waste less than two of 176"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 257, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
-     "the largest tile whose int32 and fp32 sums fit in registers"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
+     "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
+     "where 176 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<4, 96>)),
+     "where 128 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64>)),
+     "few tokens, or few rows: more blocks than the larger tiles give"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
+     "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
+     "where 176 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<8, 96>)),
+     "where 128 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64>)),
+     "few tokens, or few rows: more blocks than the larger tiles give"},
     {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
     {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
@@ -77,11 +78,14 @@ Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
 bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
 
+int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
+  return ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
+}
+
 // The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least two tiles of K each. The
 // count depends on shapes and the device alone, so a result's bits do too.
 int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
-  int64_t tiles = ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
-  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tiles * tile.blocks);
+  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tile_count(problem, tile) * tile.blocks);
   int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / 2);
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
@@ -93,16 +97,12 @@ Row const* table(size_t* count) {
   return kTable;
 }
 
-Status select(GemmProblem const& problem, Device const& device, Row const** row) {
-  PackedWeight const& w = problem.weight;
+Status check_weight(PackedWeight const& w) {
   if (w.bits != 4 && w.bits != 8) {
     return unsupported("bits is " + std::to_string(w.bits) + "; supported are 4 and 8");
   }
   if (w.n < 1 || w.k < 1) {
     return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) + "]; both must be at least 1");
-  }
-  if (problem.m < 0 || problem.m > kMaxM) {
-    return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
   }
   bool group_fits =
       w.group_size == -1 || w.group_size == 32 || w.group_size == 64 || (w.group_size > 0 && w.group_size % 128 == 0);
@@ -112,6 +112,36 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   if (!is_float(w.scale_type)) return invalid("scale_type is not a float type");
   if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
   if (w.zeros && w.offsets) return invalid("the weight has zeros and offsets; at most one is supported");
+  return {};
+}
+
+Status check_quantize(QuantizeProblem const& p) {
+  if (!is_float(p.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
+  if (p.m < 0 || p.m > kMaxM || p.k < 1) {
+    return invalid("x is [" + std::to_string(p.m) + ", " + std::to_string(p.k) + "]; 0 to " + std::to_string(kMaxM) +
+                   " rows of at least 1 column are supported");
+  }
+  if (p.out.block != -1 && p.out.block != 32 && p.out.block != 64 && p.out.block != 128) {
+    return unsupported("block is " + std::to_string(p.out.block) + "; supported are 32, 64, 128 and -1");
+  }
+  if (p.out.stride < p.m || p.out.stride % 16 != 0) {
+    return invalid("stride is " + std::to_string(p.out.stride) +
+                   "; a multiple of 16 that is at least m = " + std::to_string(p.m) + " is expected");
+  }
+  return {};
+}
+
+Status check_dequantize(DequantizeProblem const& p) {
+  if (Status status = check_weight(p.weight); !status.ok()) return status;
+  return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
+}
+
+Status select(GemmProblem const& problem, Device const& device, Row const** row) {
+  PackedWeight const& w = problem.weight;
+  if (Status status = check_weight(w); !status.ok()) return status;
+  if (problem.m < 0 || problem.m > kMaxM) {
+    return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
+  }
   bool quantized = problem.quantized.codes != nullptr;
   if (quantized) {
     int block = problem.quantized.block, fits = activation_block(w.group_size);
@@ -125,20 +155,36 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
     return unsupported(
         "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 with \"token\" or \"block\")");
   }
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (quantized && (problem.quantized.stride < problem.m || problem.quantized.stride % 16 != 0)) {
+    return invalid("the activations' stride is " + std::to_string(problem.quantized.stride) +
+                   "; a multiple of 16 that is at least m = " + std::to_string(problem.m) + " is expected");
+  }
   if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
   unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
   unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
   bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
                       (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0);
+  Row const* best = nullptr;
+  int64_t best_cost = 0;
   for (Row const& candidate : kTable) {
-    if (features & ~candidate.features) continue;
-    if ((candidate.weights & weight) && (candidate.inputs & input) && device.architecture >= candidate.min_architecture &&
-        device.architecture <= candidate.max_architecture && device.shared_memory >= candidate.tile.shared_bytes &&
-        problem.m >= candidate.min_m && problem.m <= candidate.max_m) {
-      *row = &candidate;
-      return {};
-    }
+    bool takes = (candidate.weights & weight) && (candidate.inputs & input) && !(features & ~candidate.features) &&
+                 device.architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
+                 device.shared_memory >= candidate.tile.shared_bytes && problem.m >= candidate.min_m &&
+                 problem.m <= candidate.max_m;
+    if (!takes || (best && std::strcmp(best->kernel, candidate.kernel) != 0)) continue;
+    Tile const& tile = candidate.tile;
+    int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
+    int64_t cost = ceil_div(tile_count(problem, tile), places) * tile.cost;
+    if (best && cost >= best_cost) continue;
+    best = &candidate;
+    best_cost = cost;
+  }
+  if (best) {
+    *row = best;
+    return {};
   }
   return unsupported("the GPU is sm_" + std::to_string(device.architecture) + "; the kernels run on sm_80 and later");
 }

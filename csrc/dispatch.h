@@ -15,6 +15,7 @@ struct Tile {
   int resident;      // blocks that share one multiprocessor
   int shared_bytes;  // shared memory of a block, at most
   int blocks = 1;    // that compute the tile together, as a cluster
+  int cost = 0;      // time of the tile beside those of the same kernel's other tiles (measured); 0 where M alone decides
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels; `partials` holds plan.splits x [m][n_pad] sums and is
@@ -43,8 +44,13 @@ struct Row {
   char const* why;
 };
 
-// The row for a problem, or a status that names the field which no row takes.
+// The row for a problem: the first that takes it, or, where its kernel has tiles with a cost, the one of that kernel's rows whose
+// waves over the GPU cost least. Otherwise a status that names the field which no row takes.
 Status select(GemmProblem const& problem, Device const& device, Row const** row);
+
+// Whether the other operators take their arguments.
+Status check_quantize(QuantizeProblem const& problem);
+Status check_dequantize(DequantizeProblem const& problem);
 
 // Rows of the table, for tests.
 Row const* table(size_t* count);

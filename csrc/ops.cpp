@@ -22,8 +22,9 @@ Status cuda_status(char const* call, cudaError_t error) {
 }
 
 std::string shape(GemmProblem const& problem) {
-  return " [m=" + std::to_string(problem.m) + ", n=" + std::to_string(problem.weight.n) + ", k=" + std::to_string(problem.weight.k) +
-         ", bits=" + std::to_string(problem.weight.bits) + ", group_size=" + std::to_string(problem.weight.group_size) + "]";
+  return " [m=" + std::to_string(problem.m) + ", n=" + std::to_string(problem.weight.n) +
+         ", k=" + std::to_string(problem.weight.k) + ", bits=" + std::to_string(problem.weight.bits) +
+         ", group_size=" + std::to_string(problem.weight.group_size) + "]";
 }
 
 }  // namespace
@@ -65,17 +66,18 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
   Plan chosen;
   if (Status status = plan(problem, device, &chosen); !status.ok()) return status;
   if (workspace.bytes < chosen.workspace) {
-    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(chosen.workspace) +
-                                  " are needed" + shape(problem)};
+    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
+                                  std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
   WorkspaceLayout layout = workspace_layout(problem, chosen.splits);
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
     ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes), reinterpret_cast<float*>(base + layout.scales),
-                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros), layout.block, layout.stride};
-    QuantizeProblem quantize{problem.x, problem.x_type,  problem.x_stride, problem.m, problem.weight.k, problem.weight.perm,
-                             ready.quantized};
+                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros), layout.block,
+                       layout.stride};
+    QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
+                             problem.weight.k, problem.weight.perm, ready.quantized};
     if (Status status = launch_quantize_activations(quantize, stream); !status.ok()) {
       status.text += shape(problem);
       return status;
@@ -89,15 +91,21 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 }
 
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
-  return problem.m == 0 ? Status{} : launch_quantize_activations(problem, stream);
+  if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
+  return launch_quantize_activations(problem, stream);
 }
 
-Status dequantize(DequantizeProblem const& problem, Stream stream) { return launch_dequantize(problem, stream); }
+Status dequantize(DequantizeProblem const& problem, Stream stream) {
+  if (Status status = check_dequantize(problem); !status.ok()) return status;
+  return launch_dequantize(problem, stream);
+}
 
 #else
 
 namespace {
-Status no_cuda() { return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"}; }
+Status no_cuda() {
+  return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
+}
 }  // namespace
 
 Status current_device(Device*) { return no_cuda(); }

@@ -8,6 +8,7 @@ all the rest of a call.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -129,21 +130,9 @@ def _stream(device: torch.device) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-class _Guard:
-    """Makes ``device`` the current one, if it is not."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._entered: torch.cuda.device | None = None
-
-    def __enter__(self) -> None:
-        if torch.cuda.current_device() != self._device.index:
-            self._entered = torch.cuda.device(self._device)
-            self._entered.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        if self._entered is not None:
-            self._entered.__exit__(*error)
+def _on(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which ``device`` is the current one."""
+    return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 # ---- quantise activations
@@ -172,7 +161,7 @@ def _quantize_activations(x: Tensor, perm: Tensor | None, block: int, symmetric:
             zeros.zero_()[: zero.shape[1], :m] = zero.t()
         return codes, scales, zeros
     x = _rows(x)
-    with _Guard(x.device):
+    with _on(x.device):
         _C.quantize_activations(
             x.data_ptr(),
             _TYPES[x.dtype],
@@ -262,7 +251,7 @@ def _problem(
 
 def _launch(problem: _C.GemmProblem, m: int, n: int, out_dtype: torch.dtype, device: torch.device) -> Tensor:
     out = torch.empty(m, n, dtype=out_dtype, device=device)
-    with _Guard(device):
+    with _on(device):
         size = problem.workspace_bytes()
         # Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
         workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
@@ -383,8 +372,7 @@ def mixed_gemm(
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
     device = weight.device
     n, k = weight.n, weight.k
-    quantized = isinstance(x, QuantizedActivations)
-    if quantized:
+    if isinstance(x, QuantizedActivations):
         if x.device != device:
             raise ValueError(f"x is on {x.device}; the weight is on {device}")
         # Two comparisons: torch.compile does not find a size that it made symbolic in a tuple.
@@ -393,7 +381,9 @@ def mixed_gemm(
                 f"x is quantised in blocks of {x.block}; beside weights in groups of {weight.group_size} they must be of "
                 f"{formats.activation_block(weight.group_size)}, or -1 (the whole row)"
             )
-        if (x.perm is None) != (weight.perm is None):
+        # Under torch.compile one tensor may be two objects.
+        same_order = x.perm is weight.perm or (torch.compiler.is_compiling() and x.perm is not None and weight.perm is not None)
+        if not same_order:
             raise ValueError("x was not quantised in the weight's act order: pass the weight's perm to quantize_activations")
         columns = x.k
     else:
@@ -427,12 +417,12 @@ def mixed_gemm(
         raise TypeError(f"out_dtype is {out_dtype}; supported are {_names(_TYPES)}")
     if device.type != "cpu":
         _check_device(device)
-        if not quantized and act_quant == "none" and x.dtype == torch.float32:
+        if isinstance(x, Tensor) and act_quant == "none" and x.dtype == torch.float32:
             raise TypeError(
                 "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
             )
 
-    if quantized:
+    if isinstance(x, QuantizedActivations):
         if _direct(x.codes, bias, residual):
             y = _gemm_quantized(x, weight, bias, activation, low, high, residual, out_dtype, saturate)
         else:
@@ -492,7 +482,7 @@ def _dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     if weight.device.type == "cpu":
         return reference.dequantize_weight(weight.unpack(), dtype)
     out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.device)
-    with _Guard(weight.device):
+    with _on(weight.device):
         _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.device))
     return out
 

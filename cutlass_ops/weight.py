@@ -248,8 +248,13 @@ class PackedWeight:
         for name, value in self.tensors().items():
             if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
                 raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
+        pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
         return _C.PackedWeight(
-            *(0 if t is None else t.data_ptr() for t in (self.codes, self.scales, self.zeros, self.offsets, self.perm)),
+            pointers["codes"],
+            pointers["scales"],
+            pointers.get("zeros", 0),
+            pointers.get("offsets", 0),
+            pointers.get("perm", 0),
             self.n,
             self.k,
             self.bits,

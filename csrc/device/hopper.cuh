@@ -21,6 +21,14 @@ using ClusterBarrier = cutlass::arch::ClusterBarrier;
 template <int kTokens>
 struct Int8Wgmma;
 template <>
+struct Int8Wgmma<64> {
+  using Atom = cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN;
+};
+template <>
+struct Int8Wgmma<96> {
+  using Atom = cute::SM90::GMMA::MMA_64x96x32_S32S8S8_RS_TN;
+};
+template <>
 struct Int8Wgmma<128> {
   using Atom = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
 };

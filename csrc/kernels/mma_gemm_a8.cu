@@ -171,9 +171,9 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, P
         if constexpr (C::kGeneral) {
           int zc = C::kBits == 8 ? int8_t(zeros >> 8 * (2 * rb + e / 2)) : 0;  // 4 bit: subtracted while decoding
           integer -= zc * q[e % 2] + za[e % 2] * int(step.rows[rb][e / 2 * 2]);
-          if (offsets) sum = fmaf(offset[2 * rb + e / 2], token_scale[e % 2] * float(q[e % 2]), sum);
         }
         sum = fmaf(float(integer), token_scale[e % 2] * scale[2 * rb + e / 2], sum);
+        if (offsets) sum = fmaf(offset[2 * rb + e / 2], token_scale[e % 2] * float(q[e % 2]), sum);
       }
   }
   step = {};

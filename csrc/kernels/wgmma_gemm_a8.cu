@@ -453,8 +453,12 @@ Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float*
                : launch_config<Config<kBits, kTokens, Promotion::kBlock, false>>(problem, plan, partials, stream);
 }
 
+template Status launch_wgmma_gemm_a8<4, 64>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<4, 96>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 128>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 176>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<8, 64>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<8, 96>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 128>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 176>(GemmProblem const&, Plan const&, float*, Stream);
 
