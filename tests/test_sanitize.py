@@ -1,0 +1,47 @@
+"""tools/sanitize.py: what it concludes from what compute-sanitizer and the tests print."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parent.parent / "tools/sanitize.py"
+
+
+def sanitize(folder: Path, printed: str, status: int) -> subprocess.CompletedProcess[str]:
+    """Run the script on pytest under racecheck, with a compute-sanitizer that prints and returns what is given."""
+    fake = folder / "compute-sanitizer"
+    fake.write_text(f"#!{sys.executable}\nimport sys\nsys.stdout.write({printed!r})\nsys.exit({status})\n")
+    fake.chmod(0o755)
+    command = [sys.executable, str(SCRIPT), "--tool", "racecheck", "--only", "python"]
+    return subprocess.run(command, env={**os.environ, "PATH": str(folder)}, capture_output=True, text=True)
+
+
+NOTHING = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
+RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
+
+
+@pytest.mark.parametrize(
+    ("printed", "status", "verdict"),
+    [
+        ("3 passed, 1 skipped in 2s\n" + NOTHING, 0, "clean"),
+        ("3 passed in 2s\n" + RACE, 86, "FOUND SOMETHING"),
+        ("1 failed, 2 passed in 2s\n" + NOTHING, 1, "tests failed (exit status 1)"),
+        ("5 skipped in 2s\n" + NOTHING, 0, "no test was executed"),
+        ("========= Error: Device not supported\n", 255, "the tool gave no summary (exit status 255)"),
+    ],
+)
+def test_verdict(tmp_path: Path, printed: str, status: int, verdict: str) -> None:
+    done = sanitize(tmp_path, printed, status)
+    assert done.stdout.splitlines()[-1].endswith(f"  {verdict}")
+    assert done.returncode == (verdict != "clean")
+
+
+def test_without_the_tool(tmp_path: Path) -> None:
+    command = [sys.executable, str(SCRIPT)]
+    done = subprocess.run(command, env={**os.environ, "PATH": str(tmp_path)}, capture_output=True, text=True)
+    assert (done.returncode, "compute-sanitizer is not on PATH" in done.stderr) == (2, True)
