@@ -1,6 +1,6 @@
 # Decides whether CUDA is built, finds the CUTLASS headers, and configures a target's CUDA code.
 #
-# Sets CUTLASS_OPS_HAS_CUDA and, when it is ON, CUTLASS_INCLUDE_DIR.
+# Sets CUTLASS_OPS_HAS_CUDA and, when it is ON, CUTLASS_INCLUDE_DIR and CUTLASS_VERSION.
 
 include(CheckLanguage)
 
@@ -52,6 +52,9 @@ if(NOT EXISTS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h")
     "The CUTLASS headers were not found (CUTLASS_PATH is '${CUTLASS_PATH}'). Install the package nvidia-cutlass, or set "
     "CUTLASS_PATH to a folder that holds include/cutlass, or build without CUDA (CUTLASS_OPS_CUDA=OFF).")
 endif()
+file(STRINGS "${CUTLASS_INCLUDE_DIR}/cutlass/version.h" version_lines REGEX "^#define CUTLASS_(MAJOR|MINOR|PATCH) ")
+string(REGEX REPLACE "[^0-9;]" "" version_numbers "${version_lines}")
+list(JOIN version_numbers "." CUTLASS_VERSION)
 message(STATUS "cutlass_ops: building CUDA kernels with ${CMAKE_CUDA_COMPILER} ${CMAKE_CUDA_COMPILER_VERSION} "
                "for ${CUTLASS_OPS_ARCHITECTURES}; CUTLASS headers in ${CUTLASS_INCLUDE_DIR}")
 

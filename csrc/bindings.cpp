@@ -43,6 +43,7 @@ QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros
 PYBIND11_MODULE(_C, m) {
   m.attr("built_with_cuda") = static_cast<bool>(CUTLASS_OPS_CUDA);
   m.attr("cuda_architectures") = CUTLASS_OPS_ARCHITECTURES;
+  m.attr("cutlass_version") = CUTLASS_OPS_CUTLASS_VERSION;
 
   // ---- packing, on the host
 

@@ -2,6 +2,7 @@
 
 built_with_cuda: bool
 cuda_architectures: str
+cutlass_version: str
 
 class DataType:
     none: DataType

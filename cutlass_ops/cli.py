@@ -426,7 +426,7 @@ def _facts() -> dict[str, Any]:
     return {
         "cutlass_ops": __version__,
         "build": build,
-        "cutlass": getattr(_C, "cutlass_version", "") or "not in this build",
+        "cutlass": _C.cutlass_version or "not in this build",
         "python": platform.python_version(),
         "platform": platform.platform(),
         "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}",

@@ -42,6 +42,7 @@ GemmProblem quantized_on_the_way(GemmProblem p, ActQuant act_quant, bool symmetr
 GemmProblem already_quantized(GemmProblem p, int block) {
   p.quantized.codes = reinterpret_cast<int8_t*>(&some_byte);
   p.quantized.block = block;
+  p.quantized.stride = (p.m + 15) / 16 * 16;
   return p;
 }
 
@@ -74,8 +75,9 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 16, 17, 32, 33, 64, 65, 128, 129, 4097, kMaxM})
-          for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}})
+        for (int m : {0, 1, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
+          for (auto const& [n, k] :
+               std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
@@ -122,6 +124,85 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
           // The sums of 128 tokens and fp16 fragments of 8-bit weights do not fit in registers together.
           EXPECT_EQ(chosen.tile_tokens, bits == 8 && !int8 ? std::min(tokens, 64) : tokens);
         }
+}
+
+// On Hopper the tile of the int8 products is the one whose waves over 66 clusters cost least.
+TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
+  struct Case {
+    int m, n, tokens;
+  };
+  for (Case const& c : {Case{4096, 28672, 176},  // 24 x 112 tiles: 41 waves of 30 beat 55 of 24
+                        Case{1024, 4096, 128},   // 6 x 16 tiles of 176 and 8 x 16 of 128 are both two waves
+                        Case{256, 4096, 64},     // 4 x 16 tiles: one wave of the cheapest
+                        Case{64, 28672, 64}}) {
+    Row const* row = nullptr;
+    ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, 4096), 128), kHopper, &row).ok());
+    EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
+    EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
+  }
+}
+
+// What a row's kernel lacks goes to a kernel that has it.
+TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
+  auto kernel = [](GemmProblem const& p) {
+    Row const* row = nullptr;
+    EXPECT_TRUE(select(p, kHopper, &row).ok());
+    return std::string(row ? row->kernel : "");
+  };
+  GemmProblem const plain = already_quantized(problem(512, 4096, 4096), 128);
+  EXPECT_EQ(kernel(plain), "wgmma_gemm_a8");
+  GemmProblem p = plain;
+  p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
+  p.weight.bits = 8;
+  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  p = plain;
+  p.weight.offsets = &some_byte;
+  p.weight.offset_type = DataType::kFloat32;
+  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  p = plain;
+  p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
+  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  p = plain;
+  p.weight.group_size = p.quantized.block = 64;
+  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "mma_gemm_a8");
+}
+
+TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
+  auto text = [](GemmProblem const& p) {
+    Row const* row = nullptr;
+    Status const status = select(p, kHopper, &row);
+    EXPECT_EQ(status.code, Status::kInvalid);
+    return status.text;
+  };
+  GemmProblem p = problem(5, 192, 576);
+  p.bias = &some_byte;
+  p.bias_type = DataType::kInt8;
+  EXPECT_NE(text(p).find("bias_type"), std::string::npos);
+  p = problem(5, 192, 576);
+  p.residual = &some_byte;
+  EXPECT_NE(text(p).find("residual_type"), std::string::npos);
+  for (int stride : {0, 8, 24}) {
+    p = already_quantized(problem(17, 192, 576), 128);
+    p.quantized.stride = stride;
+    EXPECT_NE(text(p).find("stride is " + std::to_string(stride)), std::string::npos);
+  }
+  int8_t codes = 0;
+  float scale = 0;
+  QuantizeProblem const fits{&codes, DataType::kFloat16, 576, 17, 576, nullptr, {&codes, &scale, nullptr, 128, 32}};
+  EXPECT_TRUE(check_quantize(fits).ok());
+  QuantizeProblem q = fits;
+  q.out.block = 16;
+  EXPECT_NE(check_quantize(q).text.find("block is 16"), std::string::npos);
+  q = fits;
+  q.out.stride = 16;
+  EXPECT_NE(check_quantize(q).text.find("stride is 16"), std::string::npos);
+  q = fits;
+  q.x_type = DataType::kInt8;
+  EXPECT_EQ(check_quantize(q).code, Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, &codes, DataType::kInt8}).code, Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, &codes, DataType::kFloat16}).code, Status::kUnsupported);
 }
 
 TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
@@ -264,7 +345,7 @@ TEST(Splits, DependOnShapesAlone) {
     // Activations that are quantised on the way and those that were before.
     Plan before, on_the_way;
     ASSERT_TRUE(plan(already_quantized(plain, 128), kHopper, &before).ok());
-    ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, false), kHopper, &on_the_way).ok());
+    ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, true), kHopper, &on_the_way).ok());
     EXPECT_EQ(before.splits, on_the_way.splits);
   }
 }
