@@ -49,7 +49,7 @@ class Run:
     def execute(self) -> Outcome:
         """Run it, echoing what it prints, and read the counts from that."""
         # Kernels of other libraries are not ours to check, and slow. initcheck must see who else writes.
-        only_ours = [] if self.tool == "initcheck" else ["--kernel-regex", "kns=cutlass_ops"]
+        only_ours = [] if self.tool == "initcheck" else ["--kernel-name", "kernel_substring=cutlass_ops"]
         command = ["compute-sanitizer", "--tool", self.tool, "--error-exitcode", str(FOUND_SOMETHING)]
         command += ["--print-limit", "20", *only_ours, *self.command]
         print(f"\n== {self.tool}, {self.name}: {' '.join(command)}", flush=True)
