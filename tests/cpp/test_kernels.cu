@@ -525,6 +525,7 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   int const block = block_of(input.act_quant, 32), stride = 48;
   size_t const blocks = block == -1 ? 1 : size_t(padded_k(kK)) / block;
   DeviceBytes const codes(size_t(m) * padded_k(kK)), scales(blocks * stride * 4), zeros(blocks * stride);
+  check(cudaDeviceSynchronize());  // the memory was poisoned on the null stream, which this one does not wait for
   if (input.act_quant != ActQuant::kNone) {
     QuantizedActivations const q{codes.data<int8_t>(), scales.data<float>(), input.symmetric ? nullptr : zeros.data<int8_t>(),
                                  block, stride};
