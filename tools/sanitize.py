@@ -8,6 +8,9 @@ The tools: memcheck (accesses out of bounds), racecheck (races in shared memory)
 initcheck (reads of bytes that nobody wrote) and synccheck (barriers used wrongly). initcheck runs the C++
 tests alone: torch's allocator hands out memory that was written before.
 
+Seen on an H200: the C++ tests take 75 s under all tools, 62 of them racecheck; the Python tests 30 s under
+synccheck and more than three minutes under memcheck and racecheck each, where -k helps.
+
 The exit status is 0 when every run passed its tests, executed at least one, and no tool found anything;
 1 when not; 2 when nothing could be run.
 """
@@ -28,8 +31,10 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "cutlass_ops_cuda_tests"
 FOUND_SOMETHING = 86  # compute-sanitizer's exit status when it reports an error
-# torch.compile brings kernels of other compilers; torch.profiler takes the interface that the sanitizer needs.
-FIT = "not compile and not explain_tells"
+# Not fit: torch.compile brings kernels of other compilers; torch.profiler takes the interface that the sanitizer
+# needs; the sanitizer takes memory of the GPU that a test watches; the doctor's cuda-bindings asks the driver for
+# functions that it lacks, which memcheck counts as errors.
+FIT = "not compile and not explain_tells and not workspace_is and not doctor"
 
 # The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
