@@ -28,10 +28,10 @@ void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, int n, int k, int bits, int group_size,
-                         DataType scale_type, DataType offset_type) {
-  return {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), n, k, bits, group_size, scale_type,
-          offset_type};
+PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, int n, int k, int bits,
+                         int group_size, DataType scale_type, DataType offset_type) {
+  return {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), n, k, bits,
+          group_size,         scale_type,       offset_type};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
@@ -47,7 +47,8 @@ PYBIND11_MODULE(_C, m) {
 
   // ---- packing, on the host
 
-  m.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), "Bytes of the packed codes of an [n, k] weight.");
+  m.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"),
+        "Bytes of the packed codes of an [n, k] weight.");
   m.def(
       "pack",
       [](Pointer codes, Pointer out, std::int64_t n, std::int64_t k, int bits) {
@@ -72,7 +73,10 @@ PYBIND11_MODULE(_C, m) {
       .value("float32", DataType::kFloat32)
       .value("float16", DataType::kFloat16)
       .value("bfloat16", DataType::kBFloat16);
-  py::enum_<ActQuant>(m, "ActQuant").value("none", ActQuant::kNone).value("token", ActQuant::kToken).value("block", ActQuant::kBlock);
+  py::enum_<ActQuant>(m, "ActQuant")
+      .value("none", ActQuant::kNone)
+      .value("token", ActQuant::kToken)
+      .value("block", ActQuant::kBlock);
   py::enum_<Activation>(m, "Activation")
       .value("none", Activation::kNone)
       .value("relu", Activation::kRelu)
@@ -104,7 +108,8 @@ PYBIND11_MODULE(_C, m) {
             problem.act_quant = act_quant;
             problem.act_symmetric = symmetric;
           },
-          py::arg("x_ptr"), py::arg("type"), py::arg("stride"), py::arg("act_quant"), py::arg("symmetric"), "Activations [m, k] of floats.")
+          py::arg("x_ptr"), py::arg("type"), py::arg("stride"), py::arg("act_quant"), py::arg("symmetric"),
+          "Activations [m, k] of floats.")
       .def(
           "set_quantized",
           [](GemmProblem& problem, Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
@@ -114,8 +119,8 @@ PYBIND11_MODULE(_C, m) {
           "Activations that are quantised already, in kernel order.")
       .def(
           "set_epilogue",
-          [](GemmProblem& problem, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type, std::int64_t residual_stride,
-             Activation activation, float low, float high, bool saturate) {
+          [](GemmProblem& problem, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type,
+             std::int64_t residual_stride, Activation activation, float low, float high, bool saturate) {
             problem.bias = as<void>(bias);
             problem.bias_type = bias_type;
             problem.residual = as<void>(residual);
@@ -126,8 +131,9 @@ PYBIND11_MODULE(_C, m) {
             problem.clamp_high = high;
             problem.saturate = saturate;
           },
-          py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"), py::arg("residual_stride"),
-          py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"), "What happens to a sum on its way out.")
+          py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"),
+          py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"),
+          "What happens to a sum on its way out.")
       .def(
           "workspace_bytes",
           [](GemmProblem const& problem) {
@@ -149,25 +155,29 @@ PYBIND11_MODULE(_C, m) {
       "Write [m, n] to out_ptr on the given stream of the current device.");
   m.def(
       "quantize_activations",
-      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales, Pointer zeros,
-         int block, int stride, Pointer stream) {
-        check(quantize_activations({as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), make_quantized(codes, scales, zeros, block, stride)},
-                                   as<void>(stream)));
+      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,
+         Pointer zeros, int block, int stride, Pointer stream) {
+        check(quantize_activations(
+            {as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), make_quantized(codes, scales, zeros, block, stride)},
+            as<void>(stream)));
       },
-      py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"), py::arg("codes_ptr"),
-      py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"), py::arg("stream"),
+      py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"),
+      py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"), py::arg("stream"),
       "Quantise [m, k] floats to int8 in kernel order.");
   m.def(
       "dequantize",
       [](PackedWeight const& weight, Pointer out, DataType type, Pointer stream) {
         check(dequantize({weight, as<void>(out), type}, as<void>(stream)));
       },
-      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"), "Write the weight's values [n, k] to out_ptr.");
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"),
+      "Write the weight's values [n, k] to out_ptr.");
 
   // ---- the dispatch table
 
   py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")
-      .def(py::init([](int architecture, int multiprocessors, int shared_memory) { return Device{architecture, multiprocessors, shared_memory}; }),
+      .def(py::init([](int architecture, int multiprocessors, int shared_memory) {
+             return Device{architecture, multiprocessors, shared_memory};
+           }),
            py::arg("architecture"), py::arg("multiprocessors"), py::arg("shared_memory"))
       .def_readonly("architecture", &Device::architecture)
       .def_readonly("multiprocessors", &Device::multiprocessors)

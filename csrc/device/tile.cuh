@@ -25,10 +25,10 @@ struct BlockTile {
   static constexpr int kWarpsN = 4;
   static constexpr int kWarpsM = kTokens >= 64 ? 2 : 1;
   static constexpr int kWarpsK = 8 / kWarpsN / kWarpsM;
-  static constexpr int kRowBlocks = kRows / kWarpsN / 16;              // 16-row fragments a warp owns
-  static constexpr int kTokenBlocks = kTokens / kWarpsM / 8;           // 8-token fragments a warp owns
-  static constexpr int kColumns = kKPerTile / kWarpsK;                 // of each tile of K, those a warp multiplies
-  static constexpr int kSumStride = kRows + 4;                         // the padding keeps the transposing writes off each other's banks
+  static constexpr int kRowBlocks = kRows / kWarpsN / 16;     // 16-row fragments a warp owns
+  static constexpr int kTokenBlocks = kTokens / kWarpsM / 8;  // 8-token fragments a warp owns
+  static constexpr int kColumns = kKPerTile / kWarpsK;        // of each tile of K, those a warp multiplies
+  static constexpr int kSumStride = kRows + 4;                // the padding keeps the transposing writes off each other's banks
   static constexpr int kSumBytes = kTokens * kSumStride * int(sizeof(float));
   static_assert(kTokenBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
 
@@ -94,7 +94,8 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
 
 // From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad].
 template <class Tile>
-__device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials, int n_pad) {
+__device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials,
+                                           int n_pad) {
   for (int i = threadIdx.x; i < Tile::kTokens * Tile::kRows / 8; i += Tile::kThreads) {
     int token = i / (Tile::kRows / 8), row = i % (Tile::kRows / 8) * 8;
     int m = m0 + token, n = n0 + row;
@@ -123,7 +124,9 @@ struct VectorRows {
       : group(group_size),
         count(group_size > 0 && group_size < kKPerTile ? kKPerTile / group_size : 1),
         step(group_size > 0 && group_size <= kKPerTile ? count : 0),
-        reciprocal(group_size > kKPerTile ? uint32_t((uint64_t(1) << 32) / (group_size / kKPerTile) + (group_size / kKPerTile & (group_size / kKPerTile - 1) ? 1 : 0)) : 0) {}
+        reciprocal(group_size > kKPerTile ? uint32_t((uint64_t(1) << 32) / (group_size / kKPerTile) +
+                                                     (group_size / kKPerTile & (group_size / kKPerTile - 1) ? 1 : 0))
+                                          : 0) {}
 
   __device__ __forceinline__ int first(int k_tile) const {
     return reciprocal ? int(__umulhi(uint32_t(k_tile), reciprocal)) : k_tile * step;
@@ -132,8 +135,8 @@ struct VectorRows {
 
 // One warp copies those rows, `width` values of 2^log_bytes bytes from column `begin`, to [row][width]. Columns from `end` on repeat the
 // last ones before it: no result that is stored depends on them.
-__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows const& rows, int k_tile, int log_bytes,
-                                                 int width, int begin, int end, int stride) {
+__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows const& rows, int k_tile,
+                                                 int log_bytes, int width, int begin, int end, int stride) {
   int lane = threadIdx.x % 32, log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
   uint8_t const* first = static_cast<uint8_t const*>(source) + (int64_t(rows.first(k_tile)) * stride << log_bytes);
   for (int i = lane; i < rows.count << log_pieces; i += 32) {
@@ -145,7 +148,8 @@ __device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* so
 
 // The chunks of a tile's two slabs. A slab beyond the last repeats it; its rows are never stored.
 template <class Tile, int kBits>
-__device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* codes, int n0, int n_pad, int k_tile, int k_tiles) {
+__device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* codes, int n0, int n_pad, int k_tile,
+                                             int k_tiles) {
   constexpr int kChunk = chunk_bytes(kBits), kPieces = Tile::kSlabs * kChunk / 16;
   static_assert(kPieces % Tile::kThreads == 0);
 #pragma unroll

@@ -56,7 +56,8 @@ __global__ void __launch_bounds__(kThreads) dequantize_chunk(__grid_constant__ P
     int row = i / kKPerTile, n = slab * kRowsPerSlab + row, k = k_tile * kKPerTile + i % kKPerTile;
     if (n >= w.n || k >= w.k) continue;
     int group = w.group_size == -1 ? 0 : k / w.group_size;
-    float v = value(w, int(tile[row * kStride + i % kKPerTile]), int64_t(group) * p.n_pad + slab * kRowsPerSlab + group_row(row));
+    float v =
+        value(w, int(tile[row * kStride + i % kKPerTile]), int64_t(group) * p.n_pad + slab * kRowsPerSlab + group_row(row));
     int64_t index = int64_t(n) * w.k + (w.perm ? w.perm[k] : k);
     if (p.problem.out_type == DataType::kFloat32) {
       static_cast<float*>(p.problem.out)[index] = v;
@@ -74,7 +75,8 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   PackedWeight const& w = problem.weight;
   Params p{problem, int(padded_k(w.k) / kKPerTile), int(padded_rows(w.n))};
   dim3 grid(p.k_tiles, p.n_pad / kRowsPerSlab);
-  return w.bits == 4 ? launch(dequantize_chunk<4>, grid, kThreads, 0, stream, p) : launch(dequantize_chunk<8>, grid, kThreads, 0, stream, p);
+  return w.bits == 4 ? launch(dequantize_chunk<4>, grid, kThreads, 0, stream, p)
+                     : launch(dequantize_chunk<8>, grid, kThreads, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -37,9 +37,10 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kZeros = kScales + kSteps * Tile::kRows * 4;
   static constexpr int kOffsets = kZeros + kSteps * Tile::kRows;
   static constexpr int kStageBytes = kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0);
-  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages * kStageBytes : Tile::kSumBytes;
+  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
-  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes, "the dispatch table promises less shared memory");
+  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes,
+                "the dispatch table promises less shared memory");
 };
 
 struct Params {
@@ -63,11 +64,14 @@ __device__ __forceinline__ void load_weights(uint8_t* stage, Params const& p, in
   PackedWeight const& w = p.weight;
   int warp = threadIdx.x / 32;
   copy_weights<C, C::kBits>(stage + C::kWeights, w.codes, n0, p.n_pad, k_tile, p.k_tiles);
-  if (warp == 0) copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
-  if (warp == 1 && w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 0)
+    copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 1 && w.zeros)
+    copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
   if constexpr (C::kGeneral) {
     if (warp == 2 && w.offsets) {
-      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad,
+                       p.n_pad);
     }
   }
 }
@@ -116,7 +120,8 @@ __device__ __forceinline__ void multiply(uint8_t const* stage, Params const& p, 
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int rb = 0; rb < C::kRowBlocks; ++rb) multiply_add<C::kOperand>(sums.main[rb][tb + j], a[rb], b[2 * j], b[2 * j + 1]);
+      for (int rb = 0; rb < C::kRowBlocks; ++rb)
+        multiply_add<C::kOperand>(sums.main[rb][tb + j], a[rb], b[2 * j], b[2 * j + 1]);
       if (C::kGeneral && p.weight.offsets) {
         uint32_t const ones[4] = {C::kOnes, C::kOnes, C::kOnes, C::kOnes};
         multiply_add<C::kOperand>(sums.tokens[C::kGeneral ? tb + j : 0], ones, b[2 * j], b[2 * j + 1]);
@@ -126,8 +131,8 @@ __device__ __forceinline__ void multiply(uint8_t const* stage, Params const& p, 
 }
 
 template <class C>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int group, GroupSums<C>& step,
-                                        typename C::Sums& sums) {
+__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int group,
+                                        GroupSums<C>& step, typename C::Sums& sums) {
   float scale[4], offset[4] = {};
   int index = group * C::kRows + at.group_index;
   load_float4(stage + C::kScales, p.weight.scale_type, index, scale);

@@ -40,8 +40,9 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kActivationZeros = kZeros + (kGeneral ? kSteps * Tile::kRows : 0);
   // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
   static constexpr int kStageBytes = (kActivationZeros + (kGeneral ? kSteps * kTokens : 0) + 127) / 128 * 128;
-  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages * kStageBytes : Tile::kSumBytes;
-  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kTokens).shared_bytes, "the dispatch table promises less shared memory");
+  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kTokens).shared_bytes,
+                "the dispatch table promises less shared memory");
 };
 
 struct Params {
@@ -62,11 +63,14 @@ __device__ __forceinline__ void load_weights(uint8_t* stage, Params const& p, in
   PackedWeight const& w = p.weight;
   int warp = threadIdx.x / 32;
   copy_weights<C, C::kBits>(stage + C::kWeights, w.codes, n0, p.n_pad, k_tile, p.k_tiles);
-  if (warp == 0) copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+  if (warp == 0)
+    copy_vector_rows(stage + C::kScales, w.scales, p.weight_rows, k_tile, p.log_scale_bytes, C::kRows, n0, p.n_pad, p.n_pad);
   if constexpr (C::kGeneral) {
-    if (warp == 1 && w.zeros) copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
+    if (warp == 1 && w.zeros)
+      copy_vector_rows(stage + C::kZeros, w.zeros, p.weight_rows, k_tile, 0, C::kRows, n0, p.n_pad, p.n_pad);
     if (warp == 2 && w.offsets) {
-      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad, p.n_pad);
+      copy_vector_rows(stage + C::kOffsets, w.offsets, p.weight_rows, k_tile, p.log_offset_bytes, C::kRows, n0, p.n_pad,
+                       p.n_pad);
     }
   }
 }
@@ -81,14 +85,17 @@ __device__ __forceinline__ void load_activations(uint8_t* stage, Params const& p
     int i = threadIdx.x + j * C::kThreads;
     if (kPieces % C::kThreads && i >= kPieces) break;
     int token = i / 8, chunk = i % 8, row = min(m0 + token, p.epilogue.m - 1);
-    copy_async_16(stage + C::kActivations + swizzled(token, chunk), p.x.codes + (int64_t(row) * p.k_tiles + k_tile) * kKPerTile + chunk * 16);
+    copy_async_16(stage + C::kActivations + swizzled(token, chunk),
+                  p.x.codes + (int64_t(row) * p.k_tiles + k_tile) * kKPerTile + chunk * 16);
   }
   if (warp == 4) {
-    copy_vector_rows(stage + C::kActivationScales, p.x.scales, p.activation_rows, k_tile, 2, C::kTokens, m0, p.x.stride, p.x.stride);
+    copy_vector_rows(stage + C::kActivationScales, p.x.scales, p.activation_rows, k_tile, 2, C::kTokens, m0, p.x.stride,
+                     p.x.stride);
   }
   if constexpr (C::kGeneral) {
     if (warp == 5 && p.x.zeros) {
-      copy_vector_rows(stage + C::kActivationZeros, p.x.zeros, p.activation_rows, k_tile, 0, C::kTokens, m0, p.x.stride, p.x.stride);
+      copy_vector_rows(stage + C::kActivationZeros, p.x.zeros, p.activation_rows, k_tile, 0, C::kTokens, m0, p.x.stride,
+                       p.x.stride);
     }
   }
 }
@@ -128,7 +135,8 @@ __device__ __forceinline__ void multiply(uint8_t const* stage, Params const& p, 
 #pragma unroll
     for (int j = 0; j < 2; ++j) {
 #pragma unroll
-      for (int rb = 0; rb < C::kRowBlocks; ++rb) multiply_add<Operand::kInt8>(sums.main[rb][tb + j], a[rb], b[2 * j], b[2 * j + 1]);
+      for (int rb = 0; rb < C::kRowBlocks; ++rb)
+        multiply_add<Operand::kInt8>(sums.main[rb][tb + j], a[rb], b[2 * j], b[2 * j + 1]);
       if (C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros))) {
         int& sum = sums.tokens[C::kGeneral ? tb + j : 0];
         sum = __dp4a(int(b[2 * j + 1]), int(kOnes), __dp4a(int(b[2 * j]), int(kOnes), sum));
@@ -139,8 +147,9 @@ __device__ __forceinline__ void multiply(uint8_t const* stage, Params const& p, 
 
 // Fold a step's integers into the fp32 sums. `group`, `block`: rows of the stage's vectors; `width`: columns summed.
 template <class C>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int group, int block, int width,
-                                        float decoded_scale, uint32_t zeros, StepSums<C>& step, typename C::Sums& sums) {
+__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int group, int block,
+                                        int width, float decoded_scale, uint32_t zeros, StepSums<C>& step,
+                                        typename C::Sums& sums) {
   float scale[4], offset[4] = {};
   int index = group * C::kRows + at.group_index;
   load_float4(stage + C::kScales, p.weight.scale_type, index, scale);
@@ -198,7 +207,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, P
         for (int rb = 0; rb < C::kRowBlocks; ++rb)
           q[rb] = *reinterpret_cast<uint4 const*>(weights + ((at.first_block + rb) * kUnits + piece * kUnits / 4) * kUnitBytes);
       }
-      auto fragment = [&](int rb, int, uint32_t(&a)[4]) {
+      auto fragment = [&](int rb, int, uint32_t (&a)[4]) {
         uint32_t const words[4] = {q[rb].x, q[rb].y, q[rb].z, q[rb].w};
         Decode::fragment(words + (C::kBits == 4 ? i % 2 * 2 : 0), a);
       };
@@ -219,7 +228,7 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, P
         constants[rb] = decode::Int4MinusZeroInt8::zero_constants(int8_t(zeros >> 16 * rb), int8_t(zeros >> (16 * rb + 8)));
 #pragma unroll 1
       for (int i = 0; i < pieces; ++i) {
-        auto fragment = [&](int rb, int at_piece, uint32_t(&a)[4]) {
+        auto fragment = [&](int rb, int at_piece, uint32_t (&a)[4]) {
           uint8_t const* unit = weights + ((at.first_block + rb) * kUnits + at_piece * kUnits / 4) * kUnitBytes;
           if constexpr (C::kBits == 4) {
             uint2 v = *reinterpret_cast<uint2 const*>(unit + at_piece % 2 * 8);

@@ -98,8 +98,8 @@ __device__ __forceinline__ void load_columns(Params const& p, int row, int colum
 }
 
 // The codes of 16 columns in kernel order.
-__device__ __forceinline__ void store_codes(Params const& p, int row, int column, float const (&v)[kLaneColumns], Quantizer const& quantizer,
-                                            bool symmetric) {
+__device__ __forceinline__ void store_codes(Params const& p, int row, int column, float const (&v)[kLaneColumns],
+                                            Quantizer const& quantizer, bool symmetric) {
   uint32_t words[4] = {};
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) {
@@ -107,7 +107,8 @@ __device__ __forceinline__ void store_codes(Params const& p, int row, int column
     int position = activation_position(i);
     words[position / 4] |= (uint32_t(code) & 0xffu) << 8 * (position % 4);
   }
-  *reinterpret_cast<uint4*>(p.problem.out.codes + int64_t(row) * p.k_pad + column) = make_uint4(words[0], words[1], words[2], words[3]);
+  *reinterpret_cast<uint4*>(p.problem.out.codes + int64_t(row) * p.k_pad + column) =
+      make_uint4(words[0], words[1], words[2], words[3]);
 }
 
 __device__ __forceinline__ void store_scale(Params const& p, int row, int block, Quantizer const& quantizer) {
@@ -166,7 +167,8 @@ __global__ void __launch_bounds__(kThreads) quantize_tokens(__grid_constant__ Pa
 
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream) {
   int k_pad = int(padded_k(problem.k)), value = size_of(problem.x_type);
-  bool aligned = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride * value % 16 == 0 && problem.k % kLaneColumns == 0;
+  bool aligned =
+      reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride * value % 16 == 0 && problem.k % kLaneColumns == 0;
   Params p{problem, k_pad, aligned && !problem.perm};
   if (problem.out.block == -1) return launch(quantize_tokens, dim3(problem.m), kThreads, 0, stream, p);
   int64_t warps = int64_t(problem.m) * ((k_pad + kWarpColumns - 1) / kWarpColumns);

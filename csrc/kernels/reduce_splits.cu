@@ -10,8 +10,8 @@ namespace {
 
 constexpr int kThreads = 128;
 
-__global__ void __launch_bounds__(kThreads) reduce_splits(__grid_constant__ EpilogueParams const p, float const* __restrict__ partials,
-                                                          int splits, int n_pad) {
+__global__ void __launch_bounds__(kThreads)
+    reduce_splits(__grid_constant__ EpilogueParams const p, float const* __restrict__ partials, int splits, int n_pad) {
   wait_for_predecessor();
   int n = (blockIdx.x * kThreads + threadIdx.x) * 8, m = blockIdx.y;
   if (n >= p.n) return;
@@ -30,7 +30,8 @@ __global__ void __launch_bounds__(kThreads) reduce_splits(__grid_constant__ Epil
 
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream) {
   dim3 grid((problem.weight.n + kThreads * 8 - 1) / (kThreads * 8), problem.m);
-  return launch(reduce_splits, grid, kThreads, 0, stream, EpilogueParams(problem), partials, splits, int(padded_rows(problem.weight.n)));
+  return launch(reduce_splits, grid, kThreads, 0, stream, EpilogueParams(problem), partials, splits,
+                int(padded_rows(problem.weight.n)));
 }
 
 }  // namespace cutlass_ops

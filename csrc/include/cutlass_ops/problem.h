@@ -25,15 +25,15 @@ using Stream = void*;
 
 // A weight in the packed order (layout.h), on the device that the operator runs on. All pointers are aligned to 16 bytes.
 struct PackedWeight {
-  uint8_t const* codes = nullptr;   // centred codes, packed_bytes(n, k, bits)
-  void const* scales = nullptr;     // [groups][n_pad] of scale_type
-  int8_t const* zeros = nullptr;    // [groups][n_pad], zero point - 2^(bits - 1), or null
-  void const* offsets = nullptr;    // [groups][n_pad] of offset_type, or null; never beside zeros
-  int32_t const* perm = nullptr;    // [k]: packed column j multiplies input feature perm[j]; or null
+  uint8_t const* codes = nullptr;  // centred codes, packed_bytes(n, k, bits)
+  void const* scales = nullptr;    // [groups][n_pad] of scale_type
+  int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null
+  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never beside zeros
+  int32_t const* perm = nullptr;   // [k]: packed column j multiplies input feature perm[j]; or null
   int n = 0;
   int k = 0;
   int bits = 4;
-  int group_size = 128;             // 32, 64, a multiple of 128, or -1
+  int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
 };
@@ -98,9 +98,9 @@ struct Workspace {
 
 // The GPU as far as the choice of a kernel goes.
 struct Device {
-  int architecture = 0;      // 10 * major + minor
+  int architecture = 0;  // 10 * major + minor
   int multiprocessors = 0;
-  int shared_memory = 0;     // bytes a block may have
+  int shared_memory = 0;  // bytes a block may have
 };
 
 }  // namespace cutlass_ops
