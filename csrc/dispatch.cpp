@@ -36,6 +36,18 @@ constexpr Row kTable[] = {
      "where 128 would leave a wave of blocks less full"},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<4, 160>)),
+     "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(128), LAUNCHER((launch_wgmma_gemm_a16<4, 128>)),
+     "where 160 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<4, 64>)),
+     "few tokens, or few rows: more blocks than the larger tiles give"},
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<8, 160>)),
+     "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(128), LAUNCHER((launch_wgmma_gemm_a16<8, 128>)),
+     "where 160 would leave a wave of blocks less full"},
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<8, 64>)),
+     "few tokens, or few rows: more blocks than the larger tiles give"},
     {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
     {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
@@ -77,6 +89,12 @@ Status unsupported(std::string text) { return {Status::kUnsupported, std::move(t
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
 bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+
+// Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
+bool is_irregular(GemmProblem const& problem) {
+  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
+         problem.x_stride < problem.weight.k;
+}
 
 int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
   return ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
@@ -166,7 +184,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
   bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
-                      (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0);
+                      (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0) |
+                      (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
   Row const* best = nullptr;
   int64_t best_cost = 0;
   for (Row const& candidate : kTable) {

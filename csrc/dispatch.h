@@ -30,7 +30,9 @@ constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
 constexpr unsigned kWeightZeros = 2;
 constexpr unsigned kWeightOffsets = 4;
 constexpr unsigned kActivationZeros = 8;
-constexpr unsigned kAllFeatures = 15;
+constexpr unsigned kIrregularInput =
+    16;  // floats whose columns are gathered (act order) or whose rows do not start on 16 bytes
+constexpr unsigned kAllFeatures = 31;
 
 struct Row {
   char const* kernel;

@@ -10,6 +10,9 @@
 #include <cute/arch/mma_sm90_gmma.hpp>
 #include <cute/arch/mma_sm90_gmma_ext.hpp>
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <utility>
 
 namespace cutlass_ops {
@@ -37,8 +40,36 @@ struct Int8Wgmma<176> {
   using Atom = cute::SM90::GMMA::MMA_64x176x32_S32S8S8_RS_TN;
 };
 
-template <class Atom, size_t... I>
-__device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, uint32_t* sums, bool add,
+// 16-bit floats: 64 x 16 operand A in registers, fp32 sums.
+template <class Element, int kTokens>
+struct FloatWgmma;
+template <>
+struct FloatWgmma<__half, 64> {
+  using Atom = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__half, 128> {
+  using Atom = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__half, 160> {
+  using Atom = cute::SM90::GMMA::MMA_64x160x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__nv_bfloat16, 64> {
+  using Atom = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__nv_bfloat16, 128> {
+  using Atom = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__nv_bfloat16, 160> {
+  using Atom = cute::SM90::GMMA::MMA_64x160x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+
+template <class Atom, class Sum, size_t... I>
+__device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, Sum* sums, bool add,
                                              std::index_sequence<I...>) {
   using cute::SM90::GMMA::ScaleOut;
   Atom::fma(a[0], a[1], a[2], a[3], b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
@@ -50,11 +81,23 @@ __device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, u
   wgmma_expand<typename Int8Wgmma<kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
 }
 
+// sums[64 x kTokens] (+)= a[64 x 16] b[kTokens x 16]^T, issued.
+template <class Element, int kTokens>
+__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float (&sums)[kTokens / 2], bool add) {
+  wgmma_expand<typename FloatWgmma<Element, kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+}
+
 // Keep the compiler from moving uses of registers that an MMA in flight reads or writes.
 template <int kCount>
 __device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {
 #pragma unroll
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+r"(registers[i])::"memory");
+}
+
+template <int kCount>
+__device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
 // Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes apart (PTX

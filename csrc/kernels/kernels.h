@@ -32,6 +32,13 @@ constexpr Tile wgmma_gemm_a8_tile(int tokens) {
 template <int Bits, int Tokens>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise.
+constexpr Tile wgmma_gemm_a16_tile(int tokens) {
+  return {256, tokens, tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, tokens == 160 ? 32 : tokens == 128 ? 27 : 18};
+}
+template <int Bits, int Tokens>
+Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);
 

@@ -166,6 +166,23 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = plain;
   p.weight.group_size = p.quantized.block = 64;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  GemmProblem floats = problem(512, 4096, 4096);
+  floats.x_stride = 4096;
+  EXPECT_EQ(kernel(floats), "wgmma_gemm_a16");
+  p = floats;
+  p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  p.weight.zeros = nullptr;
+  p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  for (int stride : {0, 4095, 4097, 4100}) {
+    p = floats;
+    p.x_stride = stride;
+    EXPECT_EQ(kernel(p), "mma_gemm_a16") << stride;
+  }
+  p = floats;
+  p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "mma_gemm_a8");
 }
 
@@ -322,11 +339,13 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
 // The same shapes give the same sums in the same order, whatever the pointers and the epilogue.
 TEST(Splits, DependOnShapesAlone) {
   for (int m : {1, 17, 64, 300}) {
-    GemmProblem const plain = problem(m, 1000, 7392);
+    GemmProblem plain = problem(m, 1000, 7392);
+    plain.x_stride = 7392;
     Plan expected;
     ASSERT_TRUE(plan(plain, kHopper, &expected).ok());
     GemmProblem p = plain;
-    p.x = p.bias = p.residual = &some_byte;
+    p.bias = p.residual = &some_byte;
+    p.x = reinterpret_cast<void const*>(uintptr_t(4096));
     p.out = &some_byte;
     p.bias_type = p.residual_type = p.out_type = DataType::kFloat32;
     p.x_type = DataType::kBFloat16;

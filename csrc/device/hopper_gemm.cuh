@@ -1,0 +1,330 @@
+// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages keeps turning from tile to tile.
+//
+// A block computes 128 output features x kTokens. The two blocks of a cluster take neighbouring rows and the same tokens, and each loads half of
+// the tokens for both.
+//
+//                       kTokens ->
+//             +---------------------------+
+//   rows    0 | warpgroup 1: 64 x kTokens |   block 0 of the cluster        A: weights, from shared memory through registers (one 16-byte load
+//          64 | warpgroup 2               |                                    a lane is a fragment, layout.h), decoded on the way
+//             +---------------------------+                                 B: tokens, K-major in shared memory, 128-byte swizzle, by TMA multicast
+//         128 | warpgroup 1               |   block 1
+//         192 | warpgroup 2               |
+//             +---------------------------+
+//
+// Warpgroup 0 loads: one thread the weights, one the tokens, each waiting for a free stage. Warpgroups 1 and 2 run C::consume, each on its own, so
+// that one keeps the tensor cores busy while the other promotes.
+#pragma once
+
+#include <cudaTypedefs.h>
+
+#include "cutlass_ops/layout.h"
+#include "device/epilogue.cuh"
+#include "device/hopper.cuh"
+#include "device/launch.cuh"
+#include "dispatch.h"
+
+namespace cutlass_ops::hopper {
+
+// Sizes and the layout of a stage. A kernel's Config derives from it.
+//   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
+template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kZeros_, int kStages_>
+struct TileConfig {
+  static constexpr int kBits = kBits_;
+  static constexpr int kTokens = kTokens_;
+  static constexpr bool kLoadScales = kScales_;
+  static constexpr bool kLoadTokenScales = kTokenScales_;
+  static constexpr bool kZeros = kZeros_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kWarpgroups = 2;  // that multiply
+  static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kRows = kRowsPerSlab * kWarpgroups;
+  static constexpr int kCluster = 2;
+  static constexpr int kSums = kTokens / 2;  // registers of a thread
+
+  static constexpr int kSwizzleBytes = 128;                                        // of a token, side by side in shared memory
+  static constexpr int kColumnPanels = kKPerTile * kElementBytes / kSwizzleBytes;  // a stage's tokens: [panel][token][128 B]
+  static constexpr int kPanelColumns = kKPerTile / kColumnPanels;
+  static constexpr int kPanelBytes = kTokens * kSwizzleBytes;
+  static constexpr int kActivations = 0;
+  static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
+  static constexpr int kTokenScales = kWeights + kWarpgroups * chunk_bytes(kBits);
+  static constexpr int kScales = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
+  static constexpr int kZeroPoints = kScales + kRows * 4;
+  static constexpr int kStageBytes =
+      (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
+
+  static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
+  static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
+  static constexpr int kStoreBytes = kWarpgroups * kStoreTokens * kStoreStride * 4;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + 256;
+  static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
+  static_assert(kTokens / kCluster % 8 == 0, "a half tile of tokens is whole swizzle atoms");
+};
+
+struct Params {
+  PackedWeight weight;
+  QuantizedActivations x;  // int8 kernels: the scales
+  EpilogueParams epilogue;
+  float* partials;
+  int row_pairs, token_tiles, k_tiles, n_pad, splits;
+  int group_tiles;  // tiles of K that share a weight scale
+  int scale_bytes;  // of one weight scale
+};
+
+// The stage and phase of a ring's position.
+template <int kStages>
+struct Ring {
+  int stage = 0;
+  uint32_t phase = 0;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) stage = 0, phase ^= 1;
+  }
+};
+
+// Work: (pair of row tiles, token tile, split of K), token tiles in bands of 16 fastest, so that what runs together shares weights and tokens in L2.
+struct Work {
+  int pair, token_tile, split;
+  __device__ __forceinline__ Work(int index, Params const& p) {
+    constexpr int kBand = 16;
+    int tiles = p.row_pairs * p.token_tiles;
+    split = index / tiles;
+    index -= split * tiles;
+    int band = index / (kBand * p.row_pairs), inside = index - band * kBand * p.row_pairs;
+    int height = min(kBand, p.token_tiles - band * kBand);
+    pair = inside / height;
+    token_tile = band * kBand + inside - pair * height;
+  }
+  __device__ __forceinline__ int first_k(Params const& p) const { return p.k_tiles * split / p.splits; }
+  __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / p.splits; }
+};
+
+template <class C>
+struct Barriers {
+  uint64_t full[C::kStages], empty[C::kStages];
+};
+
+// One thread starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
+template <class C>
+__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, Params const& p, int rank) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  constexpr int kChunk = chunk_bytes(C::kBits);
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    Work work(index, p);
+    int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
+    int slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
+    int bytes = slabs * (kChunk + kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
+    // 32-bit indices, not pointers: this role has 40 registers.
+    int chunk = row0 / kRowsPerSlab * p.k_tiles + k, group = k / p.group_tiles, until_next = (group + 1) * p.group_tiles - k;
+    int vector = group * p.n_pad + row0;
+#pragma unroll 1
+    for (; k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      uint64_t* full = &barriers.full[ring.stage];
+      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      TransactionBarrier::arrive_and_expect_tx(full, bytes);
+#pragma unroll 1
+      for (int slab = 0; slab < slabs; ++slab) {
+        Copy::copy(p.weight.codes + int64_t(chunk + slab * p.k_tiles) * kChunk, full, stage + C::kWeights + slab * kChunk,
+                   kChunk);
+      }
+      if (C::kLoadScales && slabs > 0) {
+        Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
+                   slabs * kRowsPerSlab * p.scale_bytes);
+      }
+      if (C::kZeros && slabs > 0) Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, slabs * kRowsPerSlab);
+      ++chunk;
+      if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
+    }
+  }
+}
+
+// Another starts those of the tokens, this block's half of the tile for both blocks, and of their scales.
+template <class C>
+__device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p, CUtensorMap const& map,
+                                               int rank) {
+  constexpr int kHalf = C::kTokens / C::kCluster;
+  constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
+  wait_for_predecessor();
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    Work work(index, p);
+    int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
+    int scale_bytes = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) * 4 : 0;
+#pragma unroll 1
+    for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      uint64_t* full = &barriers.full[ring.stage];
+      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      TransactionBarrier::arrive_and_expect_tx(full, C::kColumnPanels * C::kPanelBytes + scale_bytes);
+#pragma unroll
+      for (int panel = 0; panel < C::kColumnPanels; ++panel) {
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
+            &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+            stage + C::kActivations + panel * C::kPanelBytes + rank * kHalf * C::kSwizzleBytes,
+            k * kKPerTile + panel * C::kPanelColumns, m0 + rank * kHalf);
+      }
+      if (scale_bytes)
+        cute::SM90_BULK_COPY_G2S::copy(p.x.scales + int64_t(k) * p.x.stride + m0, full, stage + C::kTokenScales, scale_bytes);
+    }
+  }
+}
+
+// Where a thread stands in a tile, and where its parts of a stage lie. The offsets are pinned in registers: the compiler would compute them
+// again in every turn of the main loop.
+template <class C>
+struct Place {
+  int rank, warpgroup, warp, lane;
+  int units, scales, zeros;  // bytes from a stage's start
+
+  __device__ __forceinline__ Place(Params const& p, int rank, int warpgroup)
+      : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
+    int row = warpgroup * kRowsPerSlab + lane / 4 * 8 + warp * 2;  // in the order of group vectors
+    units = C::kWeights + warpgroup * chunk_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
+    scales = C::kScales + row * p.scale_bytes;
+    zeros = C::kZeroPoints + row;
+    asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros));
+  }
+};
+
+// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and g + 8.
+template <class C>
+struct RawWeights {
+  static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
+  uint32_t words[4 * kLoads];
+  float scale[2];
+  int8_t zero[2];
+
+  __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, Place<C> const& at) {
+#pragma unroll
+    for (int i = 0; i < kLoads; ++i) {
+      uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
+      words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
+    }
+    if (C::kLoadScales) {
+      if (p.weight.scale_type == DataType::kFloat32) {
+        float2 v = *reinterpret_cast<float2 const*>(stage + at.scales);
+        scale[0] = v.x, scale[1] = v.y;
+      } else {
+        uint32_t v = *reinterpret_cast<uint32_t const*>(stage + at.scales);
+        float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
+        bool is_half = p.weight.scale_type == DataType::kFloat16;
+        scale[0] = is_half ? half.x : __uint_as_float(v << 16), scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
+      }
+    }
+    if (C::kZeros) {
+      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
+      zero[0] = z.x, zero[1] = z.y;
+    }
+  }
+};
+
+// Out through shared memory, kStoreTokens at a time, so that whole lines are stored. `value(i)` is the sum in register i.
+template <class C, class Value>
+__device__ __forceinline__ void store(Value const& value, float* staging, Params const& p, Place<C> const& at, int row0, int m0,
+                                      int split) {
+  int n = row0 + at.warpgroup * kRowsPerSlab, thread = at.warp * 32 + at.lane, barrier = 1 + at.warpgroup;
+  staging += at.warpgroup * C::kStoreTokens * C::kStoreStride;
+  float* partials = p.partials ? p.partials + int64_t(split) * p.epilogue.m * p.n_pad : nullptr;
+#pragma unroll
+  for (int first = 0; first < C::kTokens; first += C::kStoreTokens) {
+    cutlass::arch::NamedBarrier::sync(128, barrier);  // what was staged before has been read
+#pragma unroll
+    for (int i = 0; i < C::kStoreTokens / 2; ++i) {
+      int token = i / 4 * 8 + at.lane % 4 * 2 + i % 2, row = at.warp * 16 + at.lane / 4 + i % 4 / 2 * 8;
+      staging[token * C::kStoreStride + row] = value(first / 2 + i);
+    }
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    int column = thread % 8 * 8;
+    if (n + column >= (partials ? p.n_pad : p.epilogue.n)) continue;
+#pragma unroll 1
+    for (int token = thread / 8; token < C::kStoreTokens && m0 + first + token < p.epilogue.m; token += 16) {
+      float4 const* source = reinterpret_cast<float4 const*>(staging + token * C::kStoreStride + column);
+      float4 a = source[0], b = source[1];
+      if (partials) {
+        float4* to = reinterpret_cast<float4*>(partials + int64_t(m0 + first + token) * p.n_pad + n + column);
+        to[0] = a, to[1] = b;
+      } else {
+        float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        store_eight(v, m0 + first + token, n + column, p.epilogue);
+      }
+    }
+  }
+}
+
+// The body of a kernel; `stages` is its dynamic shared memory.
+template <class C>
+__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, Params const& p) {
+  auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
+  auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kStages * C::kStageBytes + C::kStoreBytes);
+  int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kStages; ++i) {
+      TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
+      ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<40>();
+    if (threadIdx.x == 0) produce_weights<C>(stages, barriers, p, rank);
+    if (threadIdx.x == 32) produce_tokens<C>(stages, barriers, p, map, rank);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<232>();
+    wait_for_predecessor();
+    C::consume(stages, staging, barriers, p, Place<C>(p, rank, warpgroup - 1));
+  }
+  // A block's barriers must outlive its neighbour's arrivals and copies.
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+}
+
+// A tensor map of tokens [m][k], rows `stride_bytes` apart, read in boxes of 128 bytes x box_tokens; zeros beyond m and k.
+inline Status encode_tokens(void const* x, int element_bytes, int m, int k, int64_t stride_bytes, int box_tokens,
+                            CUtensorMap* map) {
+  static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  if (!encode) {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found;
+    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) return cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
+    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+  }
+  cuuint64_t dims[2] = {cuuint64_t(k), cuuint64_t(m)}, strides[1] = {cuuint64_t(stride_bytes)};
+  cuuint32_t box[2] = {cuuint32_t(128 / element_bytes), cuuint32_t(box_tokens)}, steps[2] = {1, 1};
+  CUresult result = encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
+                           const_cast<void*>(x), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
+  return {};
+}
+
+template <class C>
+Status launch_persistent(void (*kernel)(CUtensorMap, Params), GemmProblem const& problem, Plan const& plan, float* partials,
+                         CUtensorMap const& map, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  Params p{w,
+           problem.quantized,
+           EpilogueParams(problem),
+           partials,
+           (n_pad + C::kRows * C::kCluster - 1) / (C::kRows * C::kCluster),
+           (problem.m + C::kTokens - 1) / C::kTokens,
+           k_tiles,
+           n_pad,
+           plan.splits,
+           w.group_size == -1 ? k_tiles : w.group_size / kKPerTile,
+           size_of(w.scale_type)};
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  int work = p.row_pairs * p.token_tiles * p.splits, clusters = device.multiprocessors / C::kCluster;
+  int grid = (work < clusters ? work : clusters) * C::kCluster;
+  return launch_clusters(kernel, dim3(grid), C::kCluster, C::kThreads, C::kSharedBytes, stream, map, p);
+}
+
+}  // namespace cutlass_ops::hopper
