@@ -29,121 +29,155 @@ struct Params {
   bool vector_loads;  // rows start on 16 bytes, K is a multiple of 16, and no permutation
 };
 
-// What a run of values spans. `top` is the largest |x| as bits: unlike a float maximum it does not lose a NaN.
+// NaN goes through these, unlike through fminf and fmaxf. One instruction each, the absolute value included.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// What a run of values spans: [low, high] around zero, or, symmetric, [0, high] of the absolute values.
+template <bool kSymmetric>
 struct Range {
-  float low = 0.0f, high = 0.0f;
-  uint32_t top = 0;
+  float low, high;
 
   __device__ __forceinline__ void add(float v) {
-    low = fminf(low, v), high = fmaxf(high, v);
-    top = max(top, __float_as_uint(v) & 0x7fffffffu);
+    high = max_or_nan(high, kSymmetric ? fabsf(v) : v);
+    if (!kSymmetric) low = min_or_nan(low, v);
   }
   __device__ __forceinline__ void add(Range const& other) {
-    low = fminf(low, other.low), high = fmaxf(high, other.high);
-    top = max(top, other.top);
+    high = max_or_nan(high, other.high);
+    if (!kSymmetric) low = min_or_nan(low, other.low);
   }
-  // Of the range over the `lanes` lanes (a power of two) around this one.
+  // Of the `lanes` lanes (a power of two) around this one.
   __device__ __forceinline__ void share(int lanes) {
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      Range other;
-      other.low = __shfl_xor_sync(~0u, low, distance), other.high = __shfl_xor_sync(~0u, high, distance);
-      other.top = __shfl_xor_sync(~0u, top, distance);
+      Range other{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, low, distance), __shfl_xor_sync(~0u, high, distance)};
       add(other);
     }
   }
 };
 
+template <bool kSymmetric>
 struct Quantizer {
-  float scale = 1.0f, reciprocal = 0.0f;
-  int zero = 0;
+  float scale = 1.0f, reciprocal = 0.0f, zero = 0.0f;
 
-  __device__ __forceinline__ Quantizer(Range const& range, bool symmetric) {
-    bool finite = range.top < 0x7f800000u;
-    float span = symmetric ? __uint_as_float(range.top) : __fsub_rn(range.high, range.low);
-    float levels = symmetric ? 127.0f : 255.0f;
-    // hi - lo may overflow although both ends are finite.
-    if (!finite || !(span < __int_as_float(0x7f800000))) {
+  __device__ __forceinline__ explicit Quantizer(Range<kSymmetric> const& range) {
+    float span = kSymmetric ? range.high : __fsub_rn(range.high, range.low);
+    constexpr float kLevels = kSymmetric ? 127.0f : 255.0f;
+    if (!(span < __int_as_float(0x7f800000))) {  // also NaN; and high - low may overflow although both are finite
       scale = __int_as_float(0x7fffffff);
     } else if (span >= kTiny) {
-      scale = __fdiv_rn(span, levels);
-      reciprocal = __fdiv_rn(levels, span);
-      if (!symmetric) zero = int(fminf(fmaxf(rintf(__fsub_rn(-128.0f, __fmul_rn(range.low, reciprocal))), -128.0f), 127.0f));
+      scale = __fdiv_rn(span, kLevels);
+      reciprocal = __fdiv_rn(kLevels, span);
+      if (!kSymmetric) zero = fminf(fmaxf(rintf(__fsub_rn(-128.0f, __fmul_rn(range.low, reciprocal))), -128.0f), 127.0f);
     }
   }
 
-  __device__ __forceinline__ int code(float v, bool symmetric) const {
-    if (reciprocal == 0.0f) return zero;
-    float low = symmetric ? -127.0f : -128.0f;
-    return int(fminf(fmaxf(rintf(__fmul_rn(v, reciprocal)) + float(zero), low), 127.0f));
+  // The code of v in the lowest byte. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the lowest bits of the sum. Symmetric codes
+  // need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place.
+  __device__ __forceinline__ uint32_t code(float v) const {
+    float rounded = __fmul_rn(v, reciprocal);
+    if (reciprocal == 0.0f) rounded = 0.0f;  // v may be NaN or infinite
+    constexpr float kMagic = 12582912.0f;
+    if (kSymmetric) return __float_as_uint(__fadd_rn(rounded, kMagic));
+    return __float_as_uint(__fadd_rn(fminf(fmaxf(rintf(rounded) + zero, -128.0f), 127.0f), kMagic));
   }
 };
 
 __device__ __forceinline__ void load_columns(Params const& p, int row, int column, float (&v)[kLaneColumns]) {
   QuantizeProblem const& q = p.problem;
   int64_t start = row * q.x_stride;
-  if (p.vector_loads) {
+  if (!p.vector_loads) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      int k = column + i;
+      v[i] = k < q.k ? load_float(q.x, q.x_type, start + (q.perm ? q.perm[k] : k)) : 0.0f;
+    }
+  } else if (q.x_type == DataType::kFloat32) {
 #pragma unroll
     for (int i = 0; i < kLaneColumns; i += 4) {
-      float four[4] = {};
-      if (column < q.k) load_float4(q.x, q.x_type, start + column + i, four);
-      v[i] = four[0], v[i + 1] = four[1], v[i + 2] = four[2], v[i + 3] = four[3];
+      float4 four =
+          column < q.k ? *reinterpret_cast<float4 const*>(static_cast<float const*>(q.x) + start + column + i) : float4{};
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
     }
-    return;
-  }
+  } else {
+    uint4 const* source = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(q.x) + start + column);
+    uint4 halves[2] = {};
+    if (column < q.k) halves[0] = source[0], halves[1] = source[1];
+    uint32_t const words[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
+                               halves[1].x, halves[1].y, halves[1].z, halves[1].w};
+    bool is_half = q.x_type == DataType::kFloat16;
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) {
-    int k = column + i;
-    v[i] = k < q.k ? load_float(q.x, q.x_type, start + (q.perm ? q.perm[k] : k)) : 0.0f;
+    for (int i = 0; i < 8; ++i) {
+      float2 pair = is_half ? __half22float2(reinterpret_cast<__half2 const&>(words[i]))
+                            : make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+      v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+    }
   }
 }
 
-// The codes of 16 columns in kernel order.
+// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
+template <bool kSymmetric>
 __device__ __forceinline__ void store_codes(Params const& p, int row, int column, float const (&v)[kLaneColumns],
-                                            Quantizer const& quantizer, bool symmetric) {
-  uint32_t words[4] = {};
+                                            Quantizer<kSymmetric> const& quantizer) {
+  uint32_t words[4];
 #pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) {
-    int code = column + i < p.problem.k ? quantizer.code(v[i], symmetric) : quantizer.zero;
-    int position = activation_position(i);
-    words[position / 4] |= (uint32_t(code) & 0xffu) << 8 * (position % 4);
+  for (int w = 0; w < 4; ++w) {
+    static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
+                  activation_position(15) == 15);
+    uint32_t codes[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      int k = 2 * w + i / 2 + i % 2 * 8;  // activation_position(k) = 4 w + i
+      // Beyond K the zero point: what a value of zero becomes.
+      codes[i] = quantizer.code(v[k]);
+    }
+    words[w] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
   }
   *reinterpret_cast<uint4*>(p.problem.out.codes + int64_t(row) * p.k_pad + column) =
       make_uint4(words[0], words[1], words[2], words[3]);
 }
 
-__device__ __forceinline__ void store_scale(Params const& p, int row, int block, Quantizer const& quantizer) {
+template <bool kSymmetric>
+__device__ __forceinline__ void store_scale(Params const& p, int row, int block, Quantizer<kSymmetric> const& quantizer) {
   QuantizedActivations const& out = p.problem.out;
   out.scales[int64_t(block) * out.stride + row] = quantizer.scale;
-  if (out.zeros) out.zeros[int64_t(block) * out.stride + row] = int8_t(quantizer.zero);
+  if (!kSymmetric) out.zeros[int64_t(block) * out.stride + row] = int8_t(quantizer.zero);
 }
 
+template <bool kSymmetric>
 __global__ void __launch_bounds__(kThreads) quantize_blocks(__grid_constant__ Params const p) {
   wait_for_predecessor();
   int runs = (p.k_pad + kWarpColumns - 1) / kWarpColumns, warps = kThreads / 32;
   int64_t work = int64_t(blockIdx.x) * warps + threadIdx.x / 32;
   int row = int(work / runs), column = int(work % runs) * kWarpColumns + threadIdx.x % 32 * kLaneColumns;
   if (row >= p.problem.m) return;
-  bool symmetric = !p.problem.out.zeros;
   int lanes = p.problem.out.block / kLaneColumns;
   float v[kLaneColumns];
   load_columns(p, row, column, v);
-  Range range;
+  Range<kSymmetric> range{};
 #pragma unroll
   for (int i = 0; i < kLaneColumns; ++i) range.add(v[i]);
   range.share(lanes);
   if (column >= p.k_pad) return;
-  Quantizer quantizer(range, symmetric);
-  store_codes(p, row, column, v, quantizer, symmetric);
+  Quantizer<kSymmetric> quantizer(range);
+  store_codes(p, row, column, v, quantizer);
   if (threadIdx.x % lanes == 0) store_scale(p, row, column / p.problem.out.block, quantizer);
 }
 
-__global__ void __launch_bounds__(kThreads) quantize_tokens(__grid_constant__ Params const p) {
+template <bool kSymmetric>
+__global__ void __launch_bounds__(kThreads, 4) quantize_tokens(__grid_constant__ Params const p) {
   wait_for_predecessor();
-  __shared__ Range parts[kThreads / 32];
+  __shared__ Range<kSymmetric> parts[kThreads / 32];
   int row = blockIdx.x;
-  bool symmetric = !p.problem.out.zeros;
   float v[kLaneColumns];
-  Range range;
+  Range<kSymmetric> range{};
   for (int column = threadIdx.x * kLaneColumns; column < p.k_pad; column += kThreads * kLaneColumns) {
     load_columns(p, row, column, v);
 #pragma unroll
@@ -154,11 +188,11 @@ __global__ void __launch_bounds__(kThreads) quantize_tokens(__grid_constant__ Pa
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kThreads / 32; ++i) range.add(parts[i]);
-  Quantizer quantizer(range, symmetric);
+  Quantizer<kSymmetric> quantizer(range);
   bool one_pass = p.k_pad <= kThreads * kLaneColumns;  // the row is still in v
   for (int column = threadIdx.x * kLaneColumns; column < p.k_pad; column += kThreads * kLaneColumns) {
     if (!one_pass) load_columns(p, row, column, v);
-    store_codes(p, row, column, v, quantizer, symmetric);
+    store_codes(p, row, column, v, quantizer);
   }
   if (threadIdx.x == 0) store_scale(p, row, 0, quantizer);
 }
@@ -170,10 +204,13 @@ Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream
   bool aligned =
       reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride * value % 16 == 0 && problem.k % kLaneColumns == 0;
   Params p{problem, k_pad, aligned && !problem.perm};
-  if (problem.out.block == -1) return launch(quantize_tokens, dim3(problem.m), kThreads, 0, stream, p);
+  bool symmetric = !problem.out.zeros;
+  if (problem.out.block == -1) {
+    return launch(symmetric ? quantize_tokens<true> : quantize_tokens<false>, dim3(problem.m), kThreads, 0, stream, p);
+  }
   int64_t warps = int64_t(problem.m) * ((k_pad + kWarpColumns - 1) / kWarpColumns);
   int64_t blocks = (warps + kThreads / 32 - 1) / (kThreads / 32);
-  return launch(quantize_blocks, dim3(unsigned(blocks)), kThreads, 0, stream, p);
+  return launch(symmetric ? quantize_blocks<true> : quantize_blocks<false>, dim3(unsigned(blocks)), kThreads, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -1,0 +1,223 @@
+#!/usr/bin/env python3
+"""Time the public calls on a GPU, beside torch's matmuls and the peers that are installed, in one process.
+
+    tools/bench.py                                         the shapes and rows of the README's table
+    tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
+
+A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
+the L2 cache, so that no copy is found there. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of
+the activations included. Data are random; weights are in groups of 128.
+
+floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
+tensor cores' datasheet rate (sm_90 alone). Peers: torch's fp16 product, its int8 product (no quantisation, no group scales) and
+humming, if installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cutlass_ops as co
+
+GROUP = 128
+COLD_BYTES = 3 * (64 << 20)
+#: Dense operations a clock and multiprocessor of the tensor cores (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
+RATES = {(9, 0): {16: 4096, 8: 8192}}
+FORMATS = {
+    "w4a16": (4, {"act_quant": "none"}),
+    "w8a16": (8, {"act_quant": "none"}),
+    "w4a8-block": (4, {"act_quant": "block"}),
+    "w8a8-block": (8, {"act_quant": "block"}),
+    "w4a8-token": (4, {"act_quant": "token"}),
+    "w8a8-token": (8, {"act_quant": "token"}),
+    "w4a8-block-asym": (4, {"act_quant": "block", "act_symmetric": False}),
+    "w8a8-block-asym": (8, {"act_quant": "block", "act_symmetric": False}),
+}
+Call = Callable[[], torch.Tensor]
+
+
+def graph_time(calls: list[Call], replays: int = 15, milliseconds: float = 3.0) -> float:
+    """Median microseconds of one call; the calls are walked in turn."""
+    start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for call in calls:  # the first calls load kernels
+            call()
+        start.record()
+        for call in calls:
+            call()
+        stop.record()
+        stream.synchronize()
+        rounds = max(1, min(64, int(milliseconds / max(start.elapsed_time(stop), 1e-3))))
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(rounds):
+                for call in calls:
+                    call()
+        times = []
+        for _ in range(replays + 1):
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            times.append(start.elapsed_time(stop))
+    return statistics.median(times[1:]) / (rounds * len(calls)) * 1e3
+
+
+def copies(nbytes: int) -> int:
+    """How many copies of a weight are together too large for the cache."""
+    return max(1, min(64, -(-COLD_BYTES // nbytes)))
+
+
+def read_bandwidth() -> float:
+    """Bytes a second at which a reduction reads 4 GB."""
+    data = torch.randn(1 << 30, device="cuda")
+    return 4 * data.numel() / graph_time([lambda: data.sum()]) * 1e6
+
+
+def random_weight(n: int, k: int, bits: int) -> co.QuantizedWeight:
+    """Uniform codes and positive fp16 scales."""
+    generator = torch.Generator().manual_seed(n + k + bits)
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator)
+    scales = (torch.rand(n, -(-k // GROUP), generator=generator) * 0.01 + 0.005).half()
+    return co.QuantizedWeight(codes, scales, bits=bits, group_size=GROUP)
+
+
+def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[[int], list[Call]]]:
+    """Products of the same size by others: name -> a maker of as many calls as there are to be copies."""
+    bits, options = FORMATS[name]
+    dense = co.dequantize(weight, torch.float16).cuda()
+    found: dict[str, Callable[[int], list[Call]]] = {}
+
+    def fp16(count: int) -> list[Call]:
+        return [partial(torch.matmul, x, dense.clone().t()) for _ in range(min(count, copies(dense.nbytes)))]
+
+    found["torch fp16"] = fp16
+    if name.startswith("w8a8"):
+
+        def int8(count: int) -> list[Call]:
+            rows = torch.randint(-127, 128, (max(32, x.shape[0]), x.shape[1]), device="cuda", dtype=torch.int8)
+            codes = (weight.codes.short() - 128).clamp(-127, 127).to(torch.int8).cuda()
+            return [partial(torch._int_mm, rows, codes.clone().t()) for _ in range(count)]
+
+        found["torch int8"] = int8
+    if options.get("act_symmetric", True):
+        try:
+            from humming.layer import HummingLayer
+        except ImportError:
+            return found
+
+        def humming(count: int) -> list[Call]:
+            config: dict[str, Any] = {}
+            if options["act_quant"] != "none":
+                config = {"dtype": "int8"} | ({"group_size": GROUP} if options["act_quant"] == "block" else {})
+            calls = []
+            for _ in range(count):
+                layer = HummingLayer(
+                    shape_n=weight.n,
+                    shape_k=weight.k,
+                    weight_config={"dtype": f"uint{bits}", "group_size": GROUP},
+                    input_config=dict(config),
+                    torch_dtype=torch.half,
+                ).cuda()
+                layer.load_from_unquantized(dense)
+                layer.transform()
+                calls.append(partial(layer, x))
+            return calls
+
+        found["humming"] = humming
+    return found
+
+
+def measure(name: str, n: int, k: int, ms: list[int], bandwidth: float) -> list[dict[str, Any]]:
+    """A row of results for each M."""
+    bits, options = FORMATS[name]
+    weight = random_weight(n, k, bits)
+    packed = co.reorder(weight).to("cuda")
+    properties = torch.cuda.get_device_properties(0)
+    rate = RATES.get((properties.major, properties.minor), {}).get(16 if options["act_quant"] == "none" else 8)
+    rows = []
+    for m in ms:
+        torch.manual_seed(m)
+        x = torch.randn(m, k, device="cuda").half()
+        count = copies(packed.nbytes) if m <= 256 else min(2, copies(packed.nbytes))
+        clones = [packed] + [co.reorder(weight).to("cuda") for _ in range(count - 1)]
+        us = graph_time([partial(co.mixed_gemm, x, w, **options) for w in clones])
+        floor = packed.nbytes / bandwidth * 1e6
+        if rate:
+            clock = torch.cuda.clock_rate() * 1e6
+            floor = max(floor, 2 * m * n * k / (rate * properties.multi_processor_count * clock) * 1e6)
+        tops = 2 * m * n * k / us / 1e6
+        row: dict[str, Any] = {
+            "format": name,
+            "n": n,
+            "k": k,
+            "m": m,
+            "us": round(us, 2),
+            "tops": round(tops, 1),
+        }
+        row |= {"floor_us": round(floor, 2), "kernel": co.explain(m, packed, options["act_quant"]).kernel, "peers_us": {}}
+        for peer, make in peers(name, weight, x).items():
+            try:
+                row["peers_us"][peer] = round(graph_time(make(count)), 2)
+            except Exception as error:  # a peer that cannot is a result, not an end
+                row["peers_us"][peer] = None
+                print(f"{peer}: {error!r:.150}", file=sys.stderr)
+        rows.append(row)
+        others = {p: t for p, t in row["peers_us"].items() if t is not None}
+        best = min(others, key=lambda p: others[p]) if others else None
+        versus = f"{others[best] / us:5.2f} x {best}" if best else ""
+        print(
+            f"{name:16s} {n:5d} x {k:5d}  m {m:5d} {us:9.2f} us {tops:7.1f} TOPS  floor / time {floor / us:4.2f}  {versus}",
+            flush=True,
+        )
+        torch.cuda.empty_cache()
+    return rows
+
+
+def main() -> None:
+    """Measure what the arguments ask for and write it down."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
+    parser.add_argument("--ms", default="1,16,64,256,1024,4096")
+    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(FORMATS))
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("there is no GPU here")
+    if unknown := set(arguments.formats.split(",")) - set(FORMATS):
+        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join(FORMATS)}")
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    bandwidth = read_bandwidth()
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "clock_mhz": torch.cuda.clock_rate(),
+        "read_tb_per_s": round(bandwidth / 1e12, 2),
+        "torch": torch.__version__,
+        "cutlass_ops": co.__version__,
+        "commit": commit.stdout.strip() or None,
+        "group_size": GROUP,
+        "rows": [],
+    }
+    print(f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, torch {torch.__version__}")
+    for shape in arguments.shapes.split(","):
+        n, k = map(int, shape.split(":"))
+        for name in arguments.formats.split(","):
+            result["rows"] += measure(name, n, k, list(map(int, arguments.ms.split(","))), bandwidth)
+            if arguments.out:
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
