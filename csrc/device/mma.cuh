@@ -36,15 +36,27 @@ __device__ __forceinline__ void load_tiles(void const* row, uint32_t (&out)[4]) 
 
 enum class Operand { kHalf, kBFloat16, kInt8 };
 
-// c[16 x 8] += a[16 x 16] b[16 x 8] (16-bit floats) or a[16 x 32] b[32 x 8] (int8).
+// d[16 x 8] = a[16 x 16] b[16 x 8] + c (16-bit floats) or a[16 x 32] b[32 x 8] + c (int8).
 template <Operand Type, class Sum>
-__device__ __forceinline__ void multiply_add(Sum (&c)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1) {
+__device__ __forceinline__ void multiply_add(Sum (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1, Sum c0, Sum c1,
+                                             Sum c2, Sum c3) {
   if constexpr (Type == Operand::kHalf) {
-    cute::SM80_16x8x16_F32F16F16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+    cute::SM80_16x8x16_F32F16F16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, c0, c1, c2, c3);
   } else if constexpr (Type == Operand::kBFloat16) {
-    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+    cute::SM80_16x8x16_F32BF16BF16F32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, c0, c1, c2, c3);
   } else {
-    cute::SM80_16x8x32_S32S8S8S32_TN::fma(c[0], c[1], c[2], c[3], a[0], a[1], a[2], a[3], b0, b1, c[0], c[1], c[2], c[3]);
+    cute::SM80_16x8x32_S32S8S8S32_TN::fma(d[0], d[1], d[2], d[3], a[0], a[1], a[2], a[3], b0, b1, c0, c1, c2, c3);
+  }
+}
+
+// The first of a chain sets d, to the product plus `start`; the others add to it.
+template <Operand Type, class Sum>
+__device__ __forceinline__ void multiply_add(Sum (&d)[4], uint32_t const (&a)[4], uint32_t b0, uint32_t b1, bool first,
+                                             Sum start) {
+  if (first) {
+    multiply_add<Type>(d, a, b0, b1, start, start, start, start);
+  } else {
+    multiply_add<Type>(d, a, b0, b1, d[0], d[1], d[2], d[3]);
   }
 }
 

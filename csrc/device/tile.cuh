@@ -1,13 +1,5 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its eight warps, the order of tiles over
-// the grid, and the way out through shared memory.
-//
-//              tokens ->                 warps of a tile of 64 or 128 tokens (4 x 2), each 32 rows x kTokens / 2
-//            +---------+---------+
-//   rows   0 | warp 0  | warp 4  |       tiles of 16 and 32 tokens have 4 x 1 warps twice: the second four take the upper 64 columns
-//         32 | warp 1  | warp 5  |       of every 128, and their sums are added at the end, always in the same order
-//         64 | warp 2  | warp 6  |
-//         96 | warp 3  | warp 7  |
-//            +---------+---------+
+// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its warps, the order of tiles over the grid,
+// the copies of weights and group vectors, and the way out through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -16,21 +8,24 @@
 
 namespace cutlass_ops {
 
+// Four warps take 32 rows each, and all tokens. Tiles of 16 tokens have two parties of four: they share the columns of every tile of K,
+// and their sums are added at the end, always in the same order. Small blocks, so that several share a multiprocessor: while one
+// waits at a barrier, decodes or promotes, another multiplies.
 template <int kTokens_>
 struct BlockTile {
   static constexpr int kTokens = kTokens_;
   static constexpr int kRows = 128;
   static constexpr int kSlabs = kRows / kRowsPerSlab;
-  static constexpr int kThreads = 256;
   static constexpr int kWarpsN = 4;
-  static constexpr int kWarpsM = kTokens >= 64 ? 2 : 1;
-  static constexpr int kWarpsK = 8 / kWarpsN / kWarpsM;
-  static constexpr int kRowBlocks = kRows / kWarpsN / 16;     // 16-row fragments a warp owns
-  static constexpr int kTokenBlocks = kTokens / kWarpsM / 8;  // 8-token fragments a warp owns
-  static constexpr int kColumns = kKPerTile / kWarpsK;        // of each tile of K, those a warp multiplies
-  static constexpr int kSumStride = kRows + 4;                // the padding keeps the transposing writes off each other's banks
+  static constexpr int kWarpsK = kTokens == 16 ? 2 : 1;
+  static constexpr int kThreads = 32 * kWarpsN * kWarpsK;
+  static constexpr int kRowBlocks = kRows / kWarpsN / 16;  // 16-row fragments a warp owns
+  static constexpr int kTokenBlocks = kTokens / 8;         // 8-token fragments a warp owns
+  static constexpr int kColumns = kKPerTile / kWarpsK;     // of each tile of K, those a warp multiplies
+  static constexpr int kSumStride = kRows + 4;             // the padding keeps the transposing writes off each other's banks
   static constexpr int kSumBytes = kTokens * kSumStride * int(sizeof(float));
   static_assert(kTokenBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
+  static_assert(kRowBlocks == 2, "a warp's rows are four neighbours in a group vector");
 
   using Sums = float[kRowBlocks][kTokenBlocks][4];
 };
@@ -38,26 +33,31 @@ struct BlockTile {
 // Where a thread stands. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
 template <class Tile>
 struct Place {
-  int lane, g, t;
-  int warp_n, warp_m, warp_k;
-  int slab;         // of the tile's two
-  int first_block;  // first of the warp's 16-row blocks inside the slab
+  int g, t;
+  int warp_n, warp_k;
   int group_index;  // of the warp's first row in a group vector of the tile: its rows follow one another there
-  int first_token;  // of the warp in the tile
+  int weights;      // byte of the lane's first 16 among the weights of a stage
+  int tokens;       // byte of the lane's first ldmatrix row among the activations of a stage
 
-  __device__ __forceinline__ Place() {
-    int warp = threadIdx.x / 32;
-    lane = threadIdx.x % 32;
+  __device__ __forceinline__ explicit Place(int thread) {
+    int warp = thread / 32, lane = thread % 32;
     g = lane / 4, t = lane % 4;
-    warp_n = warp % Tile::kWarpsN;
-    warp_m = warp / Tile::kWarpsN % Tile::kWarpsM;
-    warp_k = warp / (Tile::kWarpsN * Tile::kWarpsM);
-    slab = warp_n / 2;
-    first_block = warp_n % 2 * Tile::kRowBlocks;
+    warp_n = warp % Tile::kWarpsN, warp_k = warp / Tile::kWarpsN;
+    int slab = warp_n / 2, first_block = warp_n % 2 * Tile::kRowBlocks;
     group_index = slab * kRowsPerSlab + g * 8 + first_block * 2;
-    first_token = warp_m * Tile::kTokenBlocks * 8;
+    weights = slab * chunk_bytes(Tile::kBits) +
+              (first_block * Tile::kUnits + warp_k * Tile::kUnits / Tile::kWarpsK) * kUnitBytes + lane * kLaneBytes;
+    int token = lane / 16 * 8 + lane % 8, swizzle = lane / 8 % 2 ^ lane % 8;
+    tokens = token * Tile::kRowBytes + (swizzle << 4 ^ warp_k * (Tile::kRowBytes / Tile::kWarpsK));
   }
 };
+
+// threadIdx.x, read anew: what is derived from it need not stay in registers through the main loop.
+__device__ __forceinline__ int thread_again() {
+  int thread;
+  asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
+  return thread;
+}
 
 // Blocks that run together share weights and tokens in L2: the grid walks 16 token tiles for one row tile, then the next rows.
 struct TileIndex {
@@ -84,7 +84,7 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
       for (int tb = 0; tb < Tile::kTokenBlocks; ++tb)
 #pragma unroll
         for (int e = 0; e < 4; ++e) {
-          int row = at.warp_n * 32 + rb * 16 + at.g + 8 * (e / 2), token = at.first_token + tb * 8 + 2 * at.t + e % 2;
+          int row = (at.warp_n * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), token = tb * 8 + 2 * at.t + e % 2;
           float& place = gathered[token * Tile::kSumStride + row];
           place = k == 0 ? sums[rb][tb][e] : place + sums[rb][tb][e];
         }
@@ -96,7 +96,7 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
 template <class Tile>
 __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials,
                                            int n_pad) {
-  for (int i = threadIdx.x; i < Tile::kTokens * Tile::kRows / 8; i += Tile::kThreads) {
+  for (int i = thread_again(); i < Tile::kTokens * Tile::kRows / 8; i += Tile::kThreads) {
     int token = i / (Tile::kRows / 8), row = i % (Tile::kRows / 8) * 8;
     int m = m0 + token, n = n0 + row;
     if (m >= p.m || n >= n_pad) continue;
@@ -133,31 +133,113 @@ struct VectorRows {
   }
 };
 
-// One warp copies those rows, `width` values of 2^log_bytes bytes from column `begin`, to [row][width]. Columns from `end` on repeat the
-// last ones before it: no result that is stored depends on them.
-__device__ __forceinline__ void copy_vector_rows(uint8_t* shared, void const* source, VectorRows const& rows, int k_tile,
-                                                 int log_bytes, int width, int begin, int end, int stride) {
-  int lane = threadIdx.x % 32, log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
-  uint8_t const* first = static_cast<uint8_t const*>(source) + (int64_t(rows.first(k_tile)) * stride << log_bytes);
-  for (int i = lane; i < rows.count << log_pieces; i += 32) {
+// Keeps the compiler from computing a loop constant anew wherever it is used.
+__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+
+// One 16-byte piece of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every tile.
+struct VectorCopy {
+  uint8_t const* source = nullptr;  // in the vector's first row
+  uint32_t row_bytes = 0;
+  int to = -1;  // byte in the stage; -1: nothing to copy
+
+  VectorCopy() = default;
+
+  // `i`: the thread's number among those that copy the vector. Values have 2^log_bytes bytes; the tile begins at column `begin` of rows of
+  // `stride`. Columns from `stride` on repeat the last before it: no result that is stored depends on them.
+  __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows, int log_bytes, int width, int begin,
+                                        int stride, int stage_offset)
+      : row_bytes(uint32_t(stride) << log_bytes) {
+    int log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
     int row = i >> log_pieces, piece = i - (row << log_pieces);
-    int column = min(begin + (piece << log_values), end - (1 << log_values));
-    copy_async_16(shared + i * 16, first + ((int64_t(row) * stride + column) << log_bytes));
+    int column = min(begin + (piece << log_values), stride - (1 << log_values));
+    source = static_cast<uint8_t const*>(vector) + uint64_t(row) * row_bytes + (uint64_t(column) << log_bytes);
+    if (vector && row < rows.count) to = stage_offset + i * 16;
   }
+
+  __device__ __forceinline__ void operator()(uint8_t* stage, int first_row) const {
+    if (to >= 0) copy_async_16(stage + to, source + uint64_t(uint32_t(first_row)) * row_bytes);
+  }
+};
+
+// The weights of a tile's two slabs. A slab beyond the last repeats it; its rows are never stored.
+template <class Tile>
+struct WeightCopy {
+  static constexpr int kChunk = chunk_bytes(Tile::kBits), kSlabPieces = kChunk / 16,
+                       kPieces = Tile::kSlabs * kSlabPieces / Tile::kThreads;
+  static_assert(Tile::kSlabs * kSlabPieces % Tile::kThreads == 0);
+  uint8_t const* source;
+  uint32_t slab_step;
+
+  __device__ __forceinline__ WeightCopy(uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
+    int slab = min(n0 / kRowsPerSlab + int(threadIdx.x) / kSlabPieces, n_pad / kRowsPerSlab - 1);
+    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + threadIdx.x % kSlabPieces * 16;
+    slab_step = n0 + kRowsPerSlab < n_pad ? uint32_t(k_tiles) * kChunk : 0;
+    keep(slab_step);
+  }
+
+  // Copy a tile and step to the next.
+  __device__ __forceinline__ void operator()(uint8_t* stage) {
+#pragma unroll
+    for (int j = 0; j < kPieces; ++j) {
+      int i = j * Tile::kThreads;
+      copy_async_16(stage + (threadIdx.x + i) * 16, source + i / kSlabPieces * slab_step + i % kSlabPieces * 16);
+    }
+    source += kChunk;
+  }
+};
+
+// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte pieces are swizzled by token % 8, so that
+// ldmatrix meets every bank once. Tokens beyond the last are left as they are: no result that is stored depends on them.
+template <class Tile>
+struct TokenCopy {
+  static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16, kRowsAtOnce = Tile::kThreads / kRowPieces;
+  static constexpr int64_t kLargestStride = (int64_t(1) << 32) / kRowsAtOnce - 1;  // bytes: row_step has 32 bits
+  uint8_t const* source;
+  uint32_t row_step;
+  int tokens;  // of those this thread may copy
+  int to;
+
+  __device__ __forceinline__ TokenCopy(void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
+    int token = threadIdx.x / kRowPieces, piece = threadIdx.x % kRowPieces;
+    source = static_cast<uint8_t const*>(matrix) + (m0 + token) * stride_bytes + int64_t(k_tile) * kRowBytes + piece * 16;
+    row_step = uint32_t(kRowsAtOnce * stride_bytes);
+    keep(row_step);
+    tokens = min(m - m0, Tile::kTokens) - token;
+    to = token * kRowBytes + ((piece ^ (token & 7)) << 4);
+  }
+
+  // Copy a tile, zeros (and nothing is read) where not `inside`, and step to the next.
+  template <class... Inside>
+  __device__ __forceinline__ void operator()(uint8_t* shared, Inside... inside) {
+    uint8_t const* from = source;
+#pragma unroll
+    for (int j = 0; j < (Tile::kTokens + kRowsAtOnce - 1) / kRowsAtOnce; ++j) {
+      if (j * kRowsAtOnce < tokens) {
+        void* row = shared + to + j * kRowsAtOnce * kRowBytes;
+        if constexpr (sizeof...(Inside)) {
+          copy_async_16_or_zero(row, from, inside...);
+        } else {
+          copy_async_16(row, from);
+        }
+      }
+      from += row_step;
+    }
+    source += kRowBytes;
+  }
+};
+
+// Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (TokenCopy).
+template <class Tile>
+__device__ __forceinline__ void load_tokens(uint8_t const* activations, Place<Tile> const& at, int pair, int piece,
+                                            uint32_t (&b)[4]) {
+  load_tiles(activations + (at.tokens ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes, b);
 }
 
-// The chunks of a tile's two slabs. A slab beyond the last repeats it; its rows are never stored.
-template <class Tile, int kBits>
-__device__ __forceinline__ void copy_weights(uint8_t* shared, uint8_t const* codes, int n0, int n_pad, int k_tile,
-                                             int k_tiles) {
-  constexpr int kChunk = chunk_bytes(kBits), kPieces = Tile::kSlabs * kChunk / 16;
-  static_assert(kPieces % Tile::kThreads == 0);
+// The zero points of a warp's rows in a group vector, or zeros.
+__device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, int index, int (&out)[4]) {
+  int four = present ? *reinterpret_cast<int const*>(vector + index) : 0;
 #pragma unroll
-  for (int j = 0; j < kPieces / Tile::kThreads; ++j) {
-    int i = threadIdx.x + j * Tile::kThreads;
-    int slab = min((n0 / kRowsPerSlab + i / (kChunk / 16)), n_pad / kRowsPerSlab - 1);
-    copy_async_16(shared + i * 16, codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + i % (kChunk / 16) * 16);
-  }
+  for (int i = 0; i < 4; ++i) out[i] = int8_t(four >> 8 * i);
 }
 
 // K is cut into `splits` runs of tiles whose lengths differ by at most one.

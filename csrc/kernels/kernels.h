@@ -6,19 +6,16 @@
 namespace cutlass_ops {
 
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
-// Blocks of up to 99 KB run on every GPU since sm_80. 8-bit weights stop at 64 tokens: two stages of 128 would need more.
+// Blocks of up to 99 KB run on every GPU since sm_80.
 constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
-  if (tokens == 128) return {128, 128, 2, 1, 99 * 1024};
-  if (tokens == 64) return {128, 64, bits == 4 ? 3 : 2, 1, 99 * 1024};
-  return {128, tokens, tokens == 16 ? 4 : 3, tokens == 16 ? 2 : 1, 99 * 1024};
+  return {128, tokens, tokens == 64 && bits == 8 ? 2 : tokens == 16 ? 4 : 3, tokens == 32 ? 3 : 2, 99 * 1024};
 }
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // mma_gemm_a8.cu: int8 activations, likewise.
 constexpr Tile mma_gemm_a8_tile(int bits, int tokens) {
-  if (tokens == 128) return {128, 128, bits == 4 ? 3 : 2, 1, 99 * 1024};
-  return {128, tokens, tokens == 64 || bits == 8 ? 3 : 4, tokens == 16 ? 2 : 1, 99 * 1024};
+  return {128, tokens, tokens == 64 || bits == 8 ? 3 : 4, tokens == 32 ? 3 : 2, 99 * 1024};
 }
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
