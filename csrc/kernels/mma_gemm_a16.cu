@@ -1,13 +1,12 @@
 // fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for W4A16 and W8A16, sm_80 and later.
 //
 // A block computes 128 output features x kTokens. Weights, activations, scales and zero points of 128 columns of K go through a ring of
-// stages in shared memory (cp.async). Per group, or 128 columns of a longer one:
+// stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
 //
-//   for every 16 columns
-//     load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
-//     decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly
-//     multiply fp32 sums of exact products
-//   promote  sum = fma(group's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and group
+//   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
+//   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly
+//   multiply fp32 sums of exact products
+//   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and step
 //
 // A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the tokens as operand A: the registers
 // of two operands B, in another order, are one.
@@ -19,19 +18,19 @@
 namespace cutlass_ops {
 namespace {
 
-// kGeneral: groups of 32 and 64, offsets. Without it: groups of at least 128, with or without zero points.
+// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points.
 template <class Element_, int kBits_, int kTokens, bool kGeneral_>
 struct Config : BlockTile<kTokens> {
   using Tile = BlockTile<kTokens>;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits_, Element>;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr uint32_t kOnes = std::is_same_v<Element, __half> ? 0x3c003c00u : 0x3f803f80u;
   static constexpr int kBits = kBits_;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
+  static constexpr int kStepPieces = kGeneral ? 2 : Tile::kColumns / 16;  // of 16 columns
   static constexpr int kStages = mma_gemm_a16_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = kGeneral ? 1 : mma_gemm_a16_tile(kBits, kTokens).resident;
+  static constexpr int kMinBlocks = mma_gemm_a16_tile(kBits, kTokens).resident;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
 
@@ -102,21 +101,14 @@ struct Copies {
   }
 };
 
-// The sums of a group.
+// What a step's rows have in common.
 template <class C>
-struct GroupSums {
-  float main[C::kRowBlocks][C::kTokenBlocks][4];
-  float tokens[C::kGeneral ? C::kTokenBlocks / 2 : 1][4];  // of two token blocks, sum x of tokens g in registers 0 and 2
-};
-
-// What a group's rows have in common.
-template <class C>
-struct GroupRows {
+struct StepRows {
   float scales[4], offsets[4];
   decode::RowConstants zeros[C::kRowBlocks];
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ GroupRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group) : offsets() {
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group) : offsets() {
     int index = group * C::kRows + at.group_index, codes[4];
     load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
 #pragma unroll
@@ -126,70 +118,103 @@ struct GroupRows {
   }
 };
 
-// Fold a group's sums into the total.
+// The sums of a step over two token blocks.
 template <class C>
-__device__ __forceinline__ void promote(Params const& p, Place<C> const& at, GroupRows<C> const& rows,
-                                        GroupSums<C> const& group, typename C::Sums& sums) {
+struct PairSums {
+  float main[2][C::kRowBlocks][4];
+  float tokens[4];  // sum x of tokens g in registers 0 and 2
+};
+
+// Fold them into the total.
+template <class C, bool kOffsets>
+__device__ __forceinline__ void promote(Place<C> const& at, int pair, StepRows<C> const& rows, PairSums<C> const& step,
+                                        typename C::Sums& sums) {
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+  for (int j = 0; j < 2; ++j) {
     float x[2] = {};
-    if (C::kGeneral && p.weight.offsets) {
+    if constexpr (kOffsets) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, group.tokens[C::kGeneral ? tb / 2 : 0][tb % 2 * 2], 8 * at.t + 4 * e);
+      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, step.tokens[2 * j], 8 * at.t + 4 * e);
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        float& sum = sums[rb][tb][e];
-        sum = fmaf(group.main[rb][tb][e], rows.scales[2 * rb + e / 2], sum);
-        if (C::kGeneral) sum = fmaf(rows.offsets[2 * rb + e / 2], x[e % 2], sum);
+        float& sum = sums[rb][pair * 2 + j][e];
+        sum = fmaf(step.main[j][rb][e], rows.scales[2 * rb + e / 2], sum);
+        if (kOffsets) sum = fmaf(rows.offsets[2 * rb + e / 2], x[e % 2], sum);
       }
   }
+}
+
+// One step: its pieces of 16 columns begin with `first` of the warp's.
+template <class C, bool kOffsets>
+__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, Place<C> const& at, int first,
+                                         typename C::Sums& sums) {
+  using Decode = typename C::Decode;
+  constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
+  // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
+  // pieces while the 16 before are promoted.
+  constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
+  constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
+  StepRows<C> rows(stage, p, at, C::kGeneral ? (at.warp_k * (C::kColumns / 16) + first) * p.weight_rows.count / 8 : 0);
+
+  PairSums<C> step[kSets];
+  uint32_t a[kPieces][C::kRowBlocks][4];
+  uint4 records[C::kRowBlocks];
+  auto load_weights = [&](int i) {
+#pragma unroll
+    for (int rb = 0; rb < C::kRowBlocks; ++rb) {
+      int piece = first + i;
+      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
+      uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
+      Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
+    }
+  };
+  auto promote_batch = [&](int begin) {
+#pragma unroll
+    for (int pair = begin; pair < begin + kBatch; ++pair) promote<C, kOffsets>(at, pair, rows, step[pair % kSets], sums);
+  };
+
+#pragma unroll
+  for (int begin = 0; begin < kPairs; begin += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (begin == 0) load_weights(i);
+#pragma unroll
+      for (int pair = begin; pair < begin + kBatch; ++pair) {
+        PairSums<C>& d = step[pair % kSets];
+        uint32_t b[4];
+        load_tokens<C>(stage + C::kActivations, at, pair, first + i, b);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int rb = 0; rb < C::kRowBlocks; ++rb)
+            multiply_add<C::kOperand>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, 0.0f);
+        if constexpr (kOffsets) {
+          constexpr uint32_t kOnes = C::kOperand == Operand::kHalf ? 0x3c003c00u : 0x3f803f80u;
+          uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
+          multiply_add<C::kOperand>(d.tokens, both, kOnes, kOnes, i == 0, 0.0f);
+        }
+      }
+    }
+    if (begin > 0) promote_batch(begin - kBatch);
+  }
+  promote_batch(kPairs - kBatch);
 }
 
 // One tile of K out of shared memory.
 template <class C>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums) {
-  using Decode = typename C::Decode;
-  constexpr int kPieces = C::kColumns / 16;
-  constexpr int kRecordPieces = 4 / Decode::kWords;              // of 16 columns in a lane's 16 bytes
-  int group_pieces = C::kGeneral ? 8 / p.weight_rows.count : 8;  // a power of two
-  GroupRows<C> rows(stage, p, at, at.warp_k * kPieces / group_pieces);
-  GroupSums<C> group;
-  uint4 records[C::kRowBlocks];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    bool first = i == 0;
-    if (C::kGeneral && i > 0 && i % 2 == 0 && (i & (group_pieces - 1)) == 0) {
-      promote<C>(p, at, rows, group, sums);
-      rows = GroupRows<C>(stage, p, at, (at.warp_k * kPieces + i) / group_pieces);
-      group = {};
-    }
-    uint32_t a[C::kRowBlocks][4];
-#pragma unroll
-    for (int rb = 0; rb < C::kRowBlocks; ++rb) {
-      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + i / kRecordPieces) * kUnitBytes;
-      if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
-      uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      Decode::fragment(words + i % kRecordPieces * Decode::kWords, rows.zeros[rb], a[rb]);
-    }
-#pragma unroll
-    for (int pair = 0; pair < C::kTokenBlocks / 2; ++pair) {
-      uint32_t b[4];
-      load_tokens<C>(stage + C::kActivations, at, pair, i, b);
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int rb = 0; rb < C::kRowBlocks; ++rb)
-          multiply_add<C::kOperand>(group.main[rb][pair * 2 + j], a[rb], b[2 * j], b[2 * j + 1], first, 0.0f);
-      if (C::kGeneral && p.weight.offsets) {
-        uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
-        multiply_add<C::kOperand>(group.tokens[C::kGeneral ? pair : 0], both, C::kOnes, C::kOnes, first, 0.0f);
-      }
+  for (int first = 0; first < C::kColumns / 16; first += C::kStepPieces) {
+    if (C::kGeneral && p.weight.offsets) {
+      add_step<C, C::kGeneral>(stage, p, at, first, sums);
+    } else {
+      add_step<C, false>(stage, p, at, first, sums);
     }
   }
-  promote<C>(p, at, rows, group, sums);
 }
 
 template <class C>

@@ -1,17 +1,16 @@
 // int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and W4A8, sm_80 and later.
 //
 // A block computes 128 output features x kTokens. Weights, activations, scales and zero points of 128 columns of K go through a ring of
-// stages in shared memory (cp.async). Per step, the shorter of group and activation block, but 128 columns at most:
+// stages in shared memory (cp.async). Per step of 128 columns, or 64 or 32 where groups are that short:
 //
-//   for every 32 columns
-//     load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
-//     decode   int4 -> int8 in registers, minus the zero point
-//     multiply exact int32 sums, which never leave registers
+//   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
+//   decode   int4 -> int8 in registers, minus the zero point
+//   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
 //
 // Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23, whose unit in the last place is 1, so that
 // for |I| < 2^22 the sum's bits are those of the float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first
-// instruction of a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128 here.
+// instruction of a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128, but for 8-bit zero points.
 //
 // Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero point za, the sum over a step is
 //   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc)         4 bit: c - zc is what the decoder makes
@@ -29,8 +28,12 @@ namespace {
 
 // kSymmetric:  steps of 128 columns, no zero points.
 // kZeroPoints: steps of 128 columns, zero points of the activations and of 4-bit weights.
-// kGeneral:    steps of 32 columns or more, everything.
-enum class Form { kSymmetric, kZeroPoints, kGeneral };
+// kGeneral64:  steps of 64 columns, everything.
+// kGeneral32:  steps of 32 columns, everything.
+enum class Form { kSymmetric, kZeroPoints, kGeneral64, kGeneral32 };
+
+constexpr float kMagicNumber = 0x1.8p23f;
+constexpr uint32_t kMagicBits = 0x4b400000u;
 
 template <int kBits_, int kTokens, Form kForm_>
 struct Config : BlockTile<kTokens> {
@@ -39,13 +42,17 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr int kRowBytes = kKPerTile;
   static constexpr Form kForm = kForm_;
-  static constexpr bool kGeneral = kForm == Form::kGeneral;
+  static constexpr bool kGeneral = kForm == Form::kGeneral64 || kForm == Form::kGeneral32;
+  // A step's pieces of 32 columns.
+  static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : Tile::kColumns / 32;
+  // The zero points of 8-bit weights may lead beyond the magic number's range.
+  static constexpr bool kMagic = !kGeneral || kBits == 4;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).resident : kGeneral ? 1 : 2;
+  static constexpr int kMinBlocks = kForm == Form::kSymmetric   ? mma_gemm_a8_tile(kBits, kTokens).resident
+                                    : kGeneral && kTokens == 16 ? 1
+                                                                : 2;
   static constexpr int kSteps = kGeneral ? 4 : 1;  // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
-  static constexpr uint32_t kStart =
-      kGeneral ? 0 : 0x4b400000u;  // 8-bit weights' zero points may exceed the magic number's range
 
   static constexpr int kWeights = 0;
   static constexpr int kActivations = kWeights + Tile::kSlabs * chunk_bytes(kBits);
@@ -107,23 +114,16 @@ struct Copies {
   }
 };
 
-// The integer sums of a step, and the two correction sums of the asymmetric forms.
-template <class C>
-struct StepSums {
-  uint32_t main[C::kRowBlocks][C::kTokenBlocks][4] = {};                    // kGeneral: restarted at 0 inside a tile
-  uint32_t rows[C::kForm == Form::kSymmetric ? 1 : C::kRowBlocks][4] = {};  // of c (4 bit: c - zc); registers 1, 3 repeat 0, 2
-  uint32_t tokens[C::kGeneral ? C::kTokenBlocks / 2 : 1][4] =
-      {};  // of two token blocks, sum q of tokens g in registers 0 and 2
-};
-
 // What a step's rows have in common.
 template <class C>
 struct StepRows {
   float scales[4], offsets[4];
   int zeros[4];
+  uint32_t sums[C::kRowBlocks][4];  // of c (4 bit: c - zc); registers 1, 3 repeat 0, 2
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group) : offsets() {
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group)
+      : offsets(), sums() {
     int index = group * C::kRows + at.group_index;
     load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
     load_zeros(stage + C::kZeros, (C::kMinusZero || C::kGeneral) && p.weight.zeros, index, zeros);
@@ -131,15 +131,21 @@ struct StepRows {
   }
 };
 
-// Fold a step's integers into the fp32 sums. `block`: row of the stage's token vectors; `width`: columns summed.
+// The integer sums of a step over two token blocks.
 template <class C>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int block, int width,
-                                        StepRows<C> const& rows, StepSums<C> const& step, typename C::Sums& sums) {
-  constexpr float kMagic = 12582912.0f;  // the bits kStart
+struct PairSums {
+  uint32_t main[2][C::kRowBlocks][4];
+  uint32_t tokens[4];  // sum q of tokens g in registers 0 and 2
+};
+
+// Fold them into the fp32 sums. `block`: row of the stage's token vectors.
+template <class C, bool kTokenSums>
+__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int block, int pair,
+                                        StepRows<C> const& rows, PairSums<C> const& step, typename C::Sums& sums) {
   constexpr float kDecodedScale = C::kBits == 4 && !C::kMinusZero ? 1.0f / decode::Int4Int8::kScale : 1.0f;
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
-    int token = block * C::kTokens + tb * 8 + 2 * at.t;
+  for (int j = 0; j < 2; ++j) {
+    int tb = pair * 2 + j, token = block * C::kTokens + tb * 8 + 2 * at.t;
     float2 scale_pair = *reinterpret_cast<float2 const*>(stage + C::kActivationScales + token * 4);
     float const token_scale[2] = {scale_pair.x, scale_pair.y};
     int za[2] = {0, 0}, q[2] = {0, 0};
@@ -147,82 +153,107 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, P
       char2 z = *reinterpret_cast<char2 const*>(stage + C::kActivationZeros + token);
       za[0] = z.x, za[1] = z.y;
     }
-    if constexpr (C::kGeneral) {
+    if constexpr (kTokenSums) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        q[e] = __shfl_sync(~0u, int(step.tokens[tb / 2][tb % 2 * 2]), 8 * at.t + 4 * e) - width * za[e];
-      }
+      for (int e = 0; e < 2; ++e)
+        q[e] = __shfl_sync(~0u, int(step.tokens[2 * j]), 8 * at.t + 4 * e) - C::kStepPieces * 32 * za[e];
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int row = 2 * rb + e / 2, integer = int(step.main[rb][tb][e]);
+        int row = 2 * rb + e / 2, integer = int(step.main[j][rb][e]);
         float& sum = sums[rb][tb][e];
-        if constexpr (C::kForm != Form::kSymmetric) integer -= za[e % 2] * int(step.rows[rb][e / 2 * 2]);
-        if (C::kGeneral && C::kBits == 8) integer -= rows.zeros[row] * q[e % 2];
-        float number = C::kGeneral ? float(integer) : __int_as_float(integer) - kMagic;
+        if (C::kForm != Form::kSymmetric) integer -= za[e % 2] * int(rows.sums[rb][e / 2 * 2]);
+        if (kTokenSums && C::kBits == 8) integer -= rows.zeros[row] * q[e % 2];
+        float number = C::kMagic ? __int_as_float(integer) - kMagicNumber : float(integer);
         sum = fmaf(number, token_scale[e % 2] * (rows.scales[row] * kDecodedScale), sum);
-        if (C::kGeneral) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
+        if (kTokenSums) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
       }
   }
+}
+
+// One step: its pieces of 32 columns begin with `first` of the warp's.
+template <class C, bool kTokenSums>
+__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, Place<C> const& at, int first,
+                                         typename C::Sums& sums) {
+  constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
+  // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
+  // pieces while the 16 before are promoted.
+  constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
+  constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
+  constexpr uint32_t kOnes = 0x01010101u, kStart = C::kMagic ? kMagicBits : 0;
+  int group = C::kGeneral ? (at.warp_k * (C::kColumns / 32) + first) * p.weight_rows.count / 4 : 0;
+  int block = C::kGeneral && p.activation_rows.count > 1 ? group : 0;
+  StepRows<C> rows(stage, p, at, group);
+
+  PairSums<C> step[kSets];
+  uint32_t a[kPieces][C::kRowBlocks][4];
+  uint4 records[C::kRowBlocks];
+  auto load_weights = [&](int i) {
+#pragma unroll
+    for (int rb = 0; rb < C::kRowBlocks; ++rb) {
+      int piece = first + i;
+      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
+      if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
+      uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
+      if constexpr (C::kBits == 8) {
+        decode::Int8Int8::fragment(words, a[i][rb]);
+      } else if constexpr (C::kMinusZero) {
+        auto zero = decode::Int4MinusZeroInt8::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
+        decode::Int4MinusZeroInt8::fragment(words + piece % 2 * 2, zero, a[i][rb]);
+      } else {
+        decode::Int4Int8::fragment(words + piece % 2 * 2, a[i][rb]);
+      }
+      if (C::kForm != Form::kSymmetric && p.x.zeros) {
+        multiply_add<Operand::kInt8>(rows.sums[rb], a[i][rb], kOnes, kOnes, false, 0u);
+      }
+    }
+  };
+  auto promote_batch = [&](int begin) {
+#pragma unroll
+    for (int pair = begin; pair < begin + kBatch; ++pair)
+      promote<C, kTokenSums>(stage, p, at, block, pair, rows, step[pair % kSets], sums);
+  };
+
+#pragma unroll
+  for (int begin = 0; begin < kPairs; begin += kBatch) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      if (begin == 0) load_weights(i);
+#pragma unroll
+      for (int pair = begin; pair < begin + kBatch; ++pair) {
+        PairSums<C>& d = step[pair % kSets];
+        uint32_t b[4];
+        load_tokens<C>(stage + C::kActivations, at, pair, first + i, b);
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+#pragma unroll
+          for (int rb = 0; rb < C::kRowBlocks; ++rb)
+            multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, kStart);
+        if constexpr (kTokenSums) {
+          uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
+          multiply_add<Operand::kInt8>(d.tokens, both, kOnes, kOnes, i == 0, 0u);
+        }
+      }
+    }
+    if (begin > 0) promote_batch(begin - kBatch);
+  }
+  promote_batch(kPairs - kBatch);
 }
 
 // One tile of K out of shared memory.
 template <class C>
 __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums) {
-  constexpr int kPieces = C::kColumns / 32;
-  constexpr int kRecordPieces = 8 / C::kBits;  // of 32 columns in a lane's 16 bytes
-  constexpr uint32_t kOnes = 0x01010101u;
-  int step_pieces = C::kGeneral ? min(4 / p.weight_rows.count, kPieces) : kPieces;  // a power of two
-  bool row_sums = C::kForm != Form::kSymmetric && p.x.zeros;
   bool token_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
-  auto group = [&](int piece) { return C::kGeneral ? (at.warp_k * kPieces + piece) * p.weight_rows.count / 4 : 0; };
-  auto block = [&](int piece) { return C::kGeneral && p.activation_rows.count > 1 ? group(piece) : 0; };
-
-  StepRows<C> rows(stage, p, at, group(0));
-  StepSums<C> step;
-  uint4 records[C::kRowBlocks];
 #pragma unroll
-  for (int i = 0; i < kPieces; ++i) {
-    if (C::kGeneral && i > 0 && (i & (step_pieces - 1)) == 0) {
-      promote<C>(stage, p, at, block(i - 1), step_pieces * 32, rows, step, sums);
-      rows = StepRows<C>(stage, p, at, group(i));
-      step = {};
-    }
-    uint32_t a[C::kRowBlocks][4];
-#pragma unroll
-    for (int rb = 0; rb < C::kRowBlocks; ++rb) {
-      uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + i / kRecordPieces) * kUnitBytes;
-      if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
-      uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      if constexpr (C::kBits == 8) {
-        decode::Int8Int8::fragment(words, a[rb]);
-      } else if constexpr (C::kMinusZero) {
-        auto zero = decode::Int4MinusZeroInt8::zero_constants(rows.zeros[2 * rb], rows.zeros[2 * rb + 1]);
-        decode::Int4MinusZeroInt8::fragment(words + i % 2 * 2, zero, a[rb]);
-      } else {
-        decode::Int4Int8::fragment(words + i % 2 * 2, a[rb]);
-      }
-      if (row_sums)
-        multiply_add<Operand::kInt8>(step.rows[C::kForm == Form::kSymmetric ? 0 : rb], a[rb], kOnes, kOnes, false, 0u);
-    }
-#pragma unroll
-    for (int pair = 0; pair < C::kTokenBlocks / 2; ++pair) {
-      uint32_t b[4];
-      load_tokens<C>(stage + C::kActivations, at, pair, i, b);
-#pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int rb = 0; rb < C::kRowBlocks; ++rb)
-          multiply_add<Operand::kInt8>(step.main[rb][pair * 2 + j], a[rb], b[2 * j], b[2 * j + 1], i == 0, C::kStart);
-      if (token_sums) {
-        uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
-        multiply_add<Operand::kInt8>(step.tokens[C::kGeneral ? pair : 0], both, kOnes, kOnes, false, 0u);
-      }
+  for (int first = 0; first < C::kColumns / 32; first += C::kStepPieces) {
+    if (token_sums) {
+      add_step<C, C::kGeneral>(stage, p, at, first, sums);
+    } else {
+      add_step<C, false>(stage, p, at, first, sums);
     }
   }
-  promote<C>(stage, p, at, block(kPieces - 1), step_pieces * 32, rows, step, sums);
 }
 
 template <class C>
@@ -291,9 +322,9 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 template <int kBits, int kTokens>
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
-  if (w.offsets || w.group_size == 32 || w.group_size == 64 || (w.zeros && kBits == 8)) {
-    constexpr int kFewTokens = kTokens < 32 ? kTokens : 32;  // the corrections take the registers of the others
-    return launch_config<Config<kBits, kFewTokens, Form::kGeneral>>(problem, plan, partials, stream);
+  if (w.group_size == 32) return launch_config<Config<kBits, kTokens, Form::kGeneral32>>(problem, plan, partials, stream);
+  if (w.offsets || w.group_size == 64 || (w.zeros && kBits == 8)) {
+    return launch_config<Config<kBits, kTokens, Form::kGeneral64>>(problem, plan, partials, stream);
   }
   return w.zeros || problem.quantized.zeros
              ? launch_config<Config<kBits, kTokens, Form::kZeroPoints>>(problem, plan, partials, stream)
