@@ -206,7 +206,7 @@ def main() -> None:
         "read_tb_per_s": round(bandwidth / 1e12, 2),
         "torch": torch.__version__,
         "cutlass_ops": co.__version__,
-        "commit": commit.stdout.strip() or None,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
         "group_size": GROUP,
         "rows": [],
     }
