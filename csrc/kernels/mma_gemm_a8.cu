@@ -85,8 +85,6 @@ struct Copies {
   WeightCopy<C> weights;
   TokenCopy<C> activations;
   VectorCopy scales, zeros, offsets, activation_scales, activation_zeros;
-  // Without zero points no thread has more than one piece to copy: half of them take the weights' scales, half the tokens'.
-  static constexpr bool kOneVector = C::kForm == Form::kSymmetric;
 
   __device__ __forceinline__ Copies(Params const& p, int n0, int m0, int k_tile)
       : weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
@@ -95,7 +93,6 @@ struct Copies {
     int i = threadIdx.x, last = C::kThreads - 1 - i;  // short vectors of weights and activations are not one warp's to copy
     scales = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
     activation_scales = VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, C::kActivationScales);
-    if (kOneVector && i >= C::kThreads / 2) scales = activation_scales;
     if constexpr (C::kForm != Form::kSymmetric) {
       zeros = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros);
       activation_zeros = VectorCopy(last, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride, C::kActivationZeros);
@@ -105,19 +102,15 @@ struct Copies {
 
   // All but the weights.
   __device__ __forceinline__ void copy_rest(uint8_t* stage, Params const& p, int k_tile) {
+    int row = p.weight_rows.first(k_tile), activation_row = p.activation_rows.first(k_tile);
     activations(stage + C::kActivations);
-    if constexpr (kOneVector) {
-      scales(stage, (threadIdx.x < C::kThreads / 2 ? p.weight_rows : p.activation_rows).first(k_tile));
-    } else {
-      int row = p.weight_rows.first(k_tile), activation_row = p.activation_rows.first(k_tile);
-      scales(stage, row);
-      activation_scales(stage, activation_row);
-      if constexpr (C::kForm != Form::kSymmetric) {
-        zeros(stage, row);
-        activation_zeros(stage, activation_row);
-      }
-      if (C::kGeneral) offsets(stage, row);
+    scales(stage, row);
+    activation_scales(stage, activation_row);
+    if constexpr (C::kForm != Form::kSymmetric) {
+      zeros(stage, row);
+      activation_zeros(stage, activation_row);
     }
+    if (C::kGeneral) offsets(stage, row);
   }
 };
 
