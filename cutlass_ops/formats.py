@@ -21,7 +21,7 @@ MAX_ACTIVATION_BLOCK = 128
 
 def check_bits(bits: int) -> int:
     """Return ``bits``, or raise ``ValueError`` if no format has that many."""
-    if bits not in BITS:
+    if type(bits) is not int or bits not in BITS:
         raise ValueError(f"bits is {bits!r}; supported are {', '.join(map(str, BITS))}")
     return bits
 
@@ -32,7 +32,7 @@ def check_group_size(group_size: int) -> int:
     Groups of 32 and 64 divide a tile's 128 columns and longer ones are made of whole tiles, so that no step of a
     kernel ever straddles two groups. -1 is one group for all of K.
     """
-    if group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0):
+    if type(group_size) is int and (group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)):
         return group_size
     raise ValueError(f"group_size is {group_size!r}; supported are 32, 64, multiples of 128, and -1 (all of K)")
 

@@ -34,6 +34,11 @@ class CheckpointError(ValueError):
         super().__init__(f"{where}: {message}")
         self.path = os.fspath(path)
         self.tensor = tensor
+        self._message = message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are copied and pickled by their constructor's arguments, which are not those of ValueError.
+        return CheckpointError, (self.path, self._message, self.tensor)
 
 
 def _names(types: tuple[torch.dtype, ...]) -> str:

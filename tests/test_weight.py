@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 from typing import Any
 
@@ -271,3 +272,15 @@ def test_checkpoint_errors_name_file_and_tensor() -> None:
     error = CheckpointError("b.gguf", "is not a GGUF file")
     assert str(error) == "b.gguf: is not a GGUF file"
     assert error.tensor is None
+
+
+@pytest.mark.parametrize("field", [{"bits": 4.0}, {"bits": True}, {"group_size": 32.0}, {"group_size": "32"}])
+def test_sizes_are_integers(field: dict[str, object]) -> None:
+    arguments: dict[str, object] = {"bits": 4, "group_size": 32} | field
+    with pytest.raises(ValueError, match=next(iter(field))):
+        QuantizedWeight(torch.zeros(2, 32, dtype=torch.uint8), torch.ones(2, 1), **arguments)  # type: ignore[arg-type]
+
+
+def test_a_checkpoint_error_survives_copies_and_pickles() -> None:
+    error = pickle.loads(pickle.dumps(CheckpointError("model.gguf", "is cut off", tensor="blk.0")))
+    assert (error.path, error.tensor, str(error)) == ("model.gguf", "blk.0", "model.gguf: tensor 'blk.0': is cut off")
