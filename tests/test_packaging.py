@@ -95,7 +95,9 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
     for needed in ("scikit_build_core", "pybind11"):
         pytest.importorskip(needed, reason="building a wheel without build isolation needs it")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    command += ["-C", f"build-dir={tmp_path / 'build'}", "-C", "cmake.define.CUTLASS_OPS_CUDA=OFF"]
+    # The long option: pip 22 and 23.0, which Debian has, know no -C.
+    settings = (f"build-dir={tmp_path / 'build'}", "cmake.define.CUTLASS_OPS_CUDA=OFF")
+    command += [f"--config-settings={setting}" for setting in settings]
     subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True)
     (wheel,) = tmp_path.glob("cutlass_ops-*.whl")
     with zipfile.ZipFile(wheel) as archive:
