@@ -30,9 +30,9 @@ import os
 import re
 import reprlib
 import secrets
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -64,24 +64,70 @@ DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*e
 # ---- one weight
 
 
-def reorder(weight: QuantizedWeight) -> PackedWeight:
+def _one_below_another(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight with the rows of all."""
+    for i, weight in enumerate(weights):
+        if not isinstance(weight, QuantizedWeight):
+            raise TypeError(f"weights[{i}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+    if not weights:
+        raise ValueError("no weight is given; at least one is expected")
+    first = weights[0]
+    whole: dict[str, Any] = {}
+    # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
+    for name in sorted((f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)):
+        parts = [getattr(weight, name) for weight in weights]
+        if name == "bias" and any(part is not None for part in parts):
+            dtype = next(part.dtype for part in parts if part is not None)
+            parts = [w.scales.new_full((w.n,), -0.0, dtype=dtype) if w.bias is None else w.bias for w in weights]
+        for i, (weight, part) in enumerate(zip(weights, parts, strict=True)):
+            if _shared(part) != _shared(parts[0]):
+                raise ValueError(
+                    f"weights[{i}] ({list(weight.shape)}) and weights[0] ({list(first.shape)}) cannot be packed as one: "
+                    f"{name} is {_shared(part)} and {_shared(parts[0])}"
+                )
+            if name == "perm" and part is not None and not torch.equal(part.long(), parts[0].long()):
+                raise ValueError(f"weights[{i}] and weights[0] cannot be packed as one: their act orders (perm) differ")
+        if isinstance(parts[0], Tensor) and name != "perm":
+            whole[name] = torch.cat(parts)
+    return replace(first, **whole)
+
+
+def _shared(part: Any) -> Any:
+    """What must be the same of a field of weights that are packed as one: of a tensor all but its rows and values."""
+    if not isinstance(part, Tensor):
+        return part
+    columns = f" of {part.shape[1]} columns" if part.dim() == 2 else ""
+    return f"{str(part.dtype).removeprefix('torch.')}{columns} on {part.device}"
+
+
+def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight:
     """Put a weight into the order in which the kernels read it.
 
     ``reorder(w).unpack()`` is w again, bit for bit. The host's cores do it, wherever the weight is.
 
+    Weights that multiply the same x (query, key and value; gate and up) may be given as a sequence: they are packed as
+    one, their rows one after another, so that one launch serves all. The products part by plain slicing,
+
+        q, k, v = mixed_gemm(x, reorder([wq, wk, wv])).split([wq.n, wk.n, wv.n], dim=-1)
+
     Args:
-        weight: any quantised weight ``[N, K]``.
+        weight: any quantised weight ``[N, K]``, or several with the same K, device, format (bits, group size, zero points
+            or offsets or neither), act order, and dtypes of scales, offsets and biases. Where only some have a bias, the
+            others get one of -0.0, which changes no sum.
 
     Returns:
-        The packed weight, on the same device. Its bias is the weight's own tensor.
+        The packed weight, on the same device; N is the sum of the parts'. The bias of a single weight is its own tensor.
 
     Raises:
-        TypeError: not a QuantizedWeight.
+        TypeError: not QuantizedWeights.
+        ValueError: none, or weights that differ in what they must share; the message says in what.
     """
     from . import _C
 
+    if isinstance(weight, Sequence):
+        weight = _one_below_another(weight)
     if not isinstance(weight, QuantizedWeight):
-        raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight is expected")
+        raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a sequence, is expected")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
     codes = weight.codes.cpu().contiguous()
     packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)

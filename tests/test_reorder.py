@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import CheckpointError, PackedWeight, QuantizedWeight, dequantize, formats, load_packed, reorder, save_packed
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    QuantizedWeight,
+    dequantize,
+    formats,
+    load_packed,
+    mixed_gemm,
+    reorder,
+    save_packed,
+)
 from cutlass_ops.checkpoints import load_checkpoint
 from cutlass_ops.reorder import (
     DEFAULT_EXCLUDE,
@@ -134,6 +145,71 @@ def test_reorder_takes_views() -> None:
 def test_reorder_refuses_other_things() -> None:
     with pytest.raises(TypeError, match="weight is a Tensor"):
         reorder(torch.zeros(4, 4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
+    rows = [70, 1, 129, 64]  # no part but the first starts where a slab of 64 does
+    parts = [random_weight(n, 200, bits, 64, kind, extras=True, seed=n) for n in rows]
+    parts = [replace(part, perm=parts[0].perm) for part in parts]
+    packed = reorder(parts)
+    assert packed.shape == (sum(rows), 200)
+    start = 0
+    whole = packed.unpack()
+    for part in parts:
+        here = slice(start, start + part.n)
+        cut = {name: getattr(whole, name)[here] for name in PARTS if name != "perm" and getattr(whole, name) is not None}
+        assert_same(replace(whole, **cut), part)
+        start += part.n
+    x = torch.randn(3, 200, generator=torch.Generator().manual_seed(1), dtype=torch.float32)
+    for act_quant in ("none", "block"):
+        found = mixed_gemm(x, packed, act_quant=act_quant).split(rows, dim=-1)
+        for y, part in zip(found, parts, strict=True):
+            expected = mixed_gemm(x, reorder(part), act_quant=act_quant)
+            torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
+
+
+def test_a_missing_bias_beside_others_changes_no_sum() -> None:
+    with_bias = random_weight(8, 32, extras=True)
+    without = replace(random_weight(5, 32, seed=1), perm=with_bias.perm)
+    for order in ([with_bias, without], [without, with_bias]):
+        bias = reorder(order).bias
+        assert bias is not None
+        assert bias.dtype == torch.float16
+        start = 8 if order[1] is without else 0
+        assert torch.equal(bias[start : start + 5].view(torch.int16), torch.full((5,), -(1 << 15), dtype=torch.int16))  # -0.0
+    assert reorder([without, without]).bias is None
+
+
+@pytest.mark.parametrize(
+    ("other", "match"),
+    [
+        (random_weight(8, 96), "codes is uint8 of 96 columns on cpu and uint8 of 64 columns on cpu"),
+        (random_weight(8, 64, bits=8), "bits is 8 and 4"),
+        (random_weight(8, 64, group_size=64), "group_size is 64 and 32"),
+        (random_weight(8, 64, kind="zeros"), "zeros is uint8 of 2 columns on cpu and None"),
+        (random_weight(8, 64, kind="offsets"), "offsets is float32 of 2 columns on cpu and None"),
+        (random_weight(8, 64, dtype=torch.bfloat16), "scales is bfloat16 .* and float16 "),
+        (random_weight(8, 64, extras=True), "perm is int64 on cpu and None"),
+    ],
+)
+def test_weights_that_differ_are_not_packed_as_one(other: QuantizedWeight, match: str) -> None:
+    with pytest.raises(ValueError, match=r"weights\[1\] .*cannot be packed as one: .*" + match):
+        reorder([random_weight(8, 64), other])
+
+
+def test_weights_of_other_act_orders_or_biases_are_not_packed_as_one() -> None:
+    first = random_weight(8, 64, extras=True)
+    with pytest.raises(ValueError, match="their act orders"):
+        reorder([first, random_weight(8, 64, extras=True, seed=1)])
+    assert first.bias is not None
+    with pytest.raises(ValueError, match="bias is float32 on cpu and float16 on cpu"):
+        reorder([first, replace(first, bias=first.bias.float())])
+    with pytest.raises(ValueError, match="no weight"):
+        reorder([])
+    with pytest.raises(TypeError, match=r"weights\[1\] is a PackedWeight"):
+        reorder([first, reorder(first)])  # type: ignore[list-item]
 
 
 @pytest.mark.gpu
