@@ -41,7 +41,7 @@ from torch import Tensor
 
 from . import formats, reference
 from .checkpoints import Checkpoint, Entry, Quantized
-from .checkpoints.dense import TYPES, opened
+from .checkpoints.directory import TYPES, opened
 from .quantize import quantize
 from .weight import CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
 

@@ -393,7 +393,7 @@ def test_a_file_that_changes_while_it_is_read(tmp_path: Path, now: dict[str, tor
     save_file({"a": torch.zeros(2)}, path)
     checkpoint = load_checkpoint(path)
     save_file(now, path)
-    with pytest.raises(CheckpointError, match=r"tensor 'a': has (gone|another type or shape)"):
+    with pytest.raises(CheckpointError, match=r"tensor 'a': the file changed"):
         list(checkpoint.plain())
 
 

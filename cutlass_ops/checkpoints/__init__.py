@@ -1,4 +1,9 @@
-"""Readers of checkpoints: one file a dialect, each with ``recognise(path)`` and ``read(path)``.
+"""Readers of checkpoints: one file a dialect.
+
+A dialect is recognised in one of two places. What is a file of its own (GGUF) has ``recognise(path)`` and
+``read(path)``, and a line in ``_FILES``. What lives in safetensors has ``recognise(source)`` and
+``read(source, **options)``, both given the :class:`directory.Source` with its headers checked, and a line in
+``_DIALECTS``; ``read`` returns ``source.checkpoint(dialect, entries)``.
 
 Weights come under the names of Hugging Face's modules where the dialect's names can be translated. A word
 embedding that is also the output head (a "tied" one) and quantised in the file appears once, as ``lm_head``,
@@ -9,42 +14,73 @@ with
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import dense, gguf
+from . import directory, gguf
 from .checkpoint import Checkpoint, Entry, Quantized
+from .directory import Source
 
 __all__ = ["Checkpoint", "CheckpointError", "Entry", "Quantized", "load_checkpoint"]
 
-_DIALECTS = {
+#: Files of a kind of their own.
+_FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = {
     "GGUF (*.gguf)": (gguf.recognise, gguf.read),
-    "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)": (
-        dense.recognise,
-        dense.read,
-    ),
 }
+_SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
+#: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how to read
+#: it, and the options of :func:`load_checkpoint` that the reader takes. The first that is recognised reads.
+_DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {}
 
 
-def load_checkpoint(path: str | os.PathLike[str]) -> Checkpoint:
-    """Open a checkpoint; nothing but its header is read.
+def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto") -> Checkpoint:
+    """Open a checkpoint; of its data at most a few small tensors are read.
 
     Args:
-        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors.
+        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors. A dialect is
+            recognised by ``config.json`` beside them, and by the tensors themselves.
+        zero_offset: for GPTQ alone: what to add to the stored zero points, if not what the file's metadata
+            and values say.
 
     Returns:
         A lazy mapping from module name to :class:`cutlass_ops.QuantizedWeight`.
 
     Raises:
         CheckpointError: no such file, a file of another kind, or one whose header lies.
+        ValueError: an option that is out of range, or that the file's dialect does not know.
     """
     path = Path(path)
-    for recognise, read in _DIALECTS.values():
-        try:
+    if zero_offset not in ("auto", 0, 1) or isinstance(zero_offset, bool):
+        raise ValueError(f"zero_offset is {zero_offset!r}; 'auto', 0 and 1 are accepted")
+    options = {} if zero_offset == "auto" else {"zero_offset": zero_offset}
+    try:
+        for recognise, read in _FILES.values():
             if recognise(path):
+                _check_options(path, options, "a file of this kind", ())
                 return read(path)
-        except OSError as error:
-            raise CheckpointError(path, error.strerror or str(error)) from error
+        if directory.recognise(path):
+            return _read(directory.read(path), options)
+    except OSError as error:
+        raise CheckpointError(path, error.strerror or str(error)) from error
     if not path.exists():
         raise CheckpointError(path, "no such file or directory")
-    raise CheckpointError(path, f"not a checkpoint of a known kind; known are {', '.join(_DIALECTS)}")
+    raise CheckpointError(path, f"not a checkpoint of a known kind; known are {', '.join((*_FILES, _SAFETENSORS))}")
+
+
+def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
+    for dialect, (recognise, read, taken) in _DIALECTS.items():
+        if recognise(source):
+            _check_options(source.path, options, f"the dialect {dialect!r}", taken)
+            return read(source, **options)
+    _check_options(source.path, options, "a checkpoint that is not quantised", ())
+    if (method := source.quantization.get("quant_method")) is not None:
+        raise CheckpointError(source.path, f"is quantised by {method!r:.100}; known are {', '.join(_DIALECTS)}")
+    return source.checkpoint("safetensors", ())
+
+
+def _check_options(path: Path, options: dict[str, Any], what: str, taken: tuple[str, ...]) -> None:
+    for name, value in options.items():
+        if name not in taken:
+            raise ValueError(f"{path}: {name} is {value!r}; {what} has no such option")

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
+
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,7 @@ class Entry:
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
         tied_to: the other module that uses the same weight, or "".
+        parts: names in the file of the tensors that a quantised weight is made of, where it is more than one.
     """
 
     name: str
@@ -59,6 +63,7 @@ class Entry:
     quantized: Quantized | None = None
     problem: str = ""
     tied_to: str = ""
+    parts: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,10 +74,11 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
 
     Attributes:
         path: as it was given.
-        dialect: "gguf" or "safetensors".
+        dialect: the reader's name: "gguf", "awq", ...; "safetensors" if nothing is quantised.
         files: those that hold the tensors.
         entries: every tensor, by :attr:`Entry.name`, in the order of the file.
         metadata: short facts from the header, for people.
+        config: what the model's ``config.json`` holds; {} where there is none.
     """
 
     path: Path
@@ -80,6 +86,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     files: tuple[Path, ...]
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """The weight of module ``name``.
@@ -101,8 +108,42 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
+    @property
+    def others(self) -> dict[str, Entry]:
+        """The tensors that are not quantised, by name; ``values()`` of each reads it, as the file stores it."""
+        return {name: entry for name, entry in self.entries.items() if entry.quantized is None and not entry.problem}
+
     def plain(self) -> Iterator[tuple[str, Tensor]]:
-        """Name and values of every tensor that is not quantised, read one by one, as the file stores them."""
-        for name, entry in self.entries.items():
-            if entry.quantized is None and not entry.problem:
-                yield name, entry.values()
+        """Name and values of :attr:`others`, read one by one."""
+        for name, entry in self.others.items():
+            yield name, entry.values()
+
+
+def read_weight(path: Path, source: str, build: Callable[[], QuantizedWeight]) -> QuantizedWeight:
+    """What ``build`` returns; that the tensors of a file make no weight becomes a CheckpointError."""
+    try:
+        return build()
+    except CheckpointError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(path, str(error), source) from error
+
+
+def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | int, group: Tensor) -> Tensor:
+    """``scales * (codes - zeros)`` in fp32, product rounded once.
+
+    Args:
+        codes: integers ``[N, K]``.
+        scales: ``[N, G]``.
+        zeros: integers ``[N, G]``, or one for all.
+        group: int64 ``[K]``: the group of each column.
+
+    Returns:
+        fp32 ``[N, K]``.
+    """
+    values = codes.float()
+    if isinstance(zeros, Tensor):
+        values -= zeros.float()[:, group]
+    else:
+        values -= zeros
+    return values.mul_(scales.float()[:, group])

@@ -1,0 +1,316 @@
+"""Safetensors on the disk: one file, an index with its shards, or a directory that holds either, and its JSON.
+
+The format: u64 length of a JSON header, the header (``{name: {dtype, shape, data_offsets}, "__metadata__":
+{...}}``), the data without holes. https://github.com/huggingface/safetensors. Its library checks every size
+and offset of the header. The index is ``{"weight_map": {name: file of the same directory}}``.
+
+What the tensors mean is not known here: a :class:`Source` is what the readers of the dialects are given.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from ..weight import CheckpointError
+from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
+
+_INDEX = "model.safetensors.index.json"
+_MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+
+#: What the format calls torch's dtypes.
+TYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+    "C64": torch.complex64,
+}
+
+#: Files beside ``config.json`` that older tools left their settings in.
+_SETTINGS = ("quantize_config.json", "quant_config.json")
+
+
+@dataclass(frozen=True)
+class Source:
+    """Safetensors whose headers are checked, before a dialect gives the tensors a meaning.
+
+    Attributes:
+        path: as it was given.
+        files: those that hold the tensors.
+        tensors: every tensor as a plain one, by its name, in the order of the files.
+        header: ``__metadata__`` of the files.
+        config: what ``config.json`` beside them holds, or {}.
+        quantization: its "quantization_config" (also looked for in "text_config", and under the older name
+            "compression_config"), else what ``quantize_config.json`` or ``quant_config.json`` holds, or {}.
+    """
+
+    path: Path
+    files: tuple[Path, ...]
+    tensors: Mapping[str, Entry]
+    header: Mapping[str, str]
+    config: Mapping[str, Any]
+    quantization: Mapping[str, Any]
+
+    def modules(self, part: str) -> list[str]:
+        """The modules that have a tensor ``<module>.<part>``."""
+        return [name.removesuffix(f".{part}") for name in self.tensors if name.endswith(f".{part}")]
+
+    def checkpoint(self, dialect: str, weights: Iterable[Entry], facts: Mapping[str, str] | None = None) -> Checkpoint:
+        """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors are plain.
+
+        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``.
+
+        Args:
+            dialect: its name.
+            weights: quantised weights, or what cannot become one, with ``parts``.
+            facts: for :attr:`Checkpoint.metadata`.
+
+        Raises:
+            CheckpointError: a tensor that belongs to two weights, or two entries of one name.
+        """
+        owners: dict[str, Entry] = {}
+        for entry in weights:
+            entry = self._with_bias(entry)
+            for part in entry.parts:
+                if part in owners:
+                    raise CheckpointError(self.path, f"belongs to {owners[part].name!r} and to {entry.name!r}", part)
+                owners[part] = entry
+        entries: dict[str, Entry] = {}
+        for name, tensor in self.tensors.items():
+            entry = owners.get(name, tensor)
+            if entries.setdefault(entry.name, entry) is not entry:
+                raise CheckpointError(self.path, f"has the same name as a module that is quantised: {name!r}", name)
+        return Checkpoint(
+            path=self.path,
+            dialect=dialect,
+            files=self.files,
+            entries=entries,
+            metadata={**self.header, **(facts or {})},
+            config=self.config,
+        )
+
+    def _with_bias(self, entry: Entry) -> Entry:
+        bias = self.tensors.get(f"{entry.name}.bias")
+        weight = entry.quantized
+        if weight is None or bias is None or bias.dtype not in FLOAT_TYPES or bias.shape != entry.shape[:1]:
+            return entry
+        return replace(
+            entry,
+            parts=(*entry.parts, bias.name),
+            nbytes=entry.nbytes + bias.nbytes,
+            quantized=Quantized(
+                bits=weight.bits,
+                group_size=weight.group_size,
+                dtypes={**weight.dtypes, "bias": bias.dtype},
+                read=lambda: replace(weight.read(), bias=bias.values()),
+            ),
+        )
+
+
+def recognise(path: Path) -> bool:
+    """Whether the name is that of a safetensors file or index, or the directory holds one."""
+    if path.is_dir():
+        return any(path.glob("*.safetensors.index.json")) or any(path.glob("*.safetensors"))
+    return path.is_file() and path.name.endswith((".safetensors", ".safetensors.index.json"))
+
+
+def read(path: Path) -> Source:
+    """Check the headers, list the tensors, and read the JSON beside them.
+
+    Raises:
+        CheckpointError: a header or an index that lies, or a packed file, which is no checkpoint.
+        OSError: a file cannot be read.
+    """
+    main = _main_file(path) if path.is_dir() else path
+    if main.name.endswith(".json"):
+        files, tensors = _read_index(main)
+        header: dict[str, str] = {}
+    else:
+        files = (main,)
+        tensors, header = _read_file(main)
+    directory = main.parent
+    config = _object(directory / "config.json")
+    return Source(path, files, tensors, header, config, _quantization(directory, config))
+
+
+def _main_file(directory: Path) -> Path:
+    for found in (sorted(directory.glob("*.safetensors.index.json")), sorted(directory.glob("*.safetensors"))):
+        usual = directory / (_INDEX if found and found[0].name.endswith(".json") else "model.safetensors")
+        if usual in found:
+            return usual
+        if len(found) == 1:
+            return found[0]
+        if found:
+            raise CheckpointError(
+                directory, f"holds {len(found)} {found[0].suffix[1:]} files and no {usual.name}; name one of them"
+            )
+    raise CheckpointError(directory, "holds no safetensors file")
+
+
+# ---- tensors
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
+    if not path.is_file():
+        raise CheckpointError(path, "not a file" if path.exists() else "no such file")
+    try:
+        with safe_open(path, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise CheckpointError(path, f"not a valid safetensors file: {error}") from error
+    except OSError as error:
+        raise CheckpointError(path, error.strerror or str(error)) from error
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
+    with opened(path) as file:
+        metadata = file.metadata() or {}
+        if metadata.get("layout", "").startswith("cutlass_ops."):
+            raise CheckpointError(path, "is a packed file already; cutlass_ops.load_packed reads it")
+        headers = {name: file.get_slice(name) for name in file.offset_keys()}
+        # The library tells all but where a tensor lies.
+        with path.open("rb") as raw:
+            identity = _identity(os.fstat(raw.fileno()))
+            begin = 8 + int.from_bytes(raw.read(8), "little")
+            offsets = json.loads(raw.read(begin - 8))
+        return {name: _entry(path, name, headers[name], offsets.get(name), begin, identity) for name in headers}, metadata
+
+
+def _entry(path: Path, name: str, header: Any, place: Any, begin: int, identity: tuple[int, ...]) -> Entry:
+    kind, shape = header.get_dtype(), tuple(header.get_shape())
+    if kind not in TYPES:
+        raise CheckpointError(path, f"has type {kind}; known are {', '.join(TYPES)}", name)
+    dtype = TYPES[kind]
+    nbytes = dtype.itemsize
+    for size in shape:
+        nbytes *= size
+    if not isinstance(place, dict) or place["data_offsets"][1] - place["data_offsets"][0] != nbytes:
+        raise CheckpointError(path, "the file changed while it was read", name)
+    return Entry(
+        name=name,
+        source=name,
+        kind=kind,
+        shape=shape,
+        nbytes=nbytes,
+        dtype=dtype,
+        values=partial(_values, path, name, dtype, shape, begin + place["data_offsets"][0], nbytes, identity),
+    )
+
+
+def _values(
+    path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, nbytes: int, identity: tuple[int, ...]
+) -> Tensor:
+    """The tensor over a map of its own part of the file, which goes with it: no more is held than is in use."""
+    if nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    try:
+        with path.open("rb") as file:
+            if _identity(os.fstat(file.fileno())) != identity:
+                raise CheckpointError(path, "the file changed while it was read", name)
+            first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+            # A copy on write, as torch has no tensors that are read-only.
+            data = mmap.mmap(file.fileno(), start + nbytes - first, access=mmap.ACCESS_COPY, offset=first)
+    except OSError as error:
+        raise CheckpointError(path, error.strerror or str(error), name) from error
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start - first)
+    # The format does not align tensors; torch's do have to be.
+    return (raw if start % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+
+
+# ---- the index
+
+
+def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry]]:
+    weight_map = _weight_map(index)
+    tensors: dict[str, Entry] = {}
+    files = []
+    for name in sorted(set(weight_map.values())):
+        file = index.parent / name
+        if not file.is_file():
+            raise CheckpointError(index, f"names the file {name!r}, which is not there")
+        files.append(file)
+        found, _ = _read_file(file)
+        for tensor, entry in found.items():
+            if weight_map.get(tensor) == name:
+                tensors[tensor] = entry
+            elif tensor in weight_map:
+                raise CheckpointError(file, f"the index places it in {weight_map[tensor]!r}", tensor)
+            else:
+                raise CheckpointError(file, "the index does not name it", tensor)
+    for tensor, name in weight_map.items():
+        if tensor not in tensors:
+            raise CheckpointError(index, f"is not in {name!r}, where the index places it", tensor)
+    return tuple(files), tensors
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    weight_map = _object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
+        raise CheckpointError(index, 'has no "weight_map" from tensors to files')
+    for tensor, name in weight_map.items():
+        # A shard lies beside its index: a name must not lead to another directory.
+        if not name.endswith(".safetensors") or name != Path(name).name or "\0" in name:
+            raise CheckpointError(
+                index,
+                f"is placed in {name!r}; a *.safetensors file of the same directory is expected",
+                tensor,
+            )
+    return weight_map
+
+
+# ---- JSON
+
+
+def _object(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; {} if there is no such file."""
+    if not path.is_file():
+        return {}
+    if (size := path.stat().st_size) > _MAX_JSON_BYTES:
+        raise CheckpointError(path, f"has {size} bytes; at most {_MAX_JSON_BYTES} are read")
+    try:
+        content = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(path, f"not JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(path, f"is a JSON {type(content).__name__}; an object is expected")
+    return content
+
+
+def _quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get("text_config")
+    for holder in (config, inner if isinstance(inner, dict) else {}):
+        for key in ("quantization_config", "compression_config"):
+            if (found := holder.get(key)) is not None:
+                if not isinstance(found, dict):
+                    raise CheckpointError(directory / "config.json", f"{key} is {found!r:.100}; an object is expected")
+                return found
+    for name in _SETTINGS:
+        if found := _object(directory / name):
+            return found
+    return {}
