@@ -1,0 +1,124 @@
+// From floats to int8 codes: a lane loads kLaneColumns columns of a row, lanes find the range of a block or a row, a Quantizer makes the codes.
+// Shared by the quantising kernel and those that quantise on the way, so that all find the same codes.
+#pragma once
+
+#include "device/scalar.cuh"
+
+namespace cutlass_ops {
+
+constexpr int kLaneColumns = 16;
+constexpr float kTiny = 0x1p-100f;  // a range below this is a range of zero
+
+// NaN goes through these, unlike through fminf and fmaxf. One instruction each, the absolute value included.
+__device__ __forceinline__ float min_or_nan(float a, float b) {
+  float r;
+  asm("min.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+__device__ __forceinline__ float max_or_nan(float a, float b) {
+  float r;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(r) : "f"(a), "f"(b));
+  return r;
+}
+
+// What a run of values spans: [low, high] around zero, or, symmetric, [0, high] of the absolute values.
+template <bool kSymmetric>
+struct Range {
+  float low, high;
+
+  __device__ __forceinline__ void add(float v) {
+    high = max_or_nan(high, kSymmetric ? fabsf(v) : v);
+    if (!kSymmetric) low = min_or_nan(low, v);
+  }
+  __device__ __forceinline__ void add(Range const& other) {
+    high = max_or_nan(high, other.high);
+    if (!kSymmetric) low = min_or_nan(low, other.low);
+  }
+  // Of the `lanes` lanes (a power of two) around this one.
+  __device__ __forceinline__ void share(int lanes) {
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      Range other{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, low, distance), __shfl_xor_sync(~0u, high, distance)};
+      add(other);
+    }
+  }
+};
+
+template <bool kSymmetric>
+struct Quantizer {
+  float scale = 1.0f, reciprocal = 0.0f, zero = 0.0f;
+
+  __device__ __forceinline__ explicit Quantizer(Range<kSymmetric> const& range) {
+    float span = kSymmetric ? range.high : __fsub_rn(range.high, range.low);
+    constexpr float kLevels = kSymmetric ? 127.0f : 255.0f;
+    if (!(span < __int_as_float(0x7f800000))) {  // also NaN; and high - low may overflow although both are finite
+      scale = __int_as_float(0x7fffffff);
+    } else if (span >= kTiny) {
+      scale = __fdiv_rn(span, kLevels);
+      reciprocal = __fdiv_rn(kLevels, span);
+      if (!kSymmetric) zero = fminf(fmaxf(rintf(__fsub_rn(-128.0f, __fmul_rn(range.low, reciprocal))), -128.0f), 127.0f);
+    }
+  }
+
+  // The code of v in the lowest byte. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the lowest bits of the sum. Symmetric codes
+  // need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place.
+  __device__ __forceinline__ uint32_t code(float v) const {
+    float rounded = __fmul_rn(v, reciprocal);
+    if (reciprocal == 0.0f) rounded = 0.0f;  // v may be NaN or infinite
+    constexpr float kMagic = 12582912.0f;
+    if (kSymmetric) return __float_as_uint(__fadd_rn(rounded, kMagic));
+    return __float_as_uint(__fadd_rn(fminf(fmaxf(rintf(rounded) + zero, -128.0f), 127.0f), kMagic));
+  }
+};
+
+// Rows of floats whose columns may be gathered.
+struct FloatRows {
+  void const* x;
+  DataType x_type;
+  int64_t x_stride;
+  int k;
+  int32_t const* perm;
+  bool vector_loads;  // rows start on 16 bytes, K is a multiple of kLaneColumns, and no permutation
+
+  FloatRows(void const* x_, DataType type, int64_t stride, int k_, int32_t const* perm_)
+      : x(x_),
+        x_type(type),
+        x_stride(stride),
+        k(k_),
+        perm(perm_),
+        vector_loads(!perm && reinterpret_cast<uintptr_t>(x) % 16 == 0 && stride * size_of(type) % 16 == 0 &&
+                     k % kLaneColumns == 0) {}
+};
+
+// Columns from K on are zeros.
+__device__ __forceinline__ void load_columns(FloatRows const& q, int row, int column, float (&v)[kLaneColumns]) {
+  int64_t start = row * q.x_stride;
+  if (!q.vector_loads) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      int k = column + i;
+      v[i] = k < q.k ? load_float(q.x, q.x_type, start + (q.perm ? q.perm[k] : k)) : 0.0f;
+    }
+  } else if (q.x_type == DataType::kFloat32) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; i += 4) {
+      float4 four =
+          column < q.k ? *reinterpret_cast<float4 const*>(static_cast<float const*>(q.x) + start + column + i) : float4{};
+      v[i] = four.x, v[i + 1] = four.y, v[i + 2] = four.z, v[i + 3] = four.w;
+    }
+  } else {
+    uint4 const* source = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(q.x) + start + column);
+    uint4 halves[2] = {};
+    if (column < q.k) halves[0] = source[0], halves[1] = source[1];
+    uint32_t const words[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
+                               halves[1].x, halves[1].y, halves[1].z, halves[1].w};
+    bool is_half = q.x_type == DataType::kFloat16;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float2 pair = is_half ? __half22float2(reinterpret_cast<__half2 const&>(words[i]))
+                            : make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+      v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+    }
+  }
+}
+
+}  // namespace cutlass_ops
