@@ -256,7 +256,7 @@ def reorder_command(
 ) -> None:
     """Pack a checkpoint's linear layers into one file, once, for every GPU.
 
-    Weights that the file quantised (GGUF Q4_0, Q4_1, Q8_0) keep their codes and scales exactly. Float weights
+    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be rounded). Float weights
     are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
     them. Everything else is copied.
     """

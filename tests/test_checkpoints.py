@@ -44,13 +44,25 @@ def write_gguf(
     return path
 
 
+#: Where a block holds its fp16 numbers.
+NUMBERS = {
+    Type.Q4_0: [0],
+    Type.Q4_1: [0, 2],
+    Type.Q5_0: [0],
+    Type.Q5_1: [0, 2],
+    Type.Q8_0: [0],
+    Type.Q4_K: [0, 2],
+    Type.Q5_K: [0, 2],
+    Type.Q6_K: [208],
+}
+
+
 def blocks(kind: Type, n: int, k: int) -> npt.NDArray[np.uint8]:
     """Random codes under random scales, of either sign."""
     size, nbytes = gguf.GGML_QUANT_SIZES[kind]
     raw = RANDOM.integers(0, 256, (n, k // size, nbytes), dtype=np.uint8)
-    halves = 2 if kind == Type.Q4_1 else 1
-    scales = RANDOM.standard_normal((n, k // size, halves)).astype(np.float16)
-    raw[..., : 2 * halves] = scales.view(np.uint8).reshape(n, k // size, 2 * halves)
+    for start in NUMBERS[kind]:
+        raw[..., start : start + 2] = RANDOM.standard_normal((n, k // size, 1)).astype(np.float16).view(np.uint8)
     return raw.reshape(n, -1)
 
 
@@ -64,8 +76,8 @@ def half(value: float) -> bytes:
 def one_block(tmp_path: Path, kind: Type, raw: bytes) -> torch.Tensor:
     path = write_gguf(tmp_path / "m.gguf", {"w": (np.frombuffer(raw, np.uint8)[None], kind)}, "other")
     weight = load_checkpoint(path)["w"]
-    assert weight.shape == (1, 32)
-    assert weight.scales.dtype == torch.float16
+    assert weight.shape == (1, gguf.GGML_QUANT_SIZES[kind][0])
+    assert weight.group_size == 32
     return weight  # type: ignore[return-value]
 
 
@@ -98,19 +110,136 @@ def test_a_q8_0_block_by_hand(tmp_path: Path) -> None:
     assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.125 * value for value in values]
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0])
+FIFTH = struct.pack("<I", 0x8000_0001)  # of elements 0 and 31
+FIFTH_CODES = [16, *range(1, 16), *range(15, 0, -1), 16]
+
+
+def test_a_q5_0_block_by_hand(tmp_path: Path) -> None:
+    weight: Any = one_block(tmp_path, Type.Q5_0, half(-0.5) + FIFTH + NIBBLES)
+    assert weight.bits == 8
+    assert weight.codes[0].tolist() == [q - 16 + 128 for q in FIFTH_CODES]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [-0.5 * (q - 16) for q in FIFTH_CODES]
+
+
+def test_a_q5_1_block_by_hand(tmp_path: Path) -> None:
+    weight: Any = one_block(tmp_path, Type.Q5_1, half(0.25) + half(-3.5) + FIFTH + NIBBLES)
+    assert weight.bits == 8
+    assert weight.codes[0].tolist() == [q + 128 for q in FIFTH_CODES]
+    assert weight.offsets.dtype == torch.float16
+    assert weight.offsets.tolist() == [[-3.5]]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == [0.25 * q - 3.5 for q in FIFTH_CODES]
+
+
+# Groups 0 .. 7 have sc 1, 2, 3, 63, 4, 16, 32, 63 and mn 10, 0, 1, 5, 6, 63, 48, 17, of 6 bits each.
+SCALES_OF_A_K_BLOCK = bytes(
+    [1, 2 | 1 << 6, 3 | 2 << 6, 63 | 3 << 6, 10, 0 | 3 << 6, 1 | 3 << 6, 5 | 1 << 6, 4 | 6 << 4, 15 << 4, 0, 15 | 1 << 4]
+)
+SC, MN = [1, 2, 3, 63, 4, 16, 32, 63], [10, 0, 1, 5, 6, 63, 48, 17]
+
+
+def test_a_q4_k_block_by_hand(tmp_path: Path) -> None:
+    halves = bytes(i % 16 | (15 - i % 16) << 4 for i in range(32))  # of each two groups
+    weight: Any = one_block(tmp_path, Type.Q4_K, half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + halves * 4)
+    codes = [[i % 16 for i in range(32)], [15 - i % 16 for i in range(32)]] * 4
+    assert weight.bits == 4
+    assert weight.codes.view(8, 32).tolist() == codes
+    assert weight.scales.tolist() == [[-0.5 * sc for sc in SC]]
+    assert weight.offsets.tolist() == [[8 * -0.5 * sc - 0.25 * mn for sc, mn in zip(SC, MN, strict=True)]]
+    values = [-0.5 * SC[g] * q - 0.25 * MN[g] for g in range(8) for q in codes[g]]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == values
+
+
+def test_a_q5_k_block_by_hand(tmp_path: Path) -> None:
+    fifth = bytes([0b1010_0001] + [0] * 30 + [0b1000_0000])  # element 0 of groups 0, 5, 7; element 31 of group 7
+    weight: Any = one_block(tmp_path, Type.Q5_K, half(-0.5) + half(0.25) + SCALES_OF_A_K_BLOCK + fifth + bytes(range(128)))
+    codes = [[(32 * (g // 2) + i) >> 4 * (g % 2) & 15 for i in range(32)] for g in range(8)]
+    for group, element in ((0, 0), (5, 0), (7, 0), (7, 31)):
+        codes[group][element] += 16
+    assert weight.codes.view(8, 32).tolist() == [[q + 128 for q in group] for group in codes]
+    values = [-0.5 * SC[g] * q - 0.25 * MN[g] for g in range(8) for q in codes[g]]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == values
+
+
+def q6_k_block(scales: list[int]) -> bytes:
+    """Every q of 6 bits four times, elements in order: 32 low halves and 32 high ones share bytes."""
+    q = [element % 64 for element in range(256)]
+    low = [q[128 * h + i] & 15 | (q[128 * h + 64 + i] & 15) << 4 for h in (0, 1) for i in range(64)]
+    high = [sum((q[128 * h + 32 * j + i] >> 4) << 2 * j for j in range(4)) for h in (0, 1) for i in range(32)]
+    return bytes(low) + bytes(high) + struct.pack("16b", *scales) + half(-0.5)
+
+
+def test_a_q6_k_block_by_hand(tmp_path: Path) -> None:
+    # What 8 bits can hold: ratios of up to 4 to 1, but not -4, for -4 * -32 is 128; and nothing at all.
+    pairs = [7, 7, -7, 7, 2, 8, -3, 1, -128, 64, 0, 0, 9, 12, 0, 5]
+    weight: Any = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
+    values = [-0.5 * pairs[i // 16] * (i % 64 - 32) for i in range(256)]
+    assert reference.dequantize_weight(weight, torch.float32)[0].tolist() == values
+    assert weight.scales.tolist() == [[-0.5 * g for g in (7, 7, 2, 1, 64, 1, 3, 5)]]
+    # The others are rounded to 32/127 of the larger scale.
+    pairs = [-4, 1, 127, 126, -128, 127, 1, 5, *[1] * 8]
+    weight = one_block(tmp_path, Type.Q6_K, q6_k_block(pairs))
+    assert weight.scales[0, :5].tolist() == [np.float32(32 / 127) * m * -0.5 for m in (4, 127, 128, 5)] + [-0.5]
+    assert weight.codes[0, 0:16].tolist() == [round(-(i - 32) * 127 / 32) + 128 for i in range(16)]
+    assert weight.codes[0, 64:80].tolist() == weight.codes[0, 0:16].tolist()
+    assert weight.codes[0, 96:112].tolist() == [round((i + 32 - 32) * 127 / 32 / 5) + 128 for i in range(16)]
+    assert weight.codes[0, 32:34].tolist() == [128, 132]  # q = 32, 33 of sc = 127
+
+
+@pytest.mark.parametrize("kind", list(NUMBERS))
 def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
-    raw = blocks(kind, 48, 96)
+    raw = blocks(kind, 48, 768)
     path = write_gguf(tmp_path / "m.gguf", {"w.weight": (raw, kind)}, "other")
     checkpoint = load_checkpoint(path)
     values = torch.from_numpy(gguf.dequantize(raw, kind))
     assert torch.equal(checkpoint.entries["w"].values(), values)
-    ours = reference.dequantize_weight(checkpoint["w"], torch.float32)
-    if kind == Type.Q4_1:
-        # m + 8 d is rounded to fp32 once more.
-        torch.testing.assert_close(ours, values, rtol=0, atol=2e-6)
+    weight = checkpoint["w"]
+    assert {"scales": weight.scales.dtype} | ({} if weight.offsets is None else {"offsets": weight.offsets.dtype}) == (
+        checkpoint.entries["w"].quantized.dtypes  # type: ignore[union-attr]
+    )
+    ours = reference.dequantize_weight(weight, torch.float32)
+    if kind in (Type.Q4_1, Type.Q4_K):
+        # The offset is rounded to fp32 once more.
+        assert weight.offsets is not None
+        limit = weight.offsets.abs().repeat_interleave(32, 1) * 2.0**-24
+        assert bool(((ours - values).abs() <= limit + values.abs() * 2.0**-23).all())
+    elif kind == Type.Q6_K:
+        limit = weight.scales.abs().repeat_interleave(32, 1) * (0.5 + 2.0**-15)
+        assert bool(((ours - values).abs() <= limit).all())
+        step = np.abs(raw.reshape(48, 3, 210)[..., 192:208].view(np.int8).astype(np.float32)).reshape(48, 24, 2).max(-1)
+        step *= np.abs(np.repeat(raw.reshape(48, 3, 210)[..., 208:].copy().view(np.float16)[..., 0], 8, 1).astype(np.float32))
+        assert bool(((ours - values).abs() <= torch.from_numpy(step).repeat_interleave(32, 1) * 0.1261).all())
     else:
         assert torch.equal(ours, values)
+
+
+@pytest.mark.parametrize("kind", list(NUMBERS))
+def test_a_weight_is_converted_piece_by_piece(tmp_path: Path, kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_gguf(tmp_path / "m.gguf", {"w": (blocks(kind, 7, 512), kind)}, "other")
+    whole = load_checkpoint(path)["w"]
+    monkeypatch.setattr("cutlass_ops.checkpoints.gguf._PIECE", 1200)
+    pieces = load_checkpoint(path)["w"]
+    for part in ("codes", "scales", "offsets"):
+        a, b = getattr(whole, part), getattr(pieces, part)
+        assert (a is None and b is None) or torch.equal(a, b)
+
+
+def test_a_weight_that_starts_at_an_odd_byte(tmp_path: Path) -> None:
+    keys = (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q6_K)
+    tensors = {kind.name: (blocks(kind, 3, 256), kind) for kind in keys}
+    aligned = load_checkpoint(write_gguf(tmp_path / "a.gguf", tensors, "other"))
+    writer = gguf.GGUFWriter(tmp_path / "b.gguf", "other")
+    writer.add_custom_alignment(1)
+    writer.add_tensor("odd", np.zeros(1, np.int8), raw_dtype=Type.I8)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    odd = load_checkpoint(tmp_path / "b.gguf")
+    for name in tensors:
+        assert torch.equal(odd[name].codes, aligned[name].codes)
+        assert torch.equal(odd[name].scales, aligned[name].scales)
 
 
 def test_q4_1_offsets_are_not_rounded_to_fp16(tmp_path: Path) -> None:
@@ -128,12 +257,12 @@ def converted(weights: npt.NDArray[Any], heads: int) -> npt.NDArray[Any]:
     return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(weights.shape))
 
 
-@pytest.mark.parametrize("kind", [Type.Q4_0, Type.Q4_1, Type.Q8_0, Type.F32, Type.F16])
+@pytest.mark.parametrize("kind", [*NUMBERS, Type.F32, Type.F16])
 def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
     if kind in (Type.F32, Type.F16):
         q, k = (RANDOM.standard_normal((n, 64)).astype(np.float32 if kind == Type.F32 else np.float16) for n in (64, 32))
     else:
-        q, k = blocks(kind, 64, 64), blocks(kind, 32, 64)
+        q, k = blocks(kind, 64, 256), blocks(kind, 32, 256)
     kept = {"blk.3.attn_v.weight": (k, kind)}
     as_it_was = load_checkpoint(write_gguf(tmp_path / "a.gguf", {"q.weight": (q, kind), "k.weight": (k, kind)}, "other"))
     path = write_gguf(
@@ -310,12 +439,12 @@ def test_a_bias_of_another_size_is_refused(tmp_path: Path) -> None:
 
 def test_types_that_cannot_be_packed_are_named(tmp_path: Path) -> None:
     raw = blocks(Type.Q4_0, 4, 64)
-    k_quant = np.zeros((4, gguf.GGML_QUANT_SIZES[Type.Q6_K][1]), np.uint8)
-    tensors = {"a.weight": (raw, Type.Q4_0), "b.weight": (k_quant, Type.Q6_K), "c": (raw.reshape(2, 2, -1), Type.Q4_0)}
+    k_quant = np.zeros((4, gguf.GGML_QUANT_SIZES[Type.Q3_K][1]), np.uint8)
+    tensors = {"a.weight": (raw, Type.Q4_0), "b.weight": (k_quant, Type.Q3_K), "c": (raw.reshape(2, 2, -1), Type.Q4_0)}
     checkpoint = load_checkpoint(write_gguf(tmp_path / "m.gguf", tensors, "other"))
     assert list(checkpoint) == ["a"]
     assert list(checkpoint.plain()) == []
-    with pytest.raises(CheckpointError, match=r"tensor 'b\.weight': has type Q6_K"):
+    with pytest.raises(CheckpointError, match=r"tensor 'b\.weight': has type Q3_K"):
         checkpoint["b"]
     with pytest.raises(CheckpointError, match=r"shape \[2, 2, 64\]"):
         checkpoint["c"]

@@ -218,6 +218,17 @@ def test_a_damaged_gguf_is_read_or_refused(tmp_path: Path, content: bytes) -> No
 
 
 @FUZZ
+@given(kind=st.sampled_from([2, 3, 6, 7, 8, 12, 13, 14]), data=st.binary(min_size=272, max_size=272))
+def test_a_gguf_block_of_any_bytes_is_some_weight(tmp_path: Path, kind: int, data: bytes) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(gguf_file((), (tensor("w", (256,), kind, 0),), data=data))
+    assert load_checkpoint(path).entries["w"].problem  # one dimension
+    path.write_bytes(gguf_file((), (tensor("w", (256, 1), kind, 0),), data=data))
+    assert reorder(load_checkpoint(path)["w"]).shape == (1, 256)
+    assert read_or_refuse(path)
+
+
+@FUZZ
 @given(content=st.binary(max_size=200))
 def test_noise_is_refused(tmp_path: Path, content: bytes) -> None:
     for name in ("m.gguf", "m.safetensors", "m.safetensors.index.json"):

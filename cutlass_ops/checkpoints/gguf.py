@@ -6,15 +6,30 @@ data. Little-endian.
 Sources: docs/gguf.md and src/ggml-common.h of ggml-org/ggml, constants.py and quants.py of the ``gguf``
 package.
 
-=====  =====  =====  ==============================  =======================================
-type   block  bytes  a block                         value, and as a QuantizedWeight
-=====  =====  =====  ==============================  =======================================
-Q4_0   32     18     fp16 d, 16 bytes                d * (q - 8): symmetric, d may be negative
-Q4_1   32     20     fp16 d, fp16 m, 16 bytes        d * q + m: offset m + 8 d, in fp32
-Q8_0   32     34     fp16 d, 32 int8                 d * q: symmetric, code q + 128
-=====  =====  =====  ==============================  =======================================
+=====  =====  =====  ==============================  =============================================
+type   block  bytes  a block                         value, and as a QuantizedWeight in groups of 32
+=====  =====  =====  ==============================  =============================================
+Q4_0   32     18     fp16 d, 16 bytes                d (q - 8): symmetric, d may be negative
+Q4_1   32     20     fp16 d, fp16 m, 16 bytes        d q + m: offset m + 8 d, in fp32
+Q5_0   32     22     fp16 d, u32 of fifth bits,      d (q - 16): symmetric, code q + 112 of 8 bits
+                     16 bytes
+Q5_1   32     24     fp16 d, fp16 m, u32 of fifth    d q + m: offset m, code q + 128 of 8 bits
+                     bits, 16 bytes
+Q8_0   32     34     fp16 d, 32 int8                 d q: symmetric, code q + 128
+Q4_K   256    144    fp16 d, fp16 dmin, 8 scales     (d sc) q - dmin mn: scale d sc and offset
+                     sc and 8 minima mn of 6 bits    8 d sc - dmin mn, in fp32
+                     in 12 bytes, 128 bytes
+Q5_K   256    176    as Q4_K, 32 bytes of fifth      (d sc) q - dmin mn: scale d sc and offset
+                     bits before the 128             -dmin mn, in fp32, code q + 128 of 8 bits
+Q6_K   256    210    128 bytes of low halves, 64 of  (d sc) (q - 32), each sc for 16 weights: two of
+                     high bits, 16 int8 sc, fp16 d   them share a group's scale, see ``_q6_k``
+=====  =====  =====  ==============================  =============================================
 
-Byte i of the 16 holds element i in its low half and element i + 16 in its high half.
+Byte i of 16 holds element i in its low half and element i + 16 in its high half; of Q4_K's and Q5_K's 128,
+each 32 hold two groups of 32 in that way.
+All of that is exact, with two exceptions: the offsets of Q4_1 and Q4_K are rounded to fp32, once; and Q6_K is
+rounded to codes of 8 bits, where its pairs of scales do not allow them exactly, by at most an eighth of its
+own step.
 
 The header is walked here, every count and offset against the file's size, and not by ``gguf.GGUFReader``,
 which trusts them and makes several objects of each of a tokenizer's words: 4 s and 160 MB for a model of 135M
@@ -32,11 +47,11 @@ from __future__ import annotations
 import mmap
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import gguf
 import numpy as np
@@ -45,10 +60,11 @@ import torch
 from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
-from .checkpoint import Checkpoint, Entry, Quantized
+from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 
-_BLOCK = 32
-_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
+_GROUP = 32
+#: Bytes of blocks that are converted at a time: what they become stays in the cache.
+_PIECE = 1 << 18
 _PLAIN = {
     "F32": torch.float32,
     "F16": torch.float16,
@@ -60,6 +76,9 @@ _PLAIN = {
     "I64": torch.int64,
 }
 _MAX_DIMENSIONS = 4
+
+_Bytes: TypeAlias = "npt.NDArray[np.uint8]"
+_Array: TypeAlias = "npt.NDArray[Any]"
 
 #: Values of keys by type id: format of ``struct``. 8 is a string and 9 an array.
 _SCALARS = {
@@ -382,15 +401,14 @@ def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: di
     if kind in _PLAIN:
         return entry
     entry = replace(entry, name=name.removesuffix(".weight"))
-    if kind not in _BITS:
-        return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(_BITS)} are supported")
+    if kind not in _KINDS:
+        return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(_KINDS)} are supported")
     if len(info.shape) != 2:
         return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
-    dtypes = {"scales": torch.float16} | ({"offsets": torch.float32} if kind == "Q4_1" else {})
-    return replace(
-        entry,
-        quantized=Quantized(bits=_BITS[kind], group_size=_BLOCK, dtypes=dtypes, read=partial(_weight, path, data, info, rows)),
-    )
+    bits, scales, offsets, _ = _KINDS[kind]
+    dtypes = {"scales": scales} | ({} if offsets is None else {"offsets": offsets})
+    read = partial(_weight, path, data, info, rows)
+    return replace(entry, quantized=Quantized(bits=bits, group_size=_GROUP, dtypes=dtypes, read=read))
 
 
 def _bytes(data: mmap.mmap, info: _Info) -> npt.NDArray[np.uint8]:
@@ -404,31 +422,171 @@ def _tensor(array: npt.NDArray[Any]) -> Tensor:
 
 def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> QuantizedWeight:
     n, k = info.shape
-    kind = info.kind.name
-    blocks = _bytes(data, info).reshape(n, k // _BLOCK, -1)
-    if rows is not None:
-        blocks = blocks[rows]
-    scales = np.ascontiguousarray(blocks[..., :2]).view("<f2")[..., 0]
-    offsets = None
-    if kind == "Q8_0":
-        codes = blocks[..., 2:] ^ np.uint8(0x80)  # int8 q as q + 128
-    else:
-        halves = blocks[..., 4 if kind == "Q4_1" else 2 :]
-        codes = np.concatenate([halves & np.uint8(0xF), halves >> np.uint8(4)], axis=-1)
-        if kind == "Q4_1":
-            smallest = np.ascontiguousarray(blocks[..., 2:4]).view("<f2")[..., 0]
-            with np.errstate(invalid="ignore"):  # a block that holds infinities is its file's business
-                offsets = smallest.astype(np.float32) + np.float32(8) * scales.astype(np.float32)
-    try:
-        return QuantizedWeight(
-            codes=_tensor(codes.reshape(n, k)),
-            scales=_tensor(scales),
-            offsets=None if offsets is None else _tensor(offsets),
-            bits=_BITS[kind],
-            group_size=_BLOCK,
-        )
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(path, str(error), info.name) from error
+    bits, scale_type, offset_type, convert = _KINDS[info.kind.name]
+    size, nbytes = gguf.GGML_QUANT_SIZES[info.kind]
+    raw = _bytes(data, info).reshape(n, -1)
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    scales = torch.empty(n, k // _GROUP, dtype=scale_type)
+    offsets = None if offset_type is None else torch.empty(n, k // _GROUP, dtype=offset_type)
+    step = max(1, _PIECE // raw.shape[1])
+    for start in range(0, n, step):
+        part = slice(start, start + step)
+        blocks = (raw[part] if rows is None else raw[rows[part]]).reshape(-1, nbytes)
+        of_blocks = (-1, size // _GROUP)
+        with np.errstate(all="ignore"):  # a block that holds infinities is its file's business
+            convert(
+                blocks,
+                codes[part].view(-1, size).numpy(),
+                scales[part].view(of_blocks).numpy(),
+                np.empty(0) if offsets is None else offsets[part].view(of_blocks).numpy(),
+            )
+    return read_weight(
+        path,
+        info.name,
+        lambda: QuantizedWeight(codes, scales, offsets=offsets, bits=bits, group_size=_GROUP),
+    )
+
+
+# Each of these turns blocks [B, bytes] into codes [B, elements] and, one for each 32 elements, scales and
+# offsets [B, elements / 32], which it is given to fill.
+
+
+def _q4_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    scales[:] = _number(blocks, 0)
+    _split(blocks[:, 2:], codes, 16)
+
+
+def _q4_1(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    scales[:] = _number(blocks, 0)
+    offsets[:] = _number(blocks, 2).astype(np.float32) + np.float32(8) * scales.astype(np.float32)
+    _split(blocks[:, 4:], codes, 16)
+
+
+def _q5_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    scales[:] = _number(blocks, 0)
+    _split(blocks[:, 6:], codes, 16)
+    codes += _fifth_bits(blocks[:, 2:6]) + np.uint8(112)
+
+
+def _q5_1(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    scales[:] = _number(blocks, 0)
+    offsets[:] = _number(blocks, 2)
+    _split(blocks[:, 8:], codes, 16)
+    codes += _fifth_bits(blocks[:, 4:8]) + np.uint8(128)
+
+
+def _q8_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    scales[:] = _number(blocks, 0)
+    run = np.dtype((np.void, 32))
+    codes.view(run)[:] = blocks[:, 2:].view(run)
+    codes ^= np.uint8(0x80)
+
+
+def _q4_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    _k_scales(blocks, scales, offsets)
+    offsets += np.float32(8) * scales
+    _split(blocks[:, 16:], codes, 32)
+
+
+def _q5_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    _k_scales(blocks, scales, offsets)
+    _split(blocks[:, 48:], codes, 32)
+    run = np.dtype((np.void, 32))
+    packed = blocks[:, 16:48].view(run).copy().view(np.uint8)
+    fifth = np.empty_like(codes)
+    for group in range(8):  # bit g of byte i belongs to element i of group g
+        fifth.view(run)[:, group : group + 1] = ((packed >> np.uint8(group) & np.uint8(1)) << np.uint8(4)).view(run)
+    codes += fifth
+    codes += np.uint8(128)
+
+
+def _k_scales(blocks: _Bytes, scales: _Array, minima: _Array) -> None:
+    """Q4_K's and Q5_K's d sc and -dmin mn, both exact in fp32: 11 bits times 6.
+
+    Bytes 0 .. 3 of the 12 hold sc of groups 0 .. 3 in their low six bits, bytes 4 .. 7 mn in theirs, and bytes
+    8 .. 11 the low four bits of sc and mn of groups 4 .. 7, whose high two are those of the first eight bytes.
+    """
+    low, middle, high = blocks[:, 4:16].view(np.dtype((np.void, 12))).copy().view(np.uint32).T
+    six, four, two = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
+    both = np.empty((2, len(blocks), 2), np.uint32)
+    both[0, :, 0], both[0, :, 1] = low & six, high & four | low >> np.uint32(2) & two
+    both[1, :, 0], both[1, :, 1] = middle & six, high >> np.uint32(4) & four | middle >> np.uint32(2) & two
+    d, dmin = (np.repeat(_number(blocks, start).astype(np.float32), 8, axis=1) for start in (0, 2))
+    np.multiply(both[0].view(np.uint8), d, out=scales)
+    np.multiply(both[1].view(np.uint8), -dmin, out=minima)
+
+
+def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
+    """Two scales d sc and d sc', of 16 weights each, become one.
+
+    With g their greatest common divisor, the group's scale is d g and codes are (q - 32) sc / g + 128: exact, if
+    that fits into 8 bits for every q. If not, with m the larger of abs(sc) and abs(sc'), it is d m 32/127 and
+    codes are rint((q - 32) (sc / m 127/32)) + 128, each step in fp32.
+    """
+    of_16 = blocks[:, 192:208].view(np.dtype((np.void, 16))).copy().view(np.int8).astype(np.int16)
+    first, second = of_16[:, ::2], of_16[:, 1::2]
+    divisor = np.maximum(np.gcd(first, second), 1)
+    most = np.maximum(np.abs(first), np.abs(second)).astype(np.float32)
+    # q - 32 is -32 .. 31, and -128 .. 127 are there for (q - 32) sc / g.
+    exact = (most <= 4 * divisor) & (np.minimum(first, second) >= -3 * divisor)
+    np.multiply(np.where(exact, divisor, most * np.float32(32 / 127)), _number(blocks, 208), out=scales)
+    unit = np.where(exact, divisor, np.maximum(most, 1)).astype(np.float32)
+    factors = of_16 / np.repeat(unit, 2, axis=1)
+    factors *= np.repeat(np.where(exact, np.float32(1), np.float32(127 / 32)), 2, axis=1)
+    ratio = np.repeat(factors, 16, axis=1)
+
+    for half in (0, 1):  # of the block: 64 bytes of low halves, 32 of high bits
+        _split(blocks[:, 64 * half : 64 * half + 64], codes[:, 128 * half : 128 * half + 128], 64)
+    run = np.dtype((np.void, 32))
+    packed = blocks[:, 128:192].view(np.dtype((np.void, 64))).copy().view(np.uint8)
+    high = np.empty_like(codes)
+    for quarter in range(4):
+        bits = (packed >> np.uint8(2 * quarter) & np.uint8(3)) << np.uint8(4)
+        high.view(run)[:, quarter::4] = bits.view(run)
+    codes += high
+    codes -= np.uint8(32)
+    values = np.multiply(codes.view(np.int8), ratio, out=ratio)
+    np.copyto(codes.view(np.int8), np.rint(values, out=values), casting="unsafe")
+    codes ^= np.uint8(0x80)
+
+
+def _number(blocks: _Bytes, start: int) -> npt.NDArray[np.float16]:
+    """The fp16 number at byte ``start`` of each block, ``[B, 1]``."""
+    numbers: npt.NDArray[np.float16] = blocks[:, start : start + 2].view("<f2").copy()
+    return numbers
+
+
+def _fifth_bits(packed: _Bytes) -> _Bytes:
+    """Bits of ``[B, 4]`` bytes, the low ones first, as 0 or 16: ``[B, 32]``."""
+    run = np.dtype((np.void, 4))
+    bits: _Bytes = np.unpackbits(packed.view(run).copy().view(np.uint8), axis=1, bitorder="little")
+    bits <<= np.uint8(4)
+    return bits
+
+
+def _split(packed: _Bytes, codes: _Bytes, run: int) -> None:
+    """Each ``run`` bytes of ``packed[B, n]`` to 2 run codes: first their low halves, then their high ones.
+
+    A run is moved as one element of numpy: several times as fast as byte by byte.
+    """
+    runs = np.dtype((np.void, run))
+    both = packed.view(runs).copy().view(np.uint8)
+    into = codes.view(runs)
+    into[:, ::2] = (both & np.uint8(0x0F)).view(runs)
+    into[:, 1::2] = (both >> np.uint8(4)).view(runs)
+
+
+#: What a type becomes: bits, dtypes of scales and offsets, and the function that converts it.
+_KINDS: dict[str, tuple[int, torch.dtype, torch.dtype | None, Callable[[_Bytes, _Bytes, _Array, _Array], None]]] = {
+    "Q4_0": (4, torch.float16, None, _q4_0),
+    "Q4_1": (4, torch.float16, torch.float32, _q4_1),
+    "Q5_0": (8, torch.float16, None, _q5_0),
+    "Q5_1": (8, torch.float16, torch.float16, _q5_1),
+    "Q8_0": (8, torch.float16, None, _q8_0),
+    "Q4_K": (4, torch.float32, torch.float32, _q4_k),
+    "Q5_K": (8, torch.float32, torch.float32, _q5_k),
+    "Q6_K": (8, torch.float32, None, _q6_k),
+}
 
 
 def _values(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> Tensor:
