@@ -1,7 +1,10 @@
 // The Python module cutlass_ops._C: pointers, sizes and the stream come as integers. The checks are made in Python, before
 // the call; this file knows no torch.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
+#include <algorithm>
+#include <array>
 #include <cstdint>
 #include <stdexcept>
 #include <string>
@@ -9,6 +12,7 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
+#include "cutlass_ops/words.h"
 
 namespace py = pybind11;
 using namespace cutlass_ops;
@@ -65,6 +69,26 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"),
       "Undo pack: write codes [n, k] (uint8, row-major, host memory).");
+
+  m.def(
+      "unpack_along_k",
+      [](Pointer words, std::int64_t n_stride, std::int64_t k_stride, Pointer out, std::int64_t n, std::int64_t k, int bits) {
+        py::gil_scoped_release release;
+        unpack_along_k(as<uint32_t const>(words), n_stride, k_stride, as<uint8_t>(out), n, k, bits);
+      },
+      py::arg("words_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("out_ptr"), py::arg("n"), py::arg("k"),
+      py::arg("bits"), "Write codes [n, k] (uint8) of 32-bit words that hold 32 / bits codes along K, strides in words.");
+  m.def(
+      "unpack_along_n",
+      [](Pointer words, std::int64_t n_stride, std::int64_t k_stride, std::array<int, 8> const& order, Pointer out,
+         std::int64_t n, std::int64_t k) {
+        py::gil_scoped_release release;
+        int places[8];
+        std::copy(order.begin(), order.end(), places);
+        unpack_along_n(as<uint32_t const>(words), n_stride, k_stride, places, as<uint8_t>(out), n, k);
+      },
+      py::arg("words_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("order"), py::arg("out_ptr"), py::arg("n"),
+      py::arg("k"), "Write codes [n, k] (uint8) of 32-bit words that hold 8 codes of 4 bits along N, in this order.");
 
   // ---- operators, on the current GPU
 

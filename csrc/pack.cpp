@@ -2,69 +2,90 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
-#include <system_error>
-#include <thread>
-#include <vector>
 
 #include "cutlass_ops/layout.h"
+#include "host_memory.h"
+#include "host_threads.h"
+#include "host_vectors.h"
 
 namespace cutlass_ops {
 namespace {
 
-constexpr int kCodesPerChunk = kRowsPerSlab * kKPerTile;
+constexpr int64_t kBatch = 64;  // chunks that a thread takes at a time
 
-// One chunk in natural order: 64 rows of 128 codes. 8 KB, so it stays in the L1 cache.
-using Tile = std::array<uint8_t, kCodesPerChunk>;
-
-// kSources[i]: which code of a Tile is code i of a chunk, counting from the chunk's first byte and
-// in a byte from its low bits. It is layout.h's formula, inverted by the compiler: every chunk has
-// the same order inside, so this table is all that packing needs.
-template <int kBits>
-constexpr std::array<uint16_t, kCodesPerChunk> chunk_sources() {
-  std::array<uint16_t, kCodesPerChunk> sources{};
-  for (int row = 0; row < kRowsPerSlab; ++row) {
-    for (int k = 0; k < kKPerTile; ++k) {
-      CodePosition const position = code_position(row, k, kKPerTile, kBits);
-      sources[(position.byte * 8 + position.shift) / kBits] = uint16_t(row * kKPerTile + k);
-    }
-  }
-  return sources;
-}
-
-template <int kBits>
-constexpr std::array<uint16_t, kCodesPerChunk> kSources = chunk_sources<kBits>();
+// One chunk in natural order: 64 rows of 128 codes.
+using Tile = std::array<uint8_t, kRowsPerSlab * kKPerTile>;
 
 // Stored codes are centred, in two's complement; subtracting 2^(bits-1) modulo 2^bits is inverting
 // the top bit, either way.
 template <int kBits>
 constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 
+// layout.h's order, sixteen bytes at a time. A lane takes the k 2t, 2t+8, 2t+1, 2t+9 of each sixteen, which is byte t of the
+// first eight and of the last eight in turn (`zip_halves`), four bytes for each of its four lanes; lane t's sixteen bytes are
+// its four words side by side: a transposition of 4 x 4 words. tests/cpp/test_pack.cpp compares every code with
+// code_position().
+//
+// At 4 bits the words are four columns of sixteen k, rows g and g + 8 in one byte.
 template <int kBits>
-void write_chunk(Tile const& tile, uint8_t* chunk) {
-  auto const& sources = kSources<kBits>;
-  if constexpr (kBits == 8) {
-    for (int i = 0; i < kCodesPerChunk; ++i) chunk[i] = tile[sources[i]];
-  } else {
-    for (int i = 0; i < kCodesPerChunk / 2; ++i) {
-      chunk[i] = uint8_t(tile[sources[2 * i]] | tile[sources[2 * i + 1]] << 4);
+void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
+  Bytes const flip = splat(kSignBit<kBits>);
+  for (int row = 0; row < kRowsPerSlab; row += row % 8 == 7 ? 9 : 1) {
+    uint8_t const* low = codes + row * stride;
+    uint8_t const* high = low + 8 * stride;
+    uint8_t* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
+    if constexpr (kBits == 4) {
+      for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
+        Bytes words[4];
+        for (int j = 0; j < 4; ++j) {
+          words[j] = zip_halves((load(low + k + 16 * j) ^ flip) | (load(high + k + 16 * j) ^ flip) << 4);
+        }
+        transpose_words(words);
+        for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
+      }
+    } else {
+      for (int k = 0; k < kKPerTile; k += 32, lanes += kUnitBytes) {
+        Bytes words[4] = {zip_halves(load(low + k) ^ flip), zip_halves(load(high + k) ^ flip),
+                          zip_halves(load(low + k + 16) ^ flip), zip_halves(load(high + k + 16) ^ flip)};
+        transpose_words(words);
+        for (int t = 0; t < 4; ++t) store(lanes + t * kLaneBytes, words[t]);
+      }
     }
   }
 }
 
 template <int kBits>
-void read_chunk(uint8_t const* chunk, Tile& tile) {
-  auto const& sources = kSources<kBits>;
-  if constexpr (kBits == 8) {
-    for (int i = 0; i < kCodesPerChunk; ++i) tile[sources[i]] = chunk[i];
-  } else {
-    for (int i = 0; i < kCodesPerChunk / 2; ++i) {
-      tile[sources[2 * i]] = chunk[i] & 0x0f;
-      tile[sources[2 * i + 1]] = chunk[i] >> 4;
+void read_chunk(uint8_t const* chunk, uint8_t* codes, int64_t stride) {
+  Bytes const flip = splat(kSignBit<kBits>);
+  for (int row = 0; row < kRowsPerSlab; row += row % 8 == 7 ? 9 : 1) {
+    uint8_t* low = codes + row * stride;
+    uint8_t* high = low + 8 * stride;
+    uint8_t const* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
+    if constexpr (kBits == 4) {
+      for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
+        Bytes words[4];
+        for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
+        transpose_words(words);
+        for (int j = 0; j < 4; ++j) {
+          Bytes const both = unzip_halves(words[j]);
+          store(low + k + 16 * j, (both & splat(0x0f)) ^ flip);
+          store(high + k + 16 * j, (both >> 4) ^ flip);
+        }
+      }
+    } else {
+      for (int k = 0; k < kKPerTile; k += 32, lanes += kUnitBytes) {
+        Bytes words[4];
+        for (int t = 0; t < 4; ++t) words[t] = load(lanes + t * kLaneBytes);
+        transpose_words(words);
+        store(low + k, unzip_halves(words[0]) ^ flip);
+        store(high + k, unzip_halves(words[1]) ^ flip);
+        store(low + k + 16, unzip_halves(words[2]) ^ flip);
+        store(high + k + 16, unzip_halves(words[3]) ^ flip);
+      }
     }
   }
 }
@@ -81,59 +102,35 @@ struct Window {
     rows = int(std::min<int64_t>(kRowsPerSlab, n - first_row));
     columns = int(std::min<int64_t>(kKPerTile, k - first_k));
   }
+
+  bool full() const { return rows == kRowsPerSlab && columns == kKPerTile; }
 };
 
 template <int kBits>
 void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
   Window const window(index, n, k);
+  uint8_t const* source = codes + window.first_row * k + window.first_k;
+  uint8_t* chunk = packed + index * chunk_bytes(kBits);
+  if (window.full()) return write_chunk<kBits>(source, k, chunk);
   Tile tile;
-  if (window.rows < kRowsPerSlab || window.columns < kKPerTile) tile.fill(0);
+  tile.fill(kSignBit<kBits>);  // codes of value zero
   for (int row = 0; row < window.rows; ++row) {
-    uint8_t const* source = codes + (window.first_row + row) * k + window.first_k;
-    uint8_t* destination = tile.data() + row * kKPerTile;
-    for (int i = 0; i < window.columns; ++i) destination[i] = source[i] ^ kSignBit<kBits>;
+    std::memcpy(tile.data() + row * kKPerTile, source + row * k, size_t(window.columns));
   }
-  write_chunk<kBits>(tile, packed + index * chunk_bytes(kBits));
+  write_chunk<kBits>(tile.data(), kKPerTile, chunk);
 }
 
 template <int kBits>
 void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int64_t index) {
   Window const window(index, n, k);
+  uint8_t* destination = codes + window.first_row * k + window.first_k;
+  uint8_t const* chunk = packed + index * chunk_bytes(kBits);
+  if (window.full()) return read_chunk<kBits>(chunk, destination, k);
   Tile tile;
-  read_chunk<kBits>(packed + index * chunk_bytes(kBits), tile);
+  read_chunk<kBits>(chunk, tile.data(), kKPerTile);
   for (int row = 0; row < window.rows; ++row) {
-    uint8_t const* source = tile.data() + row * kKPerTile;
-    uint8_t* destination = codes + (window.first_row + row) * k + window.first_k;
-    for (int i = 0; i < window.columns; ++i) destination[i] = source[i] ^ kSignBit<kBits>;
+    std::memcpy(destination + row * k, tile.data() + row * kKPerTile, size_t(window.columns));
   }
-}
-
-// Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core).
-template <class Work>
-void for_each_index(int64_t count, int threads, Work const& work) {
-  // Threads take a batch at a time: 64 chunks are some tens of microseconds of work.
-  constexpr int64_t kBatch = 64;
-  std::atomic<int64_t> next{0};
-  auto const run = [&] {
-    for (;;) {
-      int64_t const first = next.fetch_add(kBatch);
-      if (first >= count) return;
-      int64_t const last = std::min(count, first + kBatch);
-      for (int64_t index = first; index < last; ++index) work(index);
-    }
-  };
-
-  int64_t const batches = (count + kBatch - 1) / kBatch;
-  int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::thread> helpers;
-  helpers.reserve(std::min(wanted, batches));
-  try {
-    while (int64_t(helpers.size()) + 1 < std::min(wanted, batches)) helpers.emplace_back(run);
-  } catch (std::system_error const&) {
-    // The system gives no more threads: those that run, and this one, do all of the work.
-  }
-  run();
-  for (std::thread& helper : helpers) helper.join();
 }
 
 void check(int64_t n, int64_t k, int bits, int threads) {
@@ -155,14 +152,16 @@ int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerSlab
 
 void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads) {
   check(n, k, bits, threads);
-  for_each_index(chunk_count(n, k), threads, [=](int64_t index) {
+  prefer_large_pages(packed, size_t(packed_bytes(n, k, bits)));
+  for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
     return bits == 4 ? pack_chunk<4>(codes, packed, n, k, index) : pack_chunk<8>(codes, packed, n, k, index);
   });
 }
 
 void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {
   check(n, k, bits, threads);
-  for_each_index(chunk_count(n, k), threads, [=](int64_t index) {
+  prefer_large_pages(codes, size_t(n) * k);
+  for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
     return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index) : unpack_chunk<8>(packed, codes, n, k, index);
   });
 }

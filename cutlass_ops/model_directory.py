@@ -64,7 +64,11 @@ class WeightFormat:
         Raises:
             ValueError: something else; the message says what.
         """
-        if not isinstance(value, dict) or not isinstance(value.get("tensors"), dict):
+        if (
+            not isinstance(value, dict)
+            or not {"bits", "group_size"} <= value.keys()
+            or not isinstance(value.get("tensors"), dict)
+        ):
             raise ValueError(f"{value!r} is no weight's format: bits, group_size and tensors are expected")
         tensors = []
         for name, text in sorted(value["tensors"].items()):
@@ -72,7 +76,7 @@ class WeightFormat:
             if not isinstance(dtype, torch.dtype):
                 raise ValueError(f"tensor {name!r} has dtype {text!r}; a name like 'float16' is expected")
             tensors.append((name, dtype))
-        bits, group_size = formats.check_bits(value.get("bits")), formats.check_group_size(value.get("group_size"))
+        bits, group_size = formats.check_bits(value["bits"]), formats.check_group_size(value["group_size"])
         return cls(bits, group_size, tuple(tensors))
 
 

@@ -1,0 +1,21 @@
+// Codes as checkpoints have them, several in a 32-bit word, to one code a byte.
+#pragma once
+
+#include <cstdint>
+
+namespace cutlass_ops {
+
+// Word (n, j) of `words`, at n * n_stride + j * k_stride, holds codes (n, j * 32 / bits) and those that follow it along K, the
+// first in its lowest bits: compressed-tensors' and GPTQ's order, and AWQ's for GEMV. codes: n * k bytes, row-major, all written;
+// a row has ceil(k * bits / 32) words. bits: 4 or 8. threads: how many to use at most, 0 for every core. Throws
+// std::invalid_argument for other bits, sizes below 1 or above 2^31 - 129, and negative thread counts.
+void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k, int bits,
+                    int threads = 0);
+
+// Word (i, k), at i * n_stride + k * k_stride, holds eight codes of 4 bits along N: bits 4p .. 4p+3 are code (8 * i + order[p], k).
+// AWQ's order for GEMM has `order` 0, 2, 4, 6, 1, 3, 5, 7. n is a multiple of 8; the rest as above, and `order` a permutation of
+// 0 .. 7.
+void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes, int64_t n,
+                    int64_t k, int threads = 0);
+
+}  // namespace cutlass_ops

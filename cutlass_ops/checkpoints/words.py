@@ -1,0 +1,63 @@
+"""Codes that a checkpoint packs into 32-bit words, as one code a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .. import _C
+
+
+def _strides(words: Tensor) -> tuple[int, int]:
+    if words.dtype not in (torch.int32, torch.uint32) or words.dim() != 2 or words.device.type != "cpu":
+        raise TypeError(
+            f"words are {words.dtype} {list(words.shape)} on {words.device}; an int32 matrix on the CPU is expected"
+        )
+    return words.stride(0), words.stride(1)
+
+
+def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
+    """Codes of words that hold ``32 / bits`` of them along K, the first in the lowest bits.
+
+    Args:
+        words: int32 ``[N, ceil(k * bits / 32)]``; any strides, so that GPTQ's ``[K / 8, N]`` comes as ``words.t()``.
+        k: codes in a row.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 ``[N, k]``.
+
+    Raises:
+        TypeError: another dtype than int32, another rank or device.
+        ValueError: a row of another length.
+    """
+    n_stride, k_stride = _strides(words)
+    n, columns = words.shape
+    if columns != -(-k * bits // 32):
+        raise ValueError(f"words are {[n, columns]}; {k} codes of {bits} bits take {-(-k * bits // 32)} words a row")
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    _C.unpack_along_k(words.data_ptr(), n_stride, k_stride, codes.data_ptr(), n, k, bits)
+    return codes
+
+
+def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
+    """Codes of words that hold eight of 4 bits along N.
+
+    Args:
+        words: int32 ``[K, N / 8]``; any strides.
+        order: the place among its eight of each nibble, from the lowest bits: AWQ's is 0, 2, 4, 6, 1, 3, 5, 7.
+
+    Returns:
+        uint8 ``[N, K]``.
+
+    Raises:
+        TypeError: another dtype than int32, another rank or device.
+        ValueError: an order that is no permutation.
+    """
+    k_stride, n_stride = _strides(words)
+    k, n = words.shape[0], 8 * words.shape[1]
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    _C.unpack_along_n(words.data_ptr(), n_stride, k_stride, order, codes.data_ptr(), n, k)
+    return codes
