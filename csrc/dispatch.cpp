@@ -124,6 +124,10 @@ Status check_weight(PackedWeight const& w) {
   if (!is_float(w.scale_type)) return invalid("scale_type is not a float type");
   if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
   if (w.zeros && w.offsets) return invalid("the weight has zeros and offsets; at most one is supported");
+  if (w.book && (w.bits != 4 || w.zeros || w.offsets)) {
+    return unsupported("the weight has a code book and " + std::string(w.bits != 4 ? "8 bits" : w.zeros ? "zeros" : "offsets") +
+                       "; a code book gives values to 4-bit codes, without zero points or offsets");
+  }
   return {};
 }
 
@@ -174,12 +178,15 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
                    "; a multiple of 16 that is at least m = " + std::to_string(problem.m) + " is expected");
   }
   if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (w.book && (quantized || problem.act_quant != ActQuant::kNone)) {
+    return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
+  }
   unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
   unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
   bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
                       (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0) |
-                      (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
+                      (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0) | (w.book ? kCodeBook : 0);
   Row const* best = nullptr;
   int64_t best_cost = 0;
   for (Row const& candidate : kTable) {

@@ -33,6 +33,7 @@ class PackedWeight:
         zeros_ptr: int,
         offsets_ptr: int,
         perm_ptr: int,
+        book_ptr: int,
         n: int,
         k: int,
         bits: int,

@@ -7,6 +7,7 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 __version__ = "0.1.0"
 
 from .checkpoints import load_checkpoint
+from .drop_in import NestedAbsmax, dequantize_4bit, quantize_4bit
 from .nn import MixedLinear, replace_linears
 from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
 from .quantize import quantize
@@ -17,15 +18,18 @@ __all__ = [
     "CheckpointError",
     "Explanation",
     "MixedLinear",
+    "NestedAbsmax",
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
     "dequantize",
+    "dequantize_4bit",
     "explain",
     "load_checkpoint",
     "load_packed",
     "mixed_gemm",
     "quantize",
+    "quantize_4bit",
     "quantize_activations",
     "reorder",
     "replace_linears",

@@ -1,7 +1,8 @@
 """What a stored code means, and the sizes the packed layout is made of.
 
 A code ``q`` is an unsigned integer of ``bits`` bits. With a scale ``s`` it stands for ``s * (q - z)`` (an integer zero
-point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``) or, with neither, ``s * (q - 2**(bits - 1))``.
+point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``) or, with neither, ``s * (q - 2**(bits - 1))``. With
+a code book, 16 real values, a 4-bit code stands for ``s * book[q]``, s being the largest magnitude of its group ("absmax").
 The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds the index formula itself.
 """
 
@@ -12,6 +13,42 @@ BITS = (4, 8)
 #: Name and version of the packed order; a file that carries another pair is refused.
 LAYOUT_NAME = "cutlass_ops.slab64"
 LAYOUT_VERSION = 1
+
+#: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), as bitsandbytes has them.
+NF4 = (
+    -1.0,
+    -0.6961928009986877,
+    -0.5250730514526367,
+    -0.39491748809814453,
+    -0.28444138169288635,
+    -0.18477343022823334,
+    -0.09105003625154495,
+    0.0,
+    0.07958029955625534,
+    0.16093020141124725,
+    0.24611230194568634,
+    0.33791524171829224,
+    0.44070982933044434,
+    0.5626170039176941,
+    0.7229568362236023,
+    1.0,
+)
+
+#: bitsandbytes' FP4: a sign (8), and eight magnitudes of which the largest is 1.
+_FP4_MAGNITUDES = (0.0, 0.0625 / 12, 8 / 12, 1.0, 4 / 12, 0.5, 2 / 12, 0.25)
+FP4 = (*_FP4_MAGNITUDES, *(-value for value in _FP4_MAGNITUDES))
+
+#: Magnitudes between which an FP4 code changes, rounded as in the kernels that write its checkpoints (not quite midpoints),
+#: and the codes of the eight ranges in that order.
+FP4_CUTS = (0.00260417, 0.0859375, 0.20833333, 0.29166667, 0.4166667, 0.583333, 0.8333333)
+FP4_ORDER = (0, 1, 6, 7, 4, 5, 2, 3)
+
+CODE_BOOKS = {"nf4": NF4, "fp4": FP4}
+
+#: Elements that share an absmax in a flat tensor of 4-bit codes.
+FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
+#: Absmax values that share one of their own in double quantisation.
+NESTED_BLOCK_SIZE = 256
 
 ROWS_PER_SLAB = 64
 K_PER_TILE = 128
@@ -35,6 +72,20 @@ def check_group_size(group_size: int) -> int:
     if type(group_size) is int and (group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)):
         return group_size
     raise ValueError(f"group_size is {group_size!r}; supported are 32, 64, multiples of 128, and -1 (all of K)")
+
+
+def check_flat_block_size(blocksize: int) -> int:
+    """Return ``blocksize``, or raise ``ValueError`` if no flat block has so many elements."""
+    if type(blocksize) is int and blocksize in FLAT_BLOCK_SIZES:
+        return blocksize
+    raise ValueError(f"blocksize is {blocksize!r}; supported are {', '.join(map(str, FLAT_BLOCK_SIZES))}")
+
+
+def check_quant_type(quant_type: str) -> str:
+    """Return ``quant_type``, or raise ``ValueError`` if no code book has that name."""
+    if quant_type in CODE_BOOKS:
+        return quant_type
+    raise ValueError(f"quant_type is {quant_type!r}; supported are {', '.join(map(repr, CODE_BOOKS))}")
 
 
 def midpoint(bits: int) -> int:

@@ -10,10 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .weight import PackedWeight
+from .weight import PARTS, PackedWeight
 
 _ACT_QUANT = ("none", "token", "block")
-_TENSORS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
 
 class MixedLinear(nn.Module):
@@ -39,6 +38,7 @@ class MixedLinear(nn.Module):
     offsets: Tensor | None
     bias: Tensor | None
     perm: Tensor | None
+    book: Tensor | None
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class MixedLinear(nn.Module):
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
         self.activation = activation
-        for name in _TENSORS:
+        for name in PARTS:
             self.register_buffer(name, getattr(packed, name))
         self._packed = packed
 
@@ -65,7 +65,7 @@ class MixedLinear(nn.Module):
 
     def _view_buffers(self) -> None:
         # Checked once here rather than at every forward, which has microseconds to spare, not tens of them.
-        self._packed = replace(self._packed, **{name: getattr(self, name) for name in _TENSORS})
+        self._packed = replace(self._packed, **{name: getattr(self, name) for name in PARTS})
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixedLinear:
         module: Any = super()  # torch has no types here
@@ -91,7 +91,7 @@ class MixedLinear(nn.Module):
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""
-        kind = next((name for name in ("zeros", "offsets") if getattr(self, name) is not None), "symmetric")
+        kind = next((name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None), "symmetric")
         parts = [
             f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}",
             f"bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}, act_quant={self.act_quant!r}",

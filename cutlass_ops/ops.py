@@ -399,6 +399,8 @@ def mixed_gemm(
         reference.check_activation(activation)
         if isinstance(activation, tuple):
             activation, low, high = activation[0], float(activation[1]), float(activation[2])
+    if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}")
     if bias is not None:
         _check_float("bias", bias, device)
         if weight.bias is not None:
@@ -582,8 +584,10 @@ def explain(
 
 _WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
-    "int n, int k, int bits, int group_size"
+    "int n, int k, int bits, int group_size, Tensor? book"
 )
+#: How many of an operator's arguments they are.
+_WEIGHT = 11
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high"
 
 
@@ -600,26 +604,27 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.k,
         weight.bits,
         weight.group_size,
+        weight.book,
     )
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    return _gemm_floats(x, PackedWeight(*args[:10]), *args[10:])
+    return _gemm_floats(x, PackedWeight(*args[:_WEIGHT]), *args[_WEIGHT:])
 
 
 def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], args[6]), dtype=args[17])
+    return x.new_empty((x.shape[0], args[6]), dtype=args[_WEIGHT + 7])
 
 
 def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
-    weight = PackedWeight(*args[:10])
+    weight = PackedWeight(*args[:_WEIGHT])
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, torch.float32, weight.perm)
-    return _gemm_quantized(x, weight, *args[10:])
+    return _gemm_quantized(x, weight, *args[_WEIGHT:])
 
 
 def _gemm_quantized_fake(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
-    return codes.new_empty((codes.shape[0], args[6]), dtype=args[15])
+    return codes.new_empty((codes.shape[0], args[6]), dtype=args[_WEIGHT + 5])
 
 
 def _quantize_activations_fake(x: Tensor, perm: Tensor | None, block: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor]:
@@ -627,11 +632,11 @@ def _quantize_activations_fake(x: Tensor, perm: Tensor | None, block: int, symme
 
 
 def _dequantize_op(*args: Any) -> Tensor:
-    return _dequantize(PackedWeight(*args[:10]), args[10])
+    return _dequantize(PackedWeight(*args[:_WEIGHT]), args[_WEIGHT])
 
 
 def _dequantize_fake(*args: Any) -> Tensor:
-    return cast(Tensor, args[0].new_empty((args[6], args[7]), dtype=args[10]))
+    return cast(Tensor, args[0].new_empty((args[6], args[7]), dtype=args[_WEIGHT]))
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:

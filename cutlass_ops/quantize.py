@@ -14,7 +14,9 @@ _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 _PIECE = 1 << 24
 
 
-def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True) -> QuantizedWeight:
+def quantize(
+    weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True, book: str | None = None
+) -> QuantizedWeight:
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
 
     Args:
@@ -23,13 +25,15 @@ def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bo
         group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
         point.
+        book: "nf4" or "fp4" takes the values of 4-bit codes from that code book (``reference.quantize_book``), the scale of
+            a group being its largest magnitude; ``symmetric`` has no meaning then.
 
     Returns:
         The weight in canonical form, on the same device.
 
     Raises:
         TypeError: weight is no tensor, or of another dtype.
-        ValueError: weight is not a matrix, holds NaN or inf, or bits or group_size is not supported.
+        ValueError: weight is not a matrix, holds NaN or inf, or bits, group_size or book is not supported.
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}; a torch.Tensor is expected")
@@ -40,8 +44,15 @@ def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bo
         raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K], neither empty, is expected")
     formats.check_bits(bits)
     formats.check_group_size(group_size)
+    if book is not None and bits != 4:
+        raise ValueError(f"bits is {bits}; a code book has values for 4")
     rows = max(1, _PIECE // weight.shape[1])
-    pieces = [reference.quantize_weight(piece, bits, group_size, symmetric) for piece in torch.split(weight.detach(), rows)]
+    pieces = [
+        reference.quantize_weight(piece, bits, group_size, symmetric)
+        if book is None
+        else reference.quantize_weight_book(piece, group_size, book)
+        for piece in torch.split(weight.detach(), rows)
+    ]
     scales = torch.cat([piece.scales for piece in pieces])
     if not scales.isfinite().all():
         row, group = (~scales.isfinite()).nonzero()[0].tolist()
@@ -53,4 +64,5 @@ def quantize(weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bo
         zeros=torch.cat(zeros) if zeros else None,
         bits=bits,
         group_size=group_size,
+        book=pieces[0].book,
     )

@@ -9,6 +9,7 @@ itself: a kernel must not fuse them.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TypeAlias
 
@@ -27,6 +28,9 @@ SMALLEST_RANGE = 2.0**-100
 
 #: fp32 holds every integer up to this.
 _EXACT_IN_FP32 = 2**24
+
+#: Why a product of a code book's values with quantised activations is refused.
+BOOK_NEEDS_FLOATS = "a weight with a code book is multiplied by floats (act_quant='none')"
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -198,6 +202,175 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int, symmetric: bool)
     )
 
 
+# ---- code books
+
+
+def code_book(quant_type: str, code: Tensor | None = None, device: torch.device | None = None) -> Tensor:
+    """The values of 4-bit codes, fp32 ``[16]``: ``code`` if given, else the book of that name.
+
+    Raises:
+        TypeError, ValueError: a name that does not exist, or a ``code`` that is not 16 finite fp32 values.
+    """
+    if code is None:
+        return torch.tensor(formats.CODE_BOOKS[formats.check_quant_type(quant_type)], dtype=torch.float32, device=device)
+    if code.dtype != torch.float32:
+        raise TypeError(f"code has dtype {str(code.dtype).removeprefix('torch.')}; supported is float32")
+    if tuple(code.shape) != (16,):
+        raise ValueError(f"code has shape {tuple(code.shape)}; (16,) is expected")
+    return code
+
+
+def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise blocks by a code book.
+
+    In fp32: ``absmax = max |x|``, ``r = 1 / max(absmax, 1e-38)``, ``v = x * r``. The code is the one whose value is
+    nearest to v; halfway between two (the midpoint rounded to fp32), the smaller value's. For "fp4" the limits between
+    magnitudes are ``formats.FP4_CUTS``, the sign is that of v, and -0 counts as 0. These are the codes that bitsandbytes'
+    CUDA kernels write (its CPU path has other FP4 limits in the last place, and -0 codes elsewhere).
+
+    A block of zeros has absmax 0 and codes of value 0. One with NaN has absmax NaN, one with an infinity infinity.
+
+    Args:
+        values: floating ``[..., block]``.
+        quant_type: "nf4" or "fp4"; unused if ``code`` is given.
+        code: another book, fp32 ``[16]`` in any order, or None.
+
+    Returns:
+        codes uint8 ``[..., block]``, absmax fp32 ``[...]``.
+    """
+    values = values.float()
+    absmax = values.abs().amax(-1)
+    scaled = values * _quotient(1.0, absmax.clamp(min=1e-38), absmax)[..., None]
+    if code is None and formats.check_quant_type(quant_type) == "fp4":
+        cuts = scaled.new_tensor(formats.FP4_CUTS)
+        order = torch.tensor(formats.FP4_ORDER, dtype=torch.uint8, device=values.device)
+        magnitude = torch.bucketize(scaled.abs().nan_to_num(nan=0.0), cuts)
+        return order[magnitude] + 8 * (scaled < 0).to(torch.uint8), absmax
+    ascending, order = code_book(quant_type, code, values.device).sort(stable=True)
+    cuts = (ascending[:-1] + ascending[1:]) / 2
+    above = torch.bucketize(torch.where(scaled.isnan(), -torch.inf, scaled), cuts)  # how many cuts are below
+    return order.to(torch.uint8)[above], absmax
+
+
+def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str) -> QuantizedWeight:
+    """Quantise a weight by a code book, one absmax for each row and group of K, stored in the weight's dtype (exactly).
+
+    Args:
+        weight: fp16, bf16 or fp32 ``[N, K]``.
+        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
+        quant_type: "nf4" or "fp4".
+    """
+    _check_matrix("weight", weight, _FLOAT_TYPES)
+    formats.check_group_size(group_size)
+    codes, absmax = quantize_book(_blocks(weight, group_size), quant_type)
+    return QuantizedWeight(
+        codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(),
+        scales=absmax.to(weight.dtype),
+        bits=4,
+        group_size=group_size,
+        book=code_book(quant_type, device=weight.device),
+    )
+
+
+def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Quantise a tensor of any shape in flat blocks, as bitsandbytes stores it; see :func:`quantize_book`.
+
+    Args:
+        x: fp16, bf16 or fp32.
+        blocksize: one of ``formats.FLAT_BLOCK_SIZES``; the last block may be short.
+        quant_type, code: as in :func:`quantize_book`.
+
+    Returns:
+        uint8 ``[ceil(numel / 2), 1]``, the even element's code in the high nibble (an odd last element is followed by
+        the code of 0), and absmax fp32 ``[ceil(numel / blocksize)]``.
+    """
+    formats.check_flat_block_size(blocksize)
+    flat = x.reshape(-1)
+    count = flat.numel()
+    blocks = -(-count // blocksize)
+    codes = torch.zeros(blocks, blocksize, dtype=torch.uint8, device=x.device)
+    absmax = torch.zeros(blocks, dtype=torch.float32, device=x.device)
+    padded = F.pad(flat, (0, blocks * blocksize - count)).view(blocks, blocksize)
+    for rows in _row_chunks(blocks, blocksize):
+        codes[rows], absmax[rows] = quantize_book(padded[rows], quant_type, code)
+    pairs = codes.reshape(-1)[: count + count % 2].view(-1, 2)  # block sizes are even: the padding's code is there
+    return (pairs[:, :1] << 4) | pairs[:, 1:], absmax
+
+
+def dequantize_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    shape: tuple[int, ...],
+    blocksize: int,
+    quant_type: str = "nf4",
+    dtype: torch.dtype = torch.float16,
+    code: Tensor | None = None,
+) -> Tensor:
+    """The values ``book[q] * absmax`` of :func:`quantize_4bit`'s codes: rounded to fp32, then to ``dtype``.
+
+    Args:
+        packed: uint8, ``ceil(numel / 2)`` bytes.
+        absmax: fp32, ``ceil(numel / blocksize)`` values.
+        shape: of the result.
+        blocksize, quant_type, code: as they were quantised.
+        dtype: fp16, bf16 or fp32.
+    """
+    formats.check_flat_block_size(blocksize)
+    book = code_book(quant_type, code, packed.device)
+    count = math.prod(shape)
+    packed = packed.reshape(-1)
+    out = torch.empty(count, dtype=dtype, device=packed.device)
+    step = max(blocksize, _CHUNK)
+    for start in range(0, count, step):
+        stop = min(start + step, count)
+        part = packed[start // 2 : (stop + 1) // 2]
+        codes = torch.stack((part >> 4, part & 15), dim=1).reshape(-1)[: stop - start]
+        block = torch.arange(start, stop, device=packed.device) // blocksize
+        out[start:stop] = (book[codes.int()] * absmax[block]).to(dtype)
+    return out.view(shape)
+
+
+def dynamic_map() -> Tensor:
+    """The 256 values of bitsandbytes' signed dynamic 8-bit type, ascending, fp32 (arXiv 2110.02861, section 1.3).
+
+    For each power of ten 10^-6 .. 10^0, 2^i values (i = 0 .. 6) between a tenth of it and itself, the middles of equal
+    parts, of both signs; and 0 and 1.
+    """
+    values = [0.0, 1.0]
+    for i in range(7):
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        middles = (10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
+        values += middles + [-value for value in middles]
+    return torch.tensor(sorted(values), dtype=torch.float32)
+
+
+def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Double quantisation: absmax values to 8 bits, in blocks of ``formats.NESTED_BLOCK_SIZE``.
+
+    ``offset = mean(absmax)``; the differences from it, over the largest of their block, take the nearest code of
+    :func:`dynamic_map` (halfway: the smaller value's).
+
+    Args:
+        absmax: fp32 ``[B]``.
+
+    Returns:
+        codes uint8 ``[B]``, absmax of the differences fp32 ``[ceil(B / 256)]``, the map fp32 ``[256]``, offset fp32 ``[]``.
+    """
+    offset = absmax.mean()
+    values = _blocks((absmax - offset)[None], formats.NESTED_BLOCK_SIZE)[0]
+    largest = values.abs().amax(-1)
+    scaled = values * _quotient(1.0, largest.clamp(min=1e-38), largest)[:, None]
+    book = dynamic_map().to(absmax.device)
+    codes = torch.bucketize(scaled, (book[:-1] + book[1:]) / 2, out_int32=True).to(torch.uint8)
+    return codes.reshape(-1)[: absmax.numel()], largest, book, offset
+
+
+def dequantize_absmax(codes: Tensor, absmax: Tensor, book: Tensor, offset: Tensor) -> Tensor:
+    """The inverse of :func:`quantize_absmax`: ``book[q] * absmax + offset``, each rounded to fp32; fp32 ``[B]``."""
+    block = torch.arange(codes.numel(), device=codes.device) // formats.NESTED_BLOCK_SIZE
+    return book[codes.reshape(-1).int()] * absmax[block] + offset
+
+
 # ---- dequantisers
 
 
@@ -209,9 +382,13 @@ def _centred_weight(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Ten
     return codes.sub_(qw.zeros[rows].to(dtype)[..., None])
 
 
-def _weight_rows(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor:
-    """The values of some rows, ``[rows, K]``, columns in the order of the codes."""
-    values = _centred_weight(qw, rows, dtype).mul_(qw.scales[rows].to(dtype)[..., None])
+def _weight_rows(qw: QuantizedWeight, rows: slice, dtype: torch.dtype, book: Tensor | None = None) -> Tensor:
+    """The values of some rows, ``[rows, K]``, columns in the order of the codes; ``book`` in place of the weight's own."""
+    if qw.book is None:
+        values = _centred_weight(qw, rows, dtype)
+    else:
+        values = (qw.book if book is None else book).to(dtype)[_blocks(qw.codes[rows], qw.group_size).int()]
+    values = values.mul_(qw.scales[rows].to(dtype)[..., None])
     if qw.offsets is not None:
         values.add_(qw.offsets[rows].to(dtype)[..., None])
     return values.flatten(1)[:, : qw.k]
@@ -220,7 +397,7 @@ def _weight_rows(qw: QuantizedWeight, rows: slice, dtype: torch.dtype) -> Tensor
 def dequantize_weight(qw: QuantizedWeight, dtype: torch.dtype) -> Tensor:
     """The weight's values ``[N, K]``, columns in the order of the input features (act order undone).
 
-    ``s * (q - z)``, or ``s * (q - 2^(b-1)) + o``: product and sum are rounded to fp32 (for float64: to
+    ``s * (q - z)``, ``s * (q - 2^(b-1)) + o``, or ``s * book[q]``: product and sum are rounded to fp32 (for float64: to
     float64), the result once more to ``dtype``.
     """
     compute = torch.float64 if dtype == torch.float64 else torch.float32
@@ -392,10 +569,12 @@ def gemm_quantized(
         compute_dtype: fp32, or fp64 for an oracle.
 
     Raises:
-        ValueError: shapes that do not fit, a block and a group of which neither divides the other, or two
-        biases.
+        ValueError: shapes that do not fit, a block and a group of which neither divides the other, two
+        biases, or a weight with a code book.
     """
     _check_activations(codes, scales, zeros, block)
+    if qw.book is not None:
+        raise ValueError(BOOK_NEEDS_FLOATS)
     m, k = codes.shape
     bias = _check_product(k, m, qw, bias, residual)
     sizes = [size for size in (block, qw.group_size) if size != -1]
@@ -448,7 +627,8 @@ def mixed_gemm(
     Args:
         x: fp16, bf16 or fp32 ``[M, K]``. Act order gathers its columns before anything else.
         qw: the weight; its bias is added.
-        act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``. "token" or
+        act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``; the values of a code book
+            are first rounded to x's dtype (they are an operand of the tensor cores; scales never are). "token" or
             "block": x goes through :func:`quantize_activations`, with one block a row or blocks of
             :func:`cutlass_ops.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
@@ -484,8 +664,9 @@ def mixed_gemm(
             saturate=saturate,
             compute_dtype=compute_dtype,
         )
+    book = None if qw.book is None else qw.book.to(x.dtype)
     x = x.to(compute_dtype)
     total = torch.empty(m, qw.n, dtype=compute_dtype, device=x.device)
     for rows in _row_chunks(qw.n, k):
-        total[:, rows] = x @ _weight_rows(qw, rows, compute_dtype).t()
+        total[:, rows] = x @ _weight_rows(qw, rows, compute_dtype, book).t()
     return epilogue(total, added_bias, activation, residual, out_dtype, saturate)

@@ -1,7 +1,7 @@
 """Quantised weights to packed ones, and the files that hold those: write, read, verify.
 
 A packed file is safetensors. Weight ``w`` is kept as ``w.codes``, ``w.scales`` and whichever of ``w.zeros``,
-``w.offsets``, ``w.bias`` and ``w.perm`` it has, shaped as in :class:`cutlass_ops.PackedWeight`; every other
+``w.offsets``, ``w.bias``, ``w.perm`` and ``w.book`` it has, shaped as in :class:`cutlass_ops.PackedWeight`; every other
 tensor stands under its own name.
 ``__metadata__`` (all of it strings):
 
@@ -43,7 +43,7 @@ from . import formats, reference
 from .checkpoints import Checkpoint, Entry, Quantized
 from .checkpoints.directory import TYPES, opened
 from .quantize import quantize
-from .weight import CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
+from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
 
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
@@ -52,7 +52,6 @@ Progress: TypeAlias = "Callable[[str, int], None]"
 
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 _PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
@@ -87,7 +86,9 @@ def _one_below_another(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
                 )
             if name == "perm" and part is not None and not torch.equal(part.long(), parts[0].long()):
                 raise ValueError(f"weights[{i}] and weights[0] cannot be packed as one: their act orders (perm) differ")
-        if isinstance(parts[0], Tensor) and name != "perm":
+            if name == "book" and part is not None and not torch.equal(part, parts[0]):
+                raise ValueError(f"weights[{i}] and weights[0] cannot be packed as one: their code books differ")
+        if isinstance(parts[0], Tensor) and name not in ("perm", "book"):
             whole[name] = torch.cat(parts)
     return replace(first, **whole)
 
@@ -112,8 +113,8 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
 
     Args:
         weight: any quantised weight ``[N, K]``, or several with the same K, device, format (bits, group size, zero points
-            or offsets or neither), act order, and dtypes of scales, offsets and biases. Where only some have a bias, the
-            others get one of -0.0, which changes no sum.
+            or offsets or neither, code book), act order, and dtypes of scales, offsets and biases. Where only some have a
+            bias, the others get one of -0.0, which changes no sum.
 
     Returns:
         The packed weight, on the same device; N is the sum of the parts'. The bias of a single weight is its own tensor.
@@ -150,6 +151,7 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         offsets=None if weight.offsets is None else vector(weight.offsets),
         bias=None if weight.bias is None else weight.bias.contiguous(),
         perm=None if weight.perm is None else weight.perm.to(torch.int32).contiguous(),
+        book=None if weight.book is None else weight.book.contiguous(),
         n=n,
         k=k,
         bits=bits,
@@ -262,6 +264,7 @@ def _packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[st
         "offsets": vector,
         "bias": (n,),
         "perm": (k,),
+        "book": (16,),
     }
     shapes["codes"] = (n_pad * formats.padded_k(k) * bits // 8,)
     return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
@@ -329,7 +332,7 @@ def save_packed(
 
 def _check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
     """Refuse a tensor that a reader would take for a part of a weight, or for another tensor."""
-    taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in _PARTS)}
+    taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in PARTS)}
     for name in tensors:
         if name in taken:
             raise ValueError(f"tensor {name!r} cannot keep its name: in the packed file it means something else")
@@ -394,7 +397,7 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
     weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
     parts: dict[str, dict[str, Spec]] = {}
     for name, (n, k, bits, group_size) in weights.items():
-        found = {part: specs.pop(f"{name}.{part}") for part in _PARTS if f"{name}.{part}" in specs}
+        found = {part: specs.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in specs}
         for part in ("codes", "scales"):
             if part not in found:
                 raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
@@ -484,7 +487,7 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
 
 def _read_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
     n, k, bits, group_size = info.weights[name]
-    parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in _PARTS}
+    parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in PARTS}
     perm = parts["perm"]
     try:
         weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
@@ -831,5 +834,5 @@ def _expected(checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> 
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    named = {part: getattr(weight, part) for part in _PARTS}
+    named = {part: getattr(weight, part) for part in PARTS}
     return {part: tensor for part, tensor in named.items() if tensor is not None}

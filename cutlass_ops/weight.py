@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,6 +14,8 @@ from torch import Tensor
 from . import _C, formats
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: The tensors of a weight.
+PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm", "book")
 _NATIVE_TYPES = {
     None: _C.DataType.none,
     torch.float16: _C.DataType.float16,
@@ -56,13 +59,24 @@ def _check(name: str, value: Any, shape: tuple[int, ...], types: tuple[torch.dty
         raise ValueError(f"{name} is on {value.device}; the codes are on {device}")
 
 
+def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.device) -> None:
+    if book is None:
+        return
+    if bits != 4:
+        raise ValueError(f"a code book is given with bits={bits}; it has values for codes of 4 bits")
+    if zeros is not None or offsets is not None:
+        name = "zeros" if zeros is not None else "offsets"
+        raise ValueError(f"both book and {name} are given; values from a code book have neither zero points nor offsets")
+    _check("book", book, (16,), (torch.float32,), device)
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """A weight ``W[N, K]`` in its canonical form: what every checkpoint is read into and what is packed.
 
     The value of code ``q`` in row n and group j is ``scales[n, j] * (q - zeros[n, j])``,
     ``scales[n, j] * (q - 2**(bits-1)) + offsets[n, j]``, or, with neither zeros nor offsets,
-    ``scales[n, j] * (q - 2**(bits-1))``.
+    ``scales[n, j] * (q - 2**(bits-1))``. With a code book it is ``scales[n, j] * book[q]``.
 
     Attributes:
         codes: uint8 ``[N, K]``, each below ``2**bits``.
@@ -74,6 +88,8 @@ class QuantizedWeight:
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
         perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
             (GPTQ's act order, with columns already sorted by group).
+        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4`` or others), or None; never beside
+            zeros or offsets.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -88,6 +104,7 @@ class QuantizedWeight:
     group_size: int = 128
     bias: Tensor | None = None
     perm: Tensor | None = None
+    book: Tensor | None = None
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -117,6 +134,54 @@ class QuantizedWeight:
             _check("perm", self.perm, (k,), (torch.int32, torch.int64), device)
             if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
                 raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
+        _check_book(self.book, self.bits, self.zeros, self.offsets, device)
+
+    @classmethod
+    def from_flat(
+        cls,
+        packed: Tensor,
+        absmax: Tensor,
+        shape: tuple[int, int],
+        blocksize: int,
+        book: Tensor,
+        bias: Tensor | None = None,
+    ) -> QuantizedWeight:
+        """A weight from bitsandbytes' 4-bit storage, whose blocks run over the flattened matrix.
+
+        Nothing is rounded: each group has the absmax of the flat block that it lies in. Where blocks end inside rows, groups
+        are the longest that lie in one block each: the greatest common divisor of K and the block size.
+
+        Args:
+            packed: uint8 of any shape, two codes a byte, the even one in the high nibble; ``ceil(N * K / 2)`` bytes.
+            absmax: fp16, bf16 or fp32, ``ceil(N * K / blocksize)`` values.
+            shape: ``(N, K)``.
+            blocksize: one of ``formats.FLAT_BLOCK_SIZES``.
+            book: fp32 ``[16]``.
+            bias: as in the constructor.
+
+        Raises:
+            TypeError: an argument of the wrong dtype.
+            ValueError: sizes that do not fit, or blocks that straddle rows in pieces shorter than 32.
+        """
+        n, k = shape
+        formats.check_flat_block_size(blocksize)
+        if n < 1 or k < 1:
+            raise ValueError(f"shape is {tuple(shape)}; N and K of at least 1 are expected")
+        packed, absmax = packed.reshape(-1), absmax.reshape(-1)
+        _check("packed", packed, (-(-n * k // 2),), (torch.uint8,), packed.device)
+        _check("absmax", absmax, (-(-n * k // blocksize),), _FLOAT_TYPES, packed.device)
+        group_size = blocksize if n == 1 else math.gcd(k, blocksize)
+        if n > 1 and blocksize % k == 0:
+            group_size = -1
+        elif group_size < 32:
+            raise ValueError(
+                f"shape is {tuple(shape)} and blocksize {blocksize}: blocks straddle rows in pieces of {group_size} columns; "
+                "groups of at least 32 are supported"
+            )
+        first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)
+        block = (torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize
+        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: n * k].reshape(n, k)
+        return cls(codes=codes, scales=absmax[block], bits=4, group_size=group_size, bias=bias, book=book)
 
     @property
     def n(self) -> int:
@@ -140,8 +205,8 @@ class QuantizedWeight:
 
     @property
     def symmetric(self) -> bool:
-        """Whether neither zero points nor offsets are stored."""
-        return self.zeros is None and self.offsets is None
+        """Whether neither zero points nor offsets nor a code book are stored."""
+        return self.zeros is None and self.offsets is None and self.book is None
 
     @property
     def device(self) -> torch.device:
@@ -159,6 +224,7 @@ class QuantizedWeight:
             group_size=self.group_size,
             bias=None if self.bias is None else self.bias.to(device),
             perm=None if self.perm is None else self.perm.to(device),
+            book=None if self.book is None else self.book.to(device),
         )
 
 
@@ -187,6 +253,7 @@ class PackedWeight:
         offsets: ``[groups, n_pad]``, or None.
         bias: ``[N]``, or None.
         perm: int32 ``[K]``, or None.
+        book: fp32 ``[16]`` by code (not centred), or None.
         n, k, bits, group_size: as in :class:`QuantizedWeight`.
     """
 
@@ -200,6 +267,7 @@ class PackedWeight:
     k: int
     bits: int
     group_size: int
+    book: Tensor | None = None
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -223,13 +291,14 @@ class PackedWeight:
         ):
             if value is not None:
                 _check(name, value, shape, types, device)
+        _check_book(self.book, self.bits, self.zeros, self.offsets, device)
         for name, value in self.tensors().items():
             if not value.is_contiguous():
                 raise ValueError(f"{name} has strides {value.stride()}; a contiguous tensor is expected")
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by attribute name."""
-        named = {name: getattr(self, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")}
+        named = {name: getattr(self, name) for name in PARTS}
         return {name: value for name, value in named.items() if value is not None}
 
     @property
@@ -260,6 +329,7 @@ class PackedWeight:
             pointers.get("zeros", 0),
             pointers.get("offsets", 0),
             pointers.get("perm", 0),
+            pointers.get("book", 0),
             self.n,
             self.k,
             self.bits,
@@ -276,7 +346,7 @@ class PackedWeight:
         """The same weight on ``device``; itself if it is there already."""
         if self.codes.device == torch.device(device):
             return self
-        moved: dict[str, Any] = dict.fromkeys(("zeros", "offsets", "bias", "perm"))
+        moved: dict[str, Any] = dict.fromkeys(PARTS)
         moved.update({name: value.to(device) for name, value in self.tensors().items()})
         return PackedWeight(**moved, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size)
 
@@ -303,4 +373,5 @@ class PackedWeight:
             group_size=self.group_size,
             bias=self.bias,
             perm=None if self.perm is None else self.perm.long(),
+            book=self.book,
         )

@@ -414,7 +414,7 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def fields(packed: co.PackedWeight) -> tuple[Any, ...]:
     parts = [getattr(packed, name) for name in ("codes", "scales", "zeros", "offsets", "bias", "perm")]
-    return (*parts, packed.n, packed.k, packed.bits, packed.group_size)
+    return (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
 
 
 def samples() -> list[Any]:

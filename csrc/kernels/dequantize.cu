@@ -21,6 +21,7 @@ struct Params {
 // The value of one centred code.
 __device__ __forceinline__ float value(PackedWeight const& w, int code, int64_t index) {
   float scale = load_float(w.scales, w.scale_type, index);
+  if (w.book) return __fmul_rn(w.book[code + 8], scale);
   if (w.zeros) code -= w.zeros[index];
   float v = __fmul_rn(float(code), scale);
   return w.offsets ? __fadd_rn(v, load_float(w.offsets, w.offset_type, index)) : v;

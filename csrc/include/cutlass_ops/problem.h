@@ -30,6 +30,7 @@ struct PackedWeight {
   int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null
   void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never beside zeros
   int32_t const* perm = nullptr;   // [k]: packed column j multiplies input feature perm[j]; or null
+  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or null. 4 bits alone
   int n = 0;
   int k = 0;
   int bits = 4;
