@@ -34,8 +34,18 @@ void check(Status const& status) {
 
 PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, Pointer book, int n,
                          int k, int bits, int group_size, DataType scale_type, DataType offset_type) {
-  return {as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), as<float>(book), n, k, bits,
-          group_size, scale_type, offset_type};
+  return {as<uint8_t>(codes),
+          as<void>(scales),
+          as<int8_t>(zeros),
+          as<void>(offsets),
+          as<int32_t>(perm),
+          as<float>(book),
+          n,
+          k,
+          bits,
+          group_size,
+          scale_type,
+          offset_type};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
@@ -112,8 +122,7 @@ PYBIND11_MODULE(_C, m) {
   py::class_<PackedWeight>(m, "PackedWeight", "Pointers and sizes of a packed weight; the tensors must outlive it.")
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("offsets_ptr"),
            py::arg("perm_ptr"), py::arg("book_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-           py::arg("scale_type"),
-           py::arg("offset_type"));
+           py::arg("scale_type"), py::arg("offset_type"));
 
   py::class_<GemmProblem>(m, "GemmProblem", "What is asked of mixed_gemm.")
       .def(py::init([](PackedWeight const& weight, int rows, DataType out_type) {

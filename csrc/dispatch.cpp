@@ -125,7 +125,10 @@ Status check_weight(PackedWeight const& w) {
   if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
   if (w.zeros && w.offsets) return invalid("the weight has zeros and offsets; at most one is supported");
   if (w.book && (w.bits != 4 || w.zeros || w.offsets)) {
-    return unsupported("the weight has a code book and " + std::string(w.bits != 4 ? "8 bits" : w.zeros ? "zeros" : "offsets") +
+    return unsupported("the weight has a code book and " +
+                       std::string(w.bits != 4 ? "8 bits"
+                                   : w.zeros   ? "zeros"
+                                               : "offsets") +
                        "; a code book gives values to 4-bit codes, without zero points or offsets");
   }
   return {};

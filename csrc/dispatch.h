@@ -31,7 +31,7 @@ constexpr unsigned kWeightZeros = 2;
 constexpr unsigned kWeightOffsets = 4;
 constexpr unsigned kActivationZeros = 8;
 constexpr unsigned kIrregularInput =
-    16;  // floats whose columns are gathered (act order) or whose rows do not start on 16 bytes
+    16;                                // floats whose columns are gathered (act order) or whose rows do not start on 16 bytes
 constexpr unsigned kAllFeatures = 31;  // of integer formats
 constexpr unsigned kCodeBook = 32;     // values from a code book
 
