@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import directory, gguf
+from . import directory, gguf, hqq
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
@@ -32,7 +32,9 @@ _FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] =
 _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
 #: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how to read
 #: it, and the options of :func:`load_checkpoint` that the reader takes. The first that is recognised reads.
-_DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {}
+_DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {
+    "hqq": (hqq.recognise, hqq.read, ()),
+}
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto") -> Checkpoint:
