@@ -30,8 +30,10 @@ from rich.table import Table
 
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
+from .model_directory import reorder_checkpoint
 from .quantize import quantize
-from .reorder import PackedInfo, is_packed, packed_info, reorder, reorder_checkpoint, verify_packed
+from .reorder import PackedInfo, is_packed, packed_info, reorder
+from .verify import verify_packed
 
 _FAILED, _BAD_INPUT = 1, 2
 

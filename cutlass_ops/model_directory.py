@@ -27,14 +27,20 @@ whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every oth
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from . import formats
+from .checkpoints import Checkpoint
+from .plan import Options, Progress, plan, sha256
+from .reorder import PACKED_DTYPES, Spec, check_names, packed_metadata, packed_specs, reorder, stream_safetensors
+from .weight import CheckpointError
 
 QUANT_METHOD = "cutlass_ops"
 
@@ -118,3 +124,97 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
+
+
+# ---- one packed file
+
+
+@dataclass(frozen=True)
+class Reordered:
+    """What :func:`reorder_checkpoint` did.
+
+    Attributes:
+        path: the file written.
+        weights: packed ones, by name: ``(n, k, bits, group_size)``.
+        tensors: names of the copied ones.
+        source_bytes, packed_bytes: sizes of the checkpoint's files and of the written one.
+    """
+
+    path: Path
+    weights: Mapping[str, tuple[int, int, int, int]]
+    tensors: tuple[str, ...]
+    source_bytes: int
+    packed_bytes: int
+
+
+def reorder_checkpoint(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    *,
+    bits: int | None = None,
+    group_size: int = 128,
+    symmetric: bool = True,
+    include: str | None = None,
+    exclude: str | None = None,
+    progress: Progress | None = None,
+) -> Reordered:
+    """Pack a checkpoint's linear layers into one file and copy its other tensors.
+
+    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if
+    ``bits`` is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output
+    head (``DEFAULT_EXCLUDE``). A bias goes with its weight. One tensor is in memory at a time.
+
+    Args:
+        checkpoint: from :func:`cutlass_ops.load_checkpoint`.
+        path: the file to write.
+        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them floats.
+        group_size: of float matrices.
+        symmetric: of float matrices.
+        include: a regular expression, searched in module names: only these are packed; replaces
+            ``DEFAULT_EXCLUDE``.
+        exclude: a regular expression: these are not packed but stored as tensors.
+        progress: told of every tensor that is done.
+
+    Raises:
+        CheckpointError: a tensor that cannot be packed.
+        ValueError: nothing to pack, an option out of range, or not a regular expression.
+        OSError: the file cannot be written.
+    """
+    options = Options(bits, group_size, symmetric, include, exclude)
+    for file in checkpoint.files:
+        if Path(path).exists() and file.samefile(path):
+            raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
+    steps = plan(checkpoint, options)
+    specs: dict[str, Spec] = {}
+    weights = {}
+    for step in steps:
+        if step.weight is None:
+            specs[step.name] = (step.entry.dtype, step.entry.shape)
+            continue
+        n, k = step.entry.shape
+        weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
+        dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in step.weight.dtypes.items()}
+        parts = packed_specs(n, k, step.weight.bits, step.weight.group_size, dtypes)
+        specs.update({f"{step.name}.{part}": spec for part, spec in parts.items()})
+    try:
+        check_names(weights, [step.name for step in steps if step.weight is None])
+    except ValueError as error:
+        raise CheckpointError(checkpoint.path, str(error)) from error
+    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
+    sources = {file.name: sha256(file) for file in checkpoint.files}
+    with stream_safetensors(path, specs, packed_metadata(weights, tied, sources)) as write:
+        for step in steps:
+            if step.weight is None:
+                write(step.name, step.entry.values())
+            else:
+                for part, tensor in reorder(step.weight.read()).tensors().items():
+                    write(f"{step.name}.{part}", tensor)
+            if progress is not None:
+                progress(step.name, step.entry.nbytes)
+    return Reordered(
+        path=Path(path),
+        weights=weights,
+        tensors=tuple(step.name for step in steps if step.weight is None),
+        source_bytes=sum(file.stat().st_size for file in checkpoint.files),
+        packed_bytes=Path(path).stat().st_size,
+    )

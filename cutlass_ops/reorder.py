@@ -1,4 +1,4 @@
-"""Quantised weights to packed ones, and the files that hold those: write, read, verify.
+"""Quantised weights to packed ones, and the files that hold those: write, read.
 
 A packed file is safetensors. Weight ``w`` is kept as ``w.codes``, ``w.scales`` and whichever of ``w.zeros``,
 ``w.offsets``, ``w.bias``, ``w.perm`` and ``w.book`` it has, shaped as in :class:`cutlass_ops.PackedWeight`; every other
@@ -23,41 +23,33 @@ A tied word embedding that its checkpoint quantised is packed once, as ``lm_head
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import os
-import re
 import reprlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
-from . import formats, reference
-from .checkpoints import Checkpoint, Entry, Quantized
+from . import formats
 from .checkpoints.directory import TYPES, opened
-from .quantize import quantize
 from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
 
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
-#: Called with a tensor's name and the bytes of the source that are done with it.
-Progress: TypeAlias = "Callable[[str, int], None]"
 
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-_PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
+#: Dtypes of a packed weight's tensors where they are not the canonical weight's.
+PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
-
-#: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their name.
-DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
 
 
 # ---- one weight
@@ -185,7 +177,7 @@ def stream_safetensors(
     """
     # Largest power of two in the size first: then every tensor starts at a multiple of its own elements'
     # size, without the holes that the format forbids.
-    sizes = {name: _nbytes(spec) for name, spec in specs.items()}
+    sizes = {name: spec_bytes(spec) for name, spec in specs.items()}
     begins: dict[str, int] = {}
     header: dict[str, Any] = {"__metadata__": dict(metadata)}
     end = 0
@@ -246,7 +238,8 @@ def _write_all(descriptor: int, data: Any, offset: int) -> None:
         view, offset = view[written:], offset + written
 
 
-def _nbytes(spec: Spec) -> int:
+def spec_bytes(spec: Spec) -> int:
+    """Bytes of a tensor."""
     dtype, shape = spec
     size = dtype.itemsize
     for extent in shape:
@@ -254,7 +247,7 @@ def _nbytes(spec: Spec) -> int:
     return size
 
 
-def _packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
+def packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
     """What :func:`reorder` will return for a weight with tensors of these dtypes."""
     n_pad = formats.padded_rows(n)
     vector = (formats.padded_groups(k, group_size), n_pad)
@@ -270,9 +263,10 @@ def _packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[st
     return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
 
 
-def _metadata(
+def packed_metadata(
     weights: Mapping[str, tuple[int, int, int, int]], tied: Mapping[str, str], sources: Mapping[str, str]
 ) -> dict[str, str]:
+    """``__metadata__`` of a packed file, as in the table above."""
     from . import __version__
 
     fields = ("n", "k", "bits", "group_size")
@@ -319,18 +313,18 @@ def save_packed(
             raise TypeError(f"{name!r} is a {type(value).__name__}; a PackedWeight or a torch.Tensor is expected")
         parts.update(named)
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
-    _check_names(packed, [name for name in tensors if name not in packed])
+    check_names(packed, [name for name in tensors if name not in packed])
     for name in tied or {}:
         if name not in packed:
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
     weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
     specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    with stream_safetensors(path, specs, _metadata(weights, tied or {}, sources or {})) as write:
+    with stream_safetensors(path, specs, packed_metadata(weights, tied or {}, sources or {})) as write:
         for name, tensor in parts.items():
             write(name, tensor)
 
 
-def _check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
+def check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
     """Refuse a tensor that a reader would take for a part of a weight, or for another tensor."""
     taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in PARTS)}
     for name in tensors:
@@ -401,7 +395,7 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
         for part in ("codes", "scales"):
             if part not in found:
                 raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
-        expected = _packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
+        expected = packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
         for part, (_, shape) in found.items():
             if shape != expected[part][1]:
                 raise CheckpointError(
@@ -479,13 +473,14 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     result: dict[str, PackedWeight | Tensor] = {}
     with opened(info.path) as file:
         for name in info.weights:
-            result[name] = _read_weight(info, name, file).to(device)
+            result[name] = read_packed_weight(info, name, file).to(device)
         for name in info.tensors:
             result[name] = file.get_tensor(name).to(device)
     return result
 
 
-def _read_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
+def read_packed_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
+    """A weight of an opened packed file, checked."""
     n, k, bits, group_size = info.weights[name]
     parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in PARTS}
     perm = parts["perm"]
@@ -499,340 +494,3 @@ def _read_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
     if bits == 4 and parts["zeros"] is not None and not -8 <= int(parts["zeros"].min()) <= int(parts["zeros"].max()) <= 7:
         raise CheckpointError(info.path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros")
     return weight
-
-
-# ---- a whole checkpoint
-
-
-@dataclass(frozen=True)
-class _Step:
-    """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under ``name``."""
-
-    entry: Entry
-    name: str
-    weight: Quantized | None
-
-
-@dataclass(frozen=True)
-class Reordered:
-    """What :func:`reorder_checkpoint` did.
-
-    Attributes:
-        path: the file written.
-        weights: packed ones, by name: ``(n, k, bits, group_size)``.
-        tensors: names of the copied ones.
-        source_bytes, packed_bytes: sizes of the checkpoint's files and of the written one.
-    """
-
-    path: Path
-    weights: Mapping[str, tuple[int, int, int, int]]
-    tensors: tuple[str, ...]
-    source_bytes: int
-    packed_bytes: int
-
-
-def reorder_checkpoint(
-    checkpoint: Checkpoint,
-    path: str | os.PathLike[str],
-    *,
-    bits: int | None = None,
-    group_size: int = 128,
-    symmetric: bool = True,
-    include: str | None = None,
-    exclude: str | None = None,
-    progress: Progress | None = None,
-) -> Reordered:
-    """Pack a checkpoint's linear layers into one file and copy its other tensors.
-
-    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if
-    ``bits`` is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output
-    head (``DEFAULT_EXCLUDE``). A bias goes with its weight. One tensor is in memory at a time.
-
-    Args:
-        checkpoint: from :func:`cutlass_ops.load_checkpoint`.
-        path: the file to write.
-        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them floats.
-        group_size: of float matrices.
-        symmetric: of float matrices.
-        include: a regular expression, searched in module names: only these are packed; replaces
-            ``DEFAULT_EXCLUDE``.
-        exclude: a regular expression: these are not packed but stored as tensors.
-        progress: told of every tensor that is done.
-
-    Raises:
-        CheckpointError: a tensor that cannot be packed.
-        ValueError: nothing to pack, an option out of range, or not a regular expression.
-        OSError: the file cannot be written.
-    """
-    if bits is not None:
-        formats.check_bits(bits)
-        formats.check_group_size(group_size)
-    for file in checkpoint.files:
-        if Path(path).exists() and file.samefile(path):
-            raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
-    steps = _plan(checkpoint, bits, group_size, symmetric, _pattern("include", include), _pattern("exclude", exclude))
-    specs: dict[str, Spec] = {}
-    weights = {}
-    for step in steps:
-        if step.weight is None:
-            specs[step.name] = (step.entry.dtype, step.entry.shape)
-            continue
-        n, k = step.entry.shape
-        weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
-        dtypes = {part: _PACKED_DTYPES.get(part, dtype) for part, dtype in step.weight.dtypes.items()}
-        parts = _packed_specs(n, k, step.weight.bits, step.weight.group_size, dtypes)
-        specs.update({f"{step.name}.{part}": spec for part, spec in parts.items()})
-    try:
-        _check_names(weights, [step.name for step in steps if step.weight is None])
-    except ValueError as error:
-        raise CheckpointError(checkpoint.path, str(error)) from error
-    if not weights:
-        floats = bits is None and any(_is_linear(entry) for entry in checkpoint.entries.values())
-        hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
-        raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}")
-    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
-    sources = {file.name: sha256(file) for file in checkpoint.files}
-    with stream_safetensors(path, specs, _metadata(weights, tied, sources)) as write:
-        for step in steps:
-            if step.weight is None:
-                write(step.name, step.entry.values())
-            else:
-                for part, tensor in reorder(step.weight.read()).tensors().items():
-                    write(f"{step.name}.{part}", tensor)
-            if progress is not None:
-                progress(step.name, step.entry.nbytes)
-    return Reordered(
-        path=Path(path),
-        weights=weights,
-        tensors=tuple(step.name for step in steps if step.weight is None),
-        source_bytes=sum(file.stat().st_size for file in checkpoint.files),
-        packed_bytes=Path(path).stat().st_size,
-    )
-
-
-def _pattern(option: str, text: str | None) -> re.Pattern[str] | None:
-    if text is None:
-        return None
-    try:
-        return re.compile(text)
-    except re.error as error:
-        raise ValueError(f"{option} is {text!r}, which is not a regular expression: {error}") from error
-
-
-def _plan(
-    checkpoint: Checkpoint,
-    bits: int | None,
-    group_size: int,
-    symmetric: bool,
-    include: re.Pattern[str] | None,
-    exclude: re.Pattern[str] | None,
-) -> list[_Step]:
-    default = re.compile(DEFAULT_EXCLUDE)
-    steps = []
-    biases = set()
-    for entry in checkpoint.entries.values():
-        module = entry.name.removesuffix(".weight")
-        chosen = (include is None or include.search(module)) and not (exclude is not None and exclude.search(module))
-        if entry.quantized is not None or entry.problem:
-            if not chosen:
-                steps += _as_tensors(entry)
-            elif entry.problem:
-                raise CheckpointError(
-                    checkpoint.path,
-                    f"{entry.problem}; to store its values as floats, leave it out (--exclude)",
-                    entry.source,
-                )
-            else:
-                steps.append(_Step(entry, entry.name, entry.quantized))
-        elif bits is not None and chosen and _is_linear(entry) and (include is not None or not default.search(module)):
-            bias = checkpoint.entries.get(f"{module}.bias")
-            if bias is None or bias.dtype not in _FLOAT_TYPES or bias.shape != entry.shape[:1]:
-                bias = None
-            else:
-                biases.add(bias.name)
-            steps.append(_Step(entry, module, _to_quantize(checkpoint.path, entry, bias, bits, group_size, symmetric)))
-        else:
-            steps.append(_Step(entry, entry.name, None))
-    return [step for step in steps if step.weight is not None or step.name not in biases]
-
-
-def _is_linear(entry: Entry) -> bool:
-    matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
-    return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
-
-
-def _as_tensors(entry: Entry) -> list[_Step]:
-    """A quantised weight that is not packed: the values that its file gives it, and its bias."""
-    name = entry.tied_to or entry.name
-    steps = [_Step(entry, f"{name}.weight", None)]
-    if entry.quantized is not None and "bias" in entry.quantized.dtypes:
-        read, dtype = entry.quantized.read, entry.quantized.dtypes["bias"]
-
-        def bias() -> Tensor:
-            value = read().bias
-            return torch.zeros(entry.shape[0], dtype=dtype) if value is None else value
-
-        steps.append(
-            _Step(
-                replace(entry, shape=entry.shape[:1], dtype=dtype, nbytes=0, values=bias),
-                f"{name}.bias",
-                None,
-            )
-        )
-    return steps
-
-
-def _to_quantize(path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool) -> Quantized:
-    def read() -> QuantizedWeight:
-        try:
-            weight = quantize(entry.values(), bits, group_size, symmetric)
-        except CheckpointError:
-            raise
-        except ValueError as error:
-            raise CheckpointError(path, str(error), entry.source) from error
-        return weight if bias is None else replace(weight, bias=bias.values())
-
-    dtypes = {"scales": entry.dtype}
-    if not symmetric:
-        dtypes["zeros"] = torch.uint8
-    if bias is not None:
-        dtypes["bias"] = bias.dtype
-    return Quantized(bits=bits, group_size=group_size, dtypes=dtypes, read=read)
-
-
-def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file, read piece by piece."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-# ---- verifying
-
-
-@dataclass
-class Verified:
-    """What :func:`verify_packed` found.
-
-    Attributes:
-        weights, tensors: how many were checked.
-        problems: one line each; empty if all is well.
-        same_source: whether the checkpoint's files have the sha256 in the packed file; None if none was
-            given.
-        largest_difference: of a weight's values, packed against the checkpoint's own (for a float checkpoint:
-            the error of quantising); None without a checkpoint.
-        largest_at: the weight that has it.
-    """
-
-    weights: int = 0
-    tensors: int = 0
-    problems: list[str] = field(default_factory=list)
-    same_source: bool | None = None
-    largest_difference: float | None = None
-    largest_at: str = ""
-
-
-def verify_packed(
-    path: str | os.PathLike[str], against: Checkpoint | None = None, progress: Progress | None = None
-) -> Verified:
-    """Check every byte of a packed file, and compare it with the checkpoint that it was made from.
-
-    Without a checkpoint: the structure, and that padding is zero. With one: codes, scales, zero points,
-    offsets, biases and copied tensors must be equal bit for bit (float weights are quantised again with the
-    file's own options), and nothing may be missing or extra.
-
-    Raises:
-        CheckpointError: a file that cannot be read.
-    """
-    info = packed_info(path)
-    found = Verified()
-    left = {*info.weights, *info.tensors}
-    with opened(info.path) as file:
-        for name in info.weights:
-            weight = _read_weight(info, name, file)
-            _compare(
-                found,
-                name,
-                reorder(weight.unpack()).tensors(),
-                weight.tensors(),
-                "has padding that is not zero",
-            )
-            found.weights += 1
-            if progress is not None:
-                progress(name, weight.nbytes)
-        found.tensors = len(info.tensors)
-        if against is not None:
-            sources = {source.name: sha256(source) for source in against.files}
-            found.same_source = sources == info.sources
-            for entry in against.entries.values():
-                left -= _verify_entry(found, info, file, against, entry)
-                if progress is not None:
-                    progress(entry.name, entry.nbytes)
-            found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
-    return found
-
-
-def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str) -> None:
-    for part in (*expected, *(part for part in actual if part not in expected)):
-        a, b = expected.get(part), actual.get(part)
-        if a is None or b is None:
-            found.problems.append(f"{name}: {part} {'should not be there' if a is None else 'is missing'}")
-        elif not _same_bits(a, b):
-            found.problems.append(f"{name}: {part} {problem}")
-
-
-def _same_bits(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
-        return False
-    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
-
-
-def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Checkpoint, entry: Entry) -> set[str]:
-    """Compare what became of one entry; the names in the packed file that it accounts for."""
-    module = entry.name.removesuffix(".weight")
-    packed = module if module in info.weights and entry.name != f"{module}.bias" else None
-    if packed is not None and not entry.problem and len(entry.shape) == 2:
-        weight = _read_weight(info, packed, file).unpack()
-        expected = _expected(checkpoint, entry, weight)
-        _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
-        if weight.shape == entry.shape:
-            values = entry.values().float()
-            difference = float((reference.dequantize_weight(weight, torch.float32) - values).abs().max())
-            largest = found.largest_difference
-            if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
-                found.largest_difference, found.largest_at = difference, packed
-        return {packed}
-    if entry.quantized is None and not entry.problem:
-        steps = [_Step(entry, entry.name, None)]
-        owner = entry.name.removesuffix(".bias")
-        if owner != entry.name and owner in info.weights and "bias" in info.parts[owner]:
-            _compare(
-                found,
-                owner,
-                {"bias": entry.values()},
-                {"bias": file.get_tensor(f"{owner}.bias")},
-                "differs from the checkpoint's",
-            )
-            return set()
-    else:
-        steps = _as_tensors(entry)
-    for step in steps:
-        if step.name not in info.tensors:
-            found.problems.append(f"{step.name}: in the checkpoint ({entry.source}), not in the packed file")
-        elif not _same_bits(step.entry.values(), file.get_tensor(step.name)):
-            found.problems.append(f"{step.name}: differs from the checkpoint's")
-    return {step.name for step in steps}
-
-
-def _expected(checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:
-    if entry.quantized is not None:
-        return entry.quantized.read()
-    bias = checkpoint.entries.get(f"{entry.name.removesuffix('.weight')}.bias") if packed.bias is not None else None
-    return _to_quantize(checkpoint.path, entry, bias, packed.bits, packed.group_size, symmetric=packed.symmetric).read()
-
-
-def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
-    named = {part: getattr(weight, part) for part in PARTS}
-    return {part: tensor for part, tensor in named.items() if tensor is not None}

@@ -18,7 +18,9 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reference
-from cutlass_ops.reorder import packed_info, reorder_checkpoint, verify_packed
+from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.reorder import packed_info
+from cutlass_ops.verify import verify_packed
 
 RANDOM = np.random.default_rng(7)
 

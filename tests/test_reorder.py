@@ -32,15 +32,10 @@ from cutlass_ops import (
     save_packed,
 )
 from cutlass_ops.checkpoints import load_checkpoint
-from cutlass_ops.reorder import (
-    DEFAULT_EXCLUDE,
-    is_packed,
-    packed_info,
-    reorder_checkpoint,
-    sha256,
-    stream_safetensors,
-    verify_packed,
-)
+from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
+from cutlass_ops.reorder import is_packed, packed_info, stream_safetensors
+from cutlass_ops.verify import verify_packed
 
 PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
@@ -593,7 +588,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         import torch
         from cutlass_ops import quantize, reorder
         from cutlass_ops.checkpoints import load_checkpoint
-        from cutlass_ops.reorder import reorder_checkpoint
+        from cutlass_ops.model_directory import reorder_checkpoint
 
         def anonymous():
             # The pages of a mapped file are the system's to drop; what was allocated is not.

@@ -1,0 +1,180 @@
+"""What becomes of each tensor of a checkpoint: a packed weight, or a tensor that is copied."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from . import formats
+from .checkpoints import Checkpoint, Entry, Quantized
+from .quantize import quantize
+from .weight import CheckpointError, QuantizedWeight
+
+#: Called with a tensor's name and the bytes of the source that are done with it.
+Progress: TypeAlias = "Callable[[str, int], None]"
+
+_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their name.
+DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
+
+
+@dataclass(frozen=True)
+class Step:
+    """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under ``name``."""
+
+    entry: Entry
+    name: str
+    weight: Quantized | None
+
+
+@dataclass(frozen=True)
+class Options:
+    """What to pack, and how float matrices are quantised on the way.
+
+    Attributes:
+        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them floats.
+        group_size, symmetric: of float matrices.
+        include: a regular expression, searched in module names: only these are packed; replaces
+            ``DEFAULT_EXCLUDE``.
+        exclude: a regular expression: these are not packed but stored as tensors.
+
+    Raises:
+        ValueError: one that is out of range or not a regular expression.
+    """
+
+    bits: int | None = None
+    group_size: int = 128
+    symmetric: bool = True
+    include: str | None = None
+    exclude: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.bits is not None:
+            formats.check_bits(self.bits)
+            formats.check_group_size(self.group_size)
+        for option in ("include", "exclude"):
+            pattern(option, getattr(self, option))
+
+
+def pattern(option: str, text: str | None) -> re.Pattern[str] | None:
+    """The regular expression that an option holds; ValueError if it holds another text."""
+    if text is None:
+        return None
+    try:
+        return re.compile(text)
+    except re.error as error:
+        raise ValueError(f"{option} is {text!r}, which is not a regular expression: {error}") from error
+
+
+def plan(checkpoint: Checkpoint, options: Options) -> list[Step]:
+    """What becomes of each entry, in the order of the checkpoint.
+
+    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if ``options.bits``
+    is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output head
+    (``DEFAULT_EXCLUDE``). A bias goes with its weight.
+
+    Raises:
+        CheckpointError: a quantised tensor that cannot be packed and is not excluded.
+        ValueError: nothing to pack.
+    """
+    include, exclude = pattern("include", options.include), pattern("exclude", options.exclude)
+    default = re.compile(DEFAULT_EXCLUDE)
+    steps = []
+    biases = set()
+    for entry in checkpoint.entries.values():
+        module = entry.name.removesuffix(".weight")
+        chosen = (include is None or include.search(module)) and not (exclude is not None and exclude.search(module))
+        if entry.quantized is not None or entry.problem:
+            if not chosen:
+                steps += as_tensors(entry)
+            elif entry.problem:
+                raise CheckpointError(
+                    checkpoint.path,
+                    f"{entry.problem}; to store its values as floats, leave it out (--exclude)",
+                    entry.source,
+                )
+            else:
+                steps.append(Step(entry, entry.name, entry.quantized))
+        elif options.bits is not None and chosen and _is_linear(entry) and (include is not None or not default.search(module)):
+            bias = checkpoint.entries.get(f"{module}.bias")
+            if bias is None or bias.dtype not in _FLOAT_TYPES or bias.shape != entry.shape[:1]:
+                bias = None
+            else:
+                biases.add(bias.name)
+            steps.append(
+                Step(
+                    entry,
+                    module,
+                    to_quantize(checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric),
+                )
+            )
+        else:
+            steps.append(Step(entry, entry.name, None))
+    if not any(step.weight is not None for step in steps):
+        floats = options.bits is None and any(_is_linear(entry) for entry in checkpoint.entries.values())
+        hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
+        raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}")
+    return [step for step in steps if step.weight is not None or step.name not in biases]
+
+
+def _is_linear(entry: Entry) -> bool:
+    matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
+    return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
+
+
+def as_tensors(entry: Entry) -> list[Step]:
+    """A quantised weight that is not packed: the values that its file gives it, and its bias."""
+    name = entry.tied_to or entry.name
+    steps = [Step(entry, f"{name}.weight", None)]
+    if entry.quantized is not None and "bias" in entry.quantized.dtypes:
+        read, dtype = entry.quantized.read, entry.quantized.dtypes["bias"]
+
+        def bias() -> Tensor:
+            value = read().bias
+            return torch.zeros(entry.shape[0], dtype=dtype) if value is None else value
+
+        steps.append(
+            Step(
+                replace(entry, shape=entry.shape[:1], dtype=dtype, nbytes=0, values=bias),
+                f"{name}.bias",
+                None,
+            )
+        )
+    return steps
+
+
+def to_quantize(path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool) -> Quantized:
+    """A float matrix as a quantised weight, made when it is read."""
+
+    def read() -> QuantizedWeight:
+        try:
+            weight = quantize(entry.values(), bits, group_size, symmetric)
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            raise CheckpointError(path, str(error), entry.source) from error
+        return weight if bias is None else replace(weight, bias=bias.values())
+
+    dtypes = {"scales": entry.dtype}
+    if not symmetric:
+        dtypes["zeros"] = torch.uint8
+    if bias is not None:
+        dtypes["bias"] = bias.dtype
+    return Quantized(bits=bits, group_size=group_size, dtypes=dtypes, read=read)
+
+
+def sha256(path: Path) -> str:
+    """Hexadecimal digest of a file, read piece by piece."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
