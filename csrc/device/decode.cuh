@@ -61,6 +61,17 @@ CUTLASS_OPS_HD inline uint32_t and_xor(uint32_t value, uint32_t mask, uint32_t f
 #endif
 }
 
+// (value & mask) | bits: one LOP3, as and_xor.
+CUTLASS_OPS_HD inline uint32_t and_or(uint32_t value, uint32_t mask, uint32_t bits) {
+#ifdef __CUDA_ARCH__
+  uint32_t result;
+  asm("lop3.b32 %0, %1, %2, %3, 0xea;" : "=r"(result) : "r"(value), "r"(mask), "r"(bits));
+  return result;
+#else
+  return (value & mask) | bits;
+#endif
+}
+
 // Picks bytes of the eight of (high, low): nibble i of the selector, 0..7, names the source of byte
 // i. PRMT on the device.
 CUTLASS_OPS_HD inline uint32_t permute_bytes(uint32_t low, uint32_t high, uint32_t selector) {
@@ -309,6 +320,62 @@ struct Int8Int8 {
   CUTLASS_OPS_HD static constexpr void fragment(uint32_t const* words, uint32_t (&out)[4]) {
     for (int r = 0; r < 4; ++r) out[r] = words[r];
   }
+};
+
+// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a word is the codes of rows g and g+8
+// for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a table of its own, in its
+// own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16 values in
+// registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and multiprocessor; here that
+// pipe has 11, and the loads, at 32 a clock, take as long.)
+//
+// Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
+//   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
+//   out[0] = low halves of look-ups 0 and 2 = (book[11], book[8]);  out[1] = their high halves = (book[6], book[8])
+struct Int4Book {
+  static constexpr int kWords = 1;
+  static constexpr int kEntries = 256;
+  static constexpr int kTableBytes = kEntries * 32 * 4;
+
+  // Entry e of the table, given the bits of the 16 values by code: stored nibbles are centred, code = nibble ^ 8.
+  template <class Bits>
+  CUTLASS_OPS_HD static uint32_t entry(int e, Bits const& value_bits) {
+    return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
+  }
+
+  // Where in the table the four bytes of a word are looked up: k 2t, 2t+8, 2t+1, 2t+9.
+  CUTLASS_OPS_HD static void offsets(uint32_t word, int lane, uint32_t (&out)[4]) {
+    uint32_t const first = uint32_t(lane) * 4;
+    out[0] = and_or(word << 7, 0x7f80u, first);
+    for (int i = 1; i < 4; ++i) out[i] = and_or(word >> (8 * i - 7), 0x7f80u, first);
+  }
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint8_t const* table, int lane, uint32_t (&out)[4]) {
+    uint32_t at[4], pair[4];
+    offsets(word[0], lane, at);
+    for (int i = 0; i < 4; ++i) pair[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
+    for (int i = 0; i < 2; ++i) {
+      out[2 * i] = permute_bytes(pair[i], pair[i + 2], 0x5410u);
+      out[2 * i + 1] = permute_bytes(pair[i], pair[i + 2], 0x7632u);
+    }
+  }
+
+#ifdef __CUDACC__
+  // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a time: four lanes' same entry.
+  template <class Element>
+  __device__ static void fill(uint8_t* table, float const* book, int thread, int threads) {
+    auto bits = [&](int code) {
+      if constexpr (std::is_same_v<Element, __half>) {
+        return __half_as_ushort(__float2half_rn(book[code]));
+      } else {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(book[code]));
+      }
+    };
+    for (int i = thread; i < kEntries * 8; i += threads) {
+      uint32_t const value = entry(i / 8, bits);
+      reinterpret_cast<uint4*>(table)[i] = make_uint4(value, value, value, value);
+    }
+  }
+#endif
 };
 
 #ifdef __CUDACC__

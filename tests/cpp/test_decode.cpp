@@ -4,6 +4,8 @@
 #include <gtest/gtest.h>
 
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "device/decode.cuh"
 #include "emulate.h"
@@ -128,6 +130,28 @@ TEST(Decode, EightBitsToBfloat16) {
       EXPECT_EQ(emulate::bfloat16(zero.g8, h), zero_g8);
     }
   });
+}
+
+TEST(Decode, FourBitsByCodeBook) {
+  std::vector<uint8_t> table(Int4Book::kTableBytes);
+  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };  // 16 values, told apart by either byte
+  for (int i = 0; i < Int4Book::kEntries * 32; ++i) {
+    uint32_t const entry = Int4Book::entry(i / 32, value_bits) + (i % 32 << 16);  // and lanes told apart
+    std::memcpy(&table[i * 4], &entry, 4);
+  }
+  for (int lane : {0, 5, 31}) {
+    for_each_word([&](uint32_t word) {
+      uint32_t out[4];
+      Int4Book::fragment(&word, table.data(), lane, out);
+      for (int r = 0; r < 4; ++r) {
+        for (int h = 0; h < 2; ++h) {
+          int const code = nibble(word, kNibble[r][h]) + 8;
+          uint32_t const expected = uint32_t(value_bits(code) + (r % 2 ? lane : 0)), found = out[r] >> 16 * h & 0xffff;
+          if (found != expected) ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << found;
+        }
+      }
+    });
+  }
 }
 
 TEST(Decode, FourBitsToInt8) {
