@@ -100,6 +100,20 @@ PYBIND11_MODULE(_C, m) {
       py::arg("words_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("order"), py::arg("out_ptr"), py::arg("n"),
       py::arg("k"), "Write codes [n, k] (uint8) of 32-bit words that hold 8 codes of 4 bits along N, in this order.");
 
+  m.def(
+      "unpack_bytes",
+      [](Pointer bytes, std::int64_t blocks, std::int64_t stride, std::int64_t size, std::int64_t run, bool in_turn,
+         bool high_first, Pointer out) {
+        py::gil_scoped_release release;
+        ByteOrder const order = in_turn ? (high_first ? ByteOrder::high_low_in_turn : ByteOrder::low_high_in_turn)
+                                        : (high_first ? ByteOrder::high_then_low : ByteOrder::low_then_high);
+        unpack_bytes(as<uint8_t const>(bytes), blocks, stride, size, run, order, as<uint8_t>(out));
+      },
+      py::arg("bytes_ptr"), py::arg("blocks"), py::arg("stride"), py::arg("size"), py::arg("run"), py::arg("in_turn"),
+      py::arg("high_first"), py::arg("out_ptr"),
+      "Write the codes of 4 bits (uint8) of blocks of bytes that hold two, low and high in turn or a run's one after the "
+      "other.");
+
   // ---- operators, on the current GPU
 
   py::enum_<DataType>(m, "DataType")

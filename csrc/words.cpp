@@ -4,6 +4,7 @@
 #include <limits>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 #include "host_memory.h"
 #include "host_threads.h"
@@ -14,7 +15,8 @@ namespace {
 
 // A tile is 64 bytes of words along either axis, a cache line, so that both strided reads and strided writes use all they fetch.
 constexpr int kLineWords = 16;
-constexpr int64_t kBatch = 16;  // tiles that a thread takes at a time
+constexpr int64_t kBatch = 16;            // tiles that a thread takes at a time
+constexpr int64_t kPieceBytes = 1 << 16;  // bytes of two codes that a thread takes at a time
 
 void check(int64_t n, int64_t k, int bits, int threads) {
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - 128;
@@ -120,6 +122,28 @@ void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stri
   }
 }
 
+// `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and high[0 .. count - 1].
+template <bool kInTurn>
+void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t* low, uint8_t* high) {
+  if (high_first) std::swap(low, high);
+  int64_t i = 0;
+  for (; i + 16 <= count; i += 16) {
+    Bytes const v = load(bytes + i), a = v & splat(0x0f), b = v >> 4;
+    if constexpr (kInTurn) {
+      uint8_t* const to = std::min(low, high) + 2 * i;
+      store(to, high_first ? zip_low(b, a) : zip_low(a, b));
+      store(to + 16, high_first ? zip_high(b, a) : zip_high(a, b));
+    } else {
+      store(low + i, a);
+      store(high + i, b);
+    }
+  }
+  for (int64_t const step = kInTurn ? 2 : 1; i < count; ++i) {
+    low[step * i] = bytes[i] & 0x0f;
+    high[step * i] = bytes[i] >> 4;
+  }
+}
+
 }  // namespace
 
 void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k, int bits,
@@ -144,6 +168,42 @@ void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, i
   int64_t const tiles = ceil_div(n / 8, kLineWords) * ceil_div(k, kTileK);
   for_each_index(tiles, kBatch, threads,
                  [&](int64_t index) { unpack_tile_along_n(words, n_stride, k_stride, order, codes, n, k, index); });
+}
+
+void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,
+                  uint8_t* codes, int threads) {
+  constexpr int64_t kLargest = int64_t{1} << 61;
+  if (blocks < 1 || size < 1 || stride < size || size > kLargest / blocks || run < 1 || size % run != 0 || threads < 0) {
+    throw std::invalid_argument(
+        "blocks, stride, size, run, threads are " + std::to_string(blocks) + ", " + std::to_string(stride) + ", " +
+        std::to_string(size) + ", " + std::to_string(run) + ", " + std::to_string(threads) +
+        "; accepted: blocks, size and run from 1 up, stride from size up, run that divides size, threads "
+        "from 0 up");
+  }
+  prefer_large_pages(codes, size_t(blocks) * size * 2);
+  bool const in_turn = order == ByteOrder::low_high_in_turn || order == ByteOrder::high_low_in_turn;
+  bool const high_first = order == ByteOrder::high_low_in_turn || order == ByteOrder::high_then_low;
+  // A piece is a part of a long run, or several blocks.
+  int64_t const part = std::min(run, kPieceBytes), parts = ceil_div(run, part), runs = size / run;
+  int64_t const together = std::max<int64_t>(1, kPieceBytes / size),
+                pieces = parts > 1 ? blocks * runs * parts : ceil_div(blocks, together);
+  auto const expand = [&](uint8_t const* from, int64_t count, uint8_t* to, int64_t first) {
+    if (in_turn) {
+      expand_bytes<true>(from + first, count, high_first, to + 2 * first, to + 2 * first + 1);
+    } else {
+      expand_bytes<false>(from + first, count, high_first, to + first, to + run + first);
+    }
+  };
+  for_each_index(pieces, 1, threads, [&](int64_t index) {
+    if (parts > 1) {
+      int64_t const r = index / parts, first = index % parts * part;
+      expand(bytes + r / runs * stride + r % runs * run, std::min(part, run - first), codes + r * 2 * run, first);
+      return;
+    }
+    for (int64_t block = index * together; block < std::min(blocks, (index + 1) * together); ++block) {
+      for (int64_t r = 0; r < runs; ++r) expand(bytes + block * stride + r * run, run, codes + (block * runs + r) * 2 * run, 0);
+    }
+  });
 }
 
 }  // namespace cutlass_ops

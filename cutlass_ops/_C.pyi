@@ -92,6 +92,9 @@ def unpack_along_k(words_ptr: int, n_stride: int, k_stride: int, out_ptr: int, n
 def unpack_along_n(
     words_ptr: int, n_stride: int, k_stride: int, order: Sequence[int], out_ptr: int, n: int, k: int
 ) -> None: ...
+def unpack_bytes(
+    bytes_ptr: int, blocks: int, stride: int, size: int, run: int, in_turn: bool, high_first: bool, out_ptr: int
+) -> None: ...
 def mixed_gemm(problem: GemmProblem, out_ptr: int, workspace_ptr: int, workspace_bytes: int, stream: int) -> None: ...
 def quantize_activations(
     x_ptr: int,

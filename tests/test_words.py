@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutlass_ops.checkpoints.words import unpack_along_k, unpack_along_n
+from cutlass_ops.checkpoints.words import unpack_along_k, unpack_along_n, unpack_bytes
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -18,6 +18,28 @@ def test_golden_words() -> None:
     assert unpack_along_k(words(0x76543210)[None], 8, 4).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
     assert unpack_along_k(words(0x03020100)[None], 3, 8).tolist() == [[0, 1, 2]]
     assert unpack_along_n(words(0x75316420)[None], AWQ).t().tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_golden_bytes() -> None:
+    packed = torch.tensor([[0x10, 0x32, 0x54, 0x76]], dtype=torch.uint8)
+    assert unpack_bytes(packed, 4, in_turn=True, high_first=False).tolist() == [[0, 1, 2, 3, 4, 5, 6, 7]]
+    assert unpack_bytes(packed, 4, in_turn=True, high_first=True).tolist() == [[1, 0, 3, 2, 5, 4, 7, 6]]
+    assert unpack_bytes(packed, 2, in_turn=False, high_first=False).tolist() == [[0, 2, 1, 3, 4, 6, 5, 7]]
+    assert unpack_bytes(packed, 4, in_turn=False, high_first=True).tolist() == [[1, 3, 5, 7, 0, 2, 4, 6]]
+
+
+@pytest.mark.parametrize(
+    ("blocks", "size", "run"),
+    [(1, 1, 1), (7, 18, 18), (5000, 16, 16), (3, 128, 32), (1, 200_001, 200_001), (2, 140_000, 70_000)],
+)
+@pytest.mark.parametrize("in_turn", [True, False])
+@pytest.mark.parametrize("high_first", [True, False])
+def test_bytes_of_blocks(blocks: int, size: int, run: int, in_turn: bool, high_first: bool) -> None:
+    whole = torch.randint(0, 256, (blocks, size + 3), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
+    packed = whole[:, 3:]
+    halves = [packed >> 4, packed & 15] if high_first else [packed & 15, packed >> 4]
+    expected = torch.stack([half.reshape(blocks, -1, run) for half in halves], -1 if in_turn else 2).reshape(blocks, 2 * size)
+    assert torch.equal(unpack_bytes(packed, run, in_turn=in_turn, high_first=high_first), expected)
 
 
 def test_views_are_read_where_they_lie() -> None:
@@ -36,3 +58,8 @@ def test_what_is_refused() -> None:
         unpack_along_k(torch.zeros(1, 1, dtype=torch.int32), 9, 4)
     with pytest.raises(ValueError, match="permutation"):
         unpack_along_n(torch.zeros(1, 1, dtype=torch.int32), (0,) * 8)
+    with pytest.raises(TypeError, match="strides"):
+        unpack_bytes(torch.zeros(4, 4, dtype=torch.uint8).t()[:, ::2], 1, in_turn=True, high_first=True)
+    with pytest.raises(ValueError, match="run is 3"):
+        unpack_bytes(torch.zeros(4, 4, dtype=torch.uint8), 3, in_turn=True, high_first=True)
+    assert unpack_bytes(torch.zeros(0, 4, dtype=torch.uint8), 4, in_turn=True, high_first=True).shape == (0, 8)

@@ -61,6 +61,7 @@ from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
+from .words import unpack_bytes
 
 _GROUP = 32
 #: Bytes of blocks that are converted at a time: what they become stays in the cache.
@@ -134,7 +135,8 @@ def read(path: Path) -> Checkpoint:
     with path.open("rb") as file:
         if file.seek(0, 2) == 0:
             raise CheckpointError(path, "the file is empty")
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        # A copy on write, as torch has no tensors that are read-only. Nothing writes.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     keys, tensors = _Header(path, data).read()
     architecture = str(keys.get("general.architecture", ""))
     found = [_entry(path, data, tensor, architecture, keys) for tensor in tensors]
@@ -405,10 +407,10 @@ def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: di
         return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(_KINDS)} are supported")
     if len(info.shape) != 2:
         return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
-    bits, scales, offsets, _ = _KINDS[kind]
-    dtypes = {"scales": scales} | ({} if offsets is None else {"offsets": offsets})
+    into = _KINDS[kind]
+    dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
-    return replace(entry, quantized=Quantized(bits=bits, group_size=_GROUP, dtypes=dtypes, read=read))
+    return replace(entry, quantized=Quantized(bits=into.bits, group_size=_GROUP, dtypes=dtypes, read=read))
 
 
 def _bytes(data: mmap.mmap, info: _Info) -> npt.NDArray[np.uint8]:
@@ -416,62 +418,70 @@ def _bytes(data: mmap.mmap, info: _Info) -> npt.NDArray[np.uint8]:
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor of its own memory: torch has none that is read-only."""
+    """A tensor of its own memory, which starts where torch's tensors do."""
     return torch.from_numpy(np.array(array, order="C"))
 
 
 def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> QuantizedWeight:
     n, k = info.shape
-    bits, scale_type, offset_type, convert = _KINDS[info.kind.name]
+    kind = _KINDS[info.kind.name]
     size, nbytes = gguf.GGML_QUANT_SIZES[info.kind]
     raw = _bytes(data, info).reshape(n, -1)
-    codes = torch.empty(n, k, dtype=torch.uint8)
-    scales = torch.empty(n, k // _GROUP, dtype=scale_type)
-    offsets = None if offset_type is None else torch.empty(n, k // _GROUP, dtype=offset_type)
-    step = max(1, _PIECE // raw.shape[1])
-    for start in range(0, n, step):
-        part = slice(start, start + step)
-        blocks = (raw[part] if rows is None else raw[rows[part]]).reshape(-1, nbytes)
-        of_blocks = (-1, size // _GROUP)
+    if rows is not None:
+        raw = raw[rows]
+    blocks = raw.reshape(-1, nbytes)
+    start, stop, run = kind.halves
+    if run:
+        codes = unpack_bytes(torch.from_numpy(blocks)[:, start:stop], run, in_turn=False, high_first=False)
+    else:
+        codes = torch.empty(len(blocks), size, dtype=torch.uint8)
+    groups = (len(blocks), size // _GROUP)
+    scales = torch.empty(groups, dtype=kind.scales)
+    offsets = None if kind.offsets is None else torch.empty(groups, dtype=kind.offsets)
+    step = max(1, _PIECE // nbytes)
+    for first in range(0, len(blocks), step):
+        part = slice(first, first + step)
         with np.errstate(all="ignore"):  # a block that holds infinities is its file's business
-            convert(
-                blocks,
-                codes[part].view(-1, size).numpy(),
-                scales[part].view(of_blocks).numpy(),
-                np.empty(0) if offsets is None else offsets[part].view(of_blocks).numpy(),
+            kind.convert(
+                blocks[part],
+                codes[part].numpy(),
+                scales[part].numpy(),
+                np.empty(0) if offsets is None else offsets[part].numpy(),
             )
     return read_weight(
         path,
         info.name,
-        lambda: QuantizedWeight(codes, scales, offsets=offsets, bits=bits, group_size=_GROUP),
+        lambda: QuantizedWeight(
+            codes.view(n, k),
+            scales.view(n, -1),
+            offsets=None if offsets is None else offsets.view(n, -1),
+            bits=kind.bits,
+            group_size=_GROUP,
+        ),
     )
 
 
 # Each of these turns blocks [B, bytes] into codes [B, elements] and, one for each 32 elements, scales and
-# offsets [B, elements / 32], which it is given to fill.
+# offsets [B, elements / 32], which it is given to fill. In codes it finds what ``_Kind.halves`` speaks of.
 
 
 def _q4_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     scales[:] = _number(blocks, 0)
-    _split(blocks[:, 2:], codes, 16)
 
 
 def _q4_1(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     scales[:] = _number(blocks, 0)
     offsets[:] = _number(blocks, 2).astype(np.float32) + np.float32(8) * scales.astype(np.float32)
-    _split(blocks[:, 4:], codes, 16)
 
 
 def _q5_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     scales[:] = _number(blocks, 0)
-    _split(blocks[:, 6:], codes, 16)
     codes += _fifth_bits(blocks[:, 2:6]) + np.uint8(112)
 
 
 def _q5_1(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     scales[:] = _number(blocks, 0)
     offsets[:] = _number(blocks, 2)
-    _split(blocks[:, 8:], codes, 16)
     codes += _fifth_bits(blocks[:, 4:8]) + np.uint8(128)
 
 
@@ -485,12 +495,10 @@ def _q8_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
 def _q4_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     _k_scales(blocks, scales, offsets)
     offsets += np.float32(8) * scales
-    _split(blocks[:, 16:], codes, 32)
 
 
 def _q5_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     _k_scales(blocks, scales, offsets)
-    _split(blocks[:, 48:], codes, 32)
     run = np.dtype((np.void, 32))
     packed = blocks[:, 16:48].view(run).copy().view(np.uint8)
     fifth = np.empty_like(codes)
@@ -535,12 +543,10 @@ def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
     factors *= np.repeat(np.where(exact, np.float32(1), np.float32(127 / 32)), 2, axis=1)
     ratio = np.repeat(factors, 16, axis=1)
 
-    for half in (0, 1):  # of the block: 64 bytes of low halves, 32 of high bits
-        _split(blocks[:, 64 * half : 64 * half + 64], codes[:, 128 * half : 128 * half + 128], 64)
     run = np.dtype((np.void, 32))
     packed = blocks[:, 128:192].view(np.dtype((np.void, 64))).copy().view(np.uint8)
     high = np.empty_like(codes)
-    for quarter in range(4):
+    for quarter in range(4):  # of each 128 elements, whose high bits are 32 bytes
         bits = (packed >> np.uint8(2 * quarter) & np.uint8(3)) << np.uint8(4)
         high.view(run)[:, quarter::4] = bits.view(run)
     codes += high
@@ -564,28 +570,34 @@ def _fifth_bits(packed: _Bytes) -> _Bytes:
     return bits
 
 
-def _split(packed: _Bytes, codes: _Bytes, run: int) -> None:
-    """Each ``run`` bytes of ``packed[B, n]`` to 2 run codes: first their low halves, then their high ones.
+@dataclass(frozen=True)
+class _Kind:
+    """What a type of blocks becomes.
 
-    A run is moved as one element of numpy: several times as fast as byte by byte.
+    Attributes:
+        bits: of the codes.
+        scales, offsets: their dtypes.
+        halves: first byte, end and run: bytes of a block of which each has the low four bits of two codes, ``run`` low
+            halves before ``run`` high ones; (0, 0, 0) if it has none.
+        convert: does the rest.
     """
-    runs = np.dtype((np.void, run))
-    both = packed.view(runs).copy().view(np.uint8)
-    into = codes.view(runs)
-    into[:, ::2] = (both & np.uint8(0x0F)).view(runs)
-    into[:, 1::2] = (both >> np.uint8(4)).view(runs)
+
+    bits: int
+    scales: torch.dtype
+    offsets: torch.dtype | None
+    halves: tuple[int, int, int]
+    convert: Callable[[_Bytes, _Bytes, _Array, _Array], None]
 
 
-#: What a type becomes: bits, dtypes of scales and offsets, and the function that converts it.
-_KINDS: dict[str, tuple[int, torch.dtype, torch.dtype | None, Callable[[_Bytes, _Bytes, _Array, _Array], None]]] = {
-    "Q4_0": (4, torch.float16, None, _q4_0),
-    "Q4_1": (4, torch.float16, torch.float32, _q4_1),
-    "Q5_0": (8, torch.float16, None, _q5_0),
-    "Q5_1": (8, torch.float16, torch.float16, _q5_1),
-    "Q8_0": (8, torch.float16, None, _q8_0),
-    "Q4_K": (4, torch.float32, torch.float32, _q4_k),
-    "Q5_K": (8, torch.float32, torch.float32, _q5_k),
-    "Q6_K": (8, torch.float32, None, _q6_k),
+_KINDS = {
+    "Q4_0": _Kind(4, torch.float16, None, (2, 18, 16), _q4_0),
+    "Q4_1": _Kind(4, torch.float16, torch.float32, (4, 20, 16), _q4_1),
+    "Q5_0": _Kind(8, torch.float16, None, (6, 22, 16), _q5_0),
+    "Q5_1": _Kind(8, torch.float16, torch.float16, (8, 24, 16), _q5_1),
+    "Q8_0": _Kind(8, torch.float16, None, (0, 0, 0), _q8_0),
+    "Q4_K": _Kind(4, torch.float32, torch.float32, (16, 144, 32), _q4_k),
+    "Q5_K": _Kind(8, torch.float32, torch.float32, (48, 176, 32), _q5_k),
+    "Q6_K": _Kind(8, torch.float32, None, (0, 128, 64), _q6_k),
 }
 
 

@@ -36,6 +36,7 @@ from .. import formats
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
+from .words import unpack_bytes
 
 #: Every name that the package gives to a part of a module's state but "bias".
 _STATE = (
@@ -167,10 +168,7 @@ def _codes(source: Source, module: str, bits: int) -> Tensor:
     """The codes in W's own order, one a byte: uint8 ``[N * K]``."""
     packed = source.tensors[f"{module}.W_q"].values().reshape(-1).view(torch.uint8)
     if bits == 4:
-        codes = torch.empty(2 * len(packed), dtype=torch.uint8)
-        torch.bitwise_right_shift(packed, 4, out=codes[: len(packed)])
-        torch.bitwise_and(packed, 15, out=codes[len(packed) :])
-        return codes
+        return unpack_bytes(packed[None], len(packed), in_turn=False, high_first=True)
     if bits < 8 and (largest := int(packed.max())) >> bits:
         raise CheckpointError(
             source.path, f"holds {largest}; with {bits} bits the largest is {(1 << bits) - 1}", f"{module}.W_q"

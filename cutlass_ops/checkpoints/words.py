@@ -1,4 +1,4 @@
-"""Codes that a checkpoint packs into 32-bit words, as one code a byte."""
+"""Codes that a checkpoint packs into 32-bit words or into bytes, as one code a byte."""
 
 from __future__ import annotations
 
@@ -60,4 +60,35 @@ def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
     k, n = words.shape[0], 8 * words.shape[1]
     codes = torch.empty(n, k, dtype=torch.uint8)
     _C.unpack_along_n(words.data_ptr(), n_stride, k_stride, order, codes.data_ptr(), n, k)
+    return codes
+
+
+def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -> Tensor:
+    """Codes of bytes that hold two of 4 bits.
+
+    Args:
+        packed: uint8 ``[B, S]``, on the CPU; rows may be further apart than their length.
+        run: bytes of a row that belong together; it divides S.
+        in_turn: whether byte i of a run holds its codes ``2 i`` and ``2 i + 1``, and not ``i`` and ``run + i``.
+        high_first: whether the first of the two is in the high half.
+
+    Returns:
+        uint8 ``[B, 2 S]``.
+
+    Raises:
+        TypeError: another dtype, rank, device or stride inside rows.
+        ValueError: a run that does not divide S.
+    """
+    if packed.dtype != torch.uint8 or packed.dim() != 2 or packed.device.type != "cpu" or packed.stride(1) != 1:
+        raise TypeError(
+            f"packed is {packed.dtype} {list(packed.shape)} on {packed.device}, strides {packed.stride()}; "
+            "a uint8 matrix on the CPU with rows in one piece is expected"
+        )
+    blocks, size = packed.shape
+    if run < 1 or size % run:
+        raise ValueError(f"run is {run}, which does not divide rows of {size} bytes")
+    codes = torch.empty(blocks, 2 * size, dtype=torch.uint8)
+    stride = max(packed.stride(0), size)  # of a single row it says nothing
+    if codes.numel():
+        _C.unpack_bytes(packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr())
     return codes

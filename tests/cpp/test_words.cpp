@@ -113,5 +113,56 @@ TEST(WordErrors, NameTheValueAndWhatIsAccepted) {
             "order is no permutation of 0 .. 7");
 }
 
+std::vector<uint8_t> random_bytes(size_t count) {
+  std::mt19937 random{uint32_t(count)};
+  std::vector<uint8_t> bytes(count);
+  for (uint8_t& byte : bytes) byte = uint8_t(random());
+  return bytes;
+}
+
+TEST(Words, BytesOfTwoCodes) {
+  struct Shape {
+    int64_t blocks, stride, size, run;
+  };
+  for (Shape const& s : {Shape{1, 1, 1, 1}, Shape{7, 18, 16, 16}, Shape{9000, 20, 16, 16}, Shape{5, 144, 128, 32},
+                         Shape{3, 40, 33, 11}, Shape{1, 200001, 200001, 200001}, Shape{2, 140007, 140000, 70000}}) {
+    std::vector<uint8_t> const bytes = random_bytes(size_t(s.blocks * s.stride));
+    for (ByteOrder order :
+         {ByteOrder::low_high_in_turn, ByteOrder::high_low_in_turn, ByteOrder::low_then_high, ByteOrder::high_then_low}) {
+      bool const in_turn = order == ByteOrder::low_high_in_turn || order == ByteOrder::high_low_in_turn;
+      bool const high_first = order == ByteOrder::high_low_in_turn || order == ByteOrder::high_then_low;
+      for (int threads : {0, 1}) {
+        std::vector<uint8_t> codes(size_t(s.blocks * s.size * 2 + 1), kPoison);
+        unpack_bytes(bytes.data(), s.blocks, s.stride, s.size, s.run, order, codes.data(), threads);
+        for (int64_t block = 0; block < s.blocks; ++block) {
+          for (int64_t i = 0; i < s.size; ++i) {
+            uint8_t const byte = bytes[size_t(block * s.stride + i)];
+            int64_t const start = (block * s.size + i / s.run * s.run) * 2, place = i % s.run;
+            uint8_t const first = codes[size_t(start + (in_turn ? 2 * place : place))];
+            uint8_t const second = codes[size_t(start + (in_turn ? 2 * place + 1 : s.run + place))];
+            ASSERT_EQ(first, high_first ? byte >> 4 : byte & 0x0f) << "block " << block << ", byte " << i;
+            ASSERT_EQ(second, high_first ? byte & 0x0f : byte >> 4) << "block " << block << ", byte " << i;
+          }
+        }
+        ASSERT_EQ(codes.back(), kPoison);
+      }
+    }
+  }
+}
+
+TEST(Words, RefusesBytesThatMakeNoRuns) {
+  uint8_t byte = 0, codes[2];
+  auto const unpack = [&](int64_t blocks, int64_t stride, int64_t size, int64_t run, int threads = 0) {
+    unpack_bytes(&byte, blocks, stride, size, run, ByteOrder::low_then_high, codes, threads);
+  };
+  EXPECT_THROW(unpack(0, 1, 1, 1), std::invalid_argument);
+  EXPECT_THROW(unpack(1, 1, 0, 1), std::invalid_argument);
+  EXPECT_THROW(unpack(1, 1, 2, 1), std::invalid_argument);
+  EXPECT_THROW(unpack(1, 4, 4, 3), std::invalid_argument);
+  EXPECT_THROW(unpack(1, 4, 4, 0), std::invalid_argument);
+  EXPECT_THROW(unpack(1, 1, 1, 1, -1), std::invalid_argument);
+  EXPECT_THROW(unpack(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40, 1), std::invalid_argument);
+}
+
 }  // namespace
 }  // namespace cutlass_ops

@@ -1,4 +1,4 @@
-// Codes as checkpoints have them, several in a 32-bit word, to one code a byte.
+// Codes as checkpoints have them, several in a 32-bit word or two in a byte, to one code a byte.
 #pragma once
 
 #include <cstdint>
@@ -17,5 +17,13 @@ void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, u
 // 0 .. 7.
 void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes, int64_t n,
                     int64_t k, int threads = 0);
+
+// What becomes of the two codes of 4 bits in byte i of a run of bytes: places 2 i and 2 i + 1 (in turn), or i and run + i.
+enum class ByteOrder { low_high_in_turn, high_low_in_turn, low_then_high, high_then_low };
+
+// Block b of `bytes`, at b * stride, holds `size` bytes of codes in runs of `run`, which divides it. codes: blocks * size * 2
+// bytes, all written. The rest as above; throws for sizes below 1, a `run` that does not divide, or a code count above 2^62.
+void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,
+                  uint8_t* codes, int threads = 0);
 
 }  // namespace cutlass_ops
