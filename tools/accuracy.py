@@ -280,6 +280,19 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
+def readme_table(result: dict[str, Any]) -> str:
+    """Perplexity and logit error of one causal model in Markdown, a line for each kind of weights."""
+    lines = ["| weights | x as it is | x int8, token | x int8, block |", "|---|---|---|---|"]
+    cells: dict[str, dict[str, str]] = {}
+    for row in result["rows"]:
+        way, _, asymmetric = row["activations"].partition(", ")
+        name = label(row) + (", x asymmetric" if asymmetric and "bits" not in row else "")
+        cells.setdefault(name, {})[way] = f"{row['perplexity']:.3f} ({percent(row['error'])})"
+    for name, found in cells.items():
+        lines.append(" | ".join([f"| {name}", *(found.get(way, "") for way in ("16", "8 token", "8 block"))]) + " |")
+    return "\n".join(line for line in lines if not line.startswith("| fp32"))
+
+
 def draw(results: dict[str, Any], path: Path) -> None:
     """Two rows of pictures a model: what x's quantisation does to each kind of layer, what all of it does to the model."""
     import matplotlib
@@ -297,7 +310,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         for i, (way, colour) in enumerate(colours.items()):
             heights = [100 * kind["errors"][f"x {way}"] for kind in kinds]
             left.bar([j + 0.2 * (i - 1.5) for j in range(len(kinds))], heights, 0.2, color=colour, label=way)
-        names = [f"{kind['kind'].split('.', 1)[-1]}\n{kind['median_peak_over_rms']:.0f}" for kind in kinds]
+        names = ["\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"]) for kind in kinds]
         left.set_xticks(range(len(kinds)), names, fontsize=7)
         left.set_ylabel("error of x @ W^T, %")
         left.set_title(f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)", fontsize=9)
@@ -314,6 +327,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
             heights = [found[place] for place in places]
             right.bar([j + 0.27 * (i - 1) for j in range(len(places))], heights, 0.27, color=colour, label=text)
         right.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
+        right.set_yscale("log")
         right.set_ylabel(f"error of {model['compared']}, %")
         right.set_title(f"{model['model']}: the whole model, symmetric", fontsize=9)
         right.legend(fontsize=8, frameon=False)
