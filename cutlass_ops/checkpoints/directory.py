@@ -143,8 +143,7 @@ def read(path: Path) -> Source:
     """
     main = _main_file(path) if path.is_dir() else path
     if main.name.endswith(".json"):
-        files, tensors = _read_index(main)
-        header: dict[str, str] = {}
+        files, tensors, header = _read_index(main)
     else:
         files = (main,)
         tensors, header = _read_file(main)
@@ -246,16 +245,18 @@ def _values(
 # ---- the index
 
 
-def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry]]:
+def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[str, str]]:
     weight_map = _weight_map(index)
     tensors: dict[str, Entry] = {}
+    header: dict[str, str] = {}
     files = []
     for name in sorted(set(weight_map.values())):
         file = index.parent / name
         if not file.is_file():
             raise CheckpointError(index, f"names the file {name!r}, which is not there")
         files.append(file)
-        found, _ = _read_file(file)
+        found, metadata = _read_file(file)
+        header |= metadata
         for tensor, entry in found.items():
             if weight_map.get(tensor) == name:
                 tensors[tensor] = entry
@@ -266,7 +267,7 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry]]:
     for tensor, name in weight_map.items():
         if tensor not in tensors:
             raise CheckpointError(index, f"is not in {name!r}, where the index places it", tensor)
-    return tuple(files), tensors
+    return tuple(files), tensors, header
 
 
 def _weight_map(index: Path) -> dict[str, str]:
