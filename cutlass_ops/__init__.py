@@ -8,7 +8,7 @@ __version__ = "0.1.0"
 
 from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, dequantize_4bit, quantize_4bit
-from .nn import MixedLinear, replace_linears
+from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
 from .quantize import quantize
 from .reorder import load_packed, reorder, save_packed
@@ -17,6 +17,7 @@ from .weight import CheckpointError, PackedWeight, QuantizedWeight
 __all__ = [
     "CheckpointError",
     "Explanation",
+    "Fused",
     "MixedLinear",
     "NestedAbsmax",
     "PackedWeight",
@@ -25,6 +26,7 @@ __all__ = [
     "dequantize",
     "dequantize_4bit",
     "explain",
+    "fuse_linears",
     "load_checkpoint",
     "load_packed",
     "mixed_gemm",
@@ -34,4 +36,5 @@ __all__ = [
     "reorder",
     "replace_linears",
     "save_packed",
+    "set_activations",
 ]

@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from . import _C, ops
 from .checkpoints import load_checkpoint
 from .model_directory import reorder_checkpoint
-from .nn import MixedLinear, replace_linears
+from .nn import MixedLinear, replace_linears, set_activations
 from .reorder import load_packed, packed_info
 from .weight import PackedWeight
 
@@ -198,13 +198,6 @@ def load_model(packed: Path, config: Any, dtype: torch.dtype, device: torch.devi
     if lost:
         raise ValueError(f"{packed}: the file lacks {', '.join(lost)}")
     return model.to(device).eval()
-
-
-def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool) -> None:
-    """Change how every :class:`cutlass_ops.nn.MixedLinear` of a model treats its activations."""
-    for module in model.modules():
-        if isinstance(module, MixedLinear):
-            module.act_quant, module.act_symmetric = act_quant, act_symmetric
 
 
 def generate(model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], list[float]]:

@@ -1,18 +1,23 @@
-"""A linear layer over a packed weight, and the replacement of a model's linear layers by it."""
+"""A linear layer over a packed weight, the replacement of a model's linear layers by it, and layers that share one launch."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from . import ops
+from .reorder import reorder
 from .weight import PARTS, PackedWeight
 
 _ACT_QUANT = ("none", "token", "block")
+
+#: Layers with one parent that multiply the same x, by the name of the layer that can do their work: as the attention and the
+#: MLP of transformers' Llama, Qwen and Mistral models have them.
+SHARED_INPUT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
 class MixedLinear(nn.Module):
@@ -147,3 +152,145 @@ def replace_linears(
         layer.train(modules[name].training)
         setattr(modules[parent], child, layer)
     return list(layers)
+
+
+def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:
+    """Change how every :class:`MixedLinear` of a model treats its activations.
+
+    Raises:
+        ValueError: an ``act_quant`` that does not exist.
+    """
+    if act_quant not in _ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+    for module in model.modules():
+        if isinstance(module, MixedLinear):
+            module.act_quant, module.act_symmetric = act_quant, act_symmetric
+
+
+# ---- layers that share x
+
+
+class _Shared:
+    """A layer that computes what several layers are asked for, and its last result, of which each takes its part once."""
+
+    layer: MixedLinear
+    sizes: list[int]
+    last: tuple[Tensor, int | None, list[Tensor | None]] | None = None
+
+    def __init__(self, layer: MixedLinear, sizes: Sequence[int]) -> None:
+        self.layer = layer
+        self.sizes = list(sizes)
+
+    def part(self, index: int, x: Tensor) -> Tensor:
+        # Tensors of inference mode do not count what is done to them in place.
+        version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
+        last = self.last
+        parts = last[2] if last is not None and last[0] is x and last[1] == version else None
+        y = None if parts is None else parts[index]
+        if parts is None or y is None:
+            whole = self.layer(x).split(self.sizes, dim=-1)
+            parts, y = list(whole), whole[index]
+        parts[index] = None
+        # Nothing is kept once all have their parts.
+        self.last = (x, version, parts) if any(part is not None for part in parts) else None
+        return y
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles begin without a result.
+        return {"layer": self.layer, "sizes": self.sizes}
+
+
+class FusedPart(nn.Module):
+    """A linear layer whose work another one does, together with that of its siblings; made by :func:`fuse_linears`.
+
+    The first sibling that is called with an x multiplies x by the weights of all; the others, when they are called with that
+    same tensor, take their columns of the result. Called in another order, or alone, each still returns the right values,
+    at the price of a product of all.
+
+    Attributes:
+        in_features, out_features: of this part.
+    """
+
+    def __init__(self, shared: _Shared, index: int) -> None:
+        super().__init__()
+        # No submodule: the parent has the shared layer, once, for moves and state_dict.
+        self._shared = shared
+        self._index = index
+        self.in_features, self.out_features = shared.layer.in_features, shared.sizes[index]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Multiply x ``[..., K]`` by this part of the weight; returns a view ``[..., N]`` of the shared result."""
+        return self._shared.part(self._index, x)
+
+    def extra_repr(self) -> str:
+        """Sizes, as ``print(model)`` shows them."""
+        return f"in_features={self.in_features}, out_features={self.out_features}"
+
+
+@dataclass(frozen=True)
+class Fused:
+    """What :func:`fuse_linears` did.
+
+    Attributes:
+        layers: qualified names of the new layers, with those of the layers whose work they do.
+        refused: why others, which would have had these names, were left as they are.
+    """
+
+    layers: Mapping[str, tuple[str, ...]]
+    refused: Mapping[str, str]
+
+
+def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = SHARED_INPUT) -> Fused:
+    """Let one launch serve the layers of a model that multiply the same x: query, key and value; gate and up.
+
+    Their weights are packed as one (:func:`cutlass_ops.reorder` of a list) in a :class:`MixedLinear` that the parent gets
+    under a new name, and :class:`FusedPart` modules take their places, so that the model's code stays as it is. The values
+    are those of the separate layers up to the order of fp32 sums. ``state_dict`` has the new layer's tensors instead of the
+    old ones': save a model before fusing it.
+
+    Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or where they differ in what
+    one product must share: bits, group size, kind of zero point, act order, dtypes, device, treatment of x.
+
+    Args:
+        model: with layers of :func:`replace_linears`; changed in place.
+        shared_input: names of layers with one parent that are always called with the same tensor, by the new layer's name.
+    """
+    layers: dict[str, tuple[str, ...]] = {}
+    refused: dict[str, str] = {}
+    for parent_name, parent in list(model.named_modules()):
+        for new, children in shared_input.items():
+            if not all(isinstance(getattr(parent, child, None), nn.Module) for child in children):
+                continue
+            name = f"{parent_name}.{new}" if parent_name else new
+            parts = [getattr(parent, child) for child in children]
+            reason = _reason_against(parent, new, dict(zip(children, parts, strict=True)))
+            if not reason:
+                try:
+                    packed = reorder([part.packed.unpack() for part in parts])
+                except ValueError as error:
+                    reason = str(error)
+            if reason:
+                refused[name] = reason
+                continue
+            first = parts[0]
+            layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
+            layer.train(first.training)
+            shared = _Shared(layer, [part.out_features for part in parts])
+            setattr(parent, new, layer)
+            for index, child in enumerate(children):
+                setattr(parent, child, FusedPart(shared, index).train(first.training))
+            layers[name] = tuple(f"{parent_name}.{child}" if parent_name else child for child in children)
+    return Fused(layers, refused)
+
+
+def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module]) -> str:
+    """Why these layers cannot be one, as far as it is not their weights; "" if nothing speaks against it."""
+    if hasattr(parent, new):
+        return f"its parent has a {new} already"
+    for name, part in parts.items():
+        if not isinstance(part, MixedLinear):
+            return f"{name} is a {type(part).__name__}; a MixedLinear is expected"
+    options = {name: (part.act_quant, part.act_symmetric, part.activation) for name, part in parts.items()}
+    if len(set(options.values())) > 1:
+        return f"act_quant, act_symmetric and activation differ: {options}"
+    return ""

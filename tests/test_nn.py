@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import io
+import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -193,6 +195,178 @@ def test_replace_linears_refuses_and_changes_nothing(name: str, weight: Any, err
     assert dict(model.named_modules()) == before
 
 
+class Attention(nn.Module):
+    """Calls its layers as transformers' models do: each with the same tensor."""
+
+    def __init__(self, weights: dict[str, co.QuantizedWeight], act_quant: str = "none") -> None:
+        super().__init__()
+        for name, weight in weights.items():
+            self.add_module(name, co.MixedLinear(co.reorder(weight), act_quant, False))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.get_submodule(name)(x).view(*x.shape[:-1], -1, 1) for name in PROJECTIONS], dim=-2)
+
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+
+
+def projections() -> dict[str, co.QuantizedWeight]:
+    """Three weights that can be packed as one, of odd sizes, whose products with whole numbers are exact in fp32."""
+    random = torch.Generator().manual_seed(0)
+    perm = torch.randperm(K, generator=random)
+    weights = {}
+    for name, n in zip(PROJECTIONS, (70, 8, 24), strict=True):
+        weights[name] = co.QuantizedWeight(
+            codes=torch.randint(0, 16, (n, K), generator=random).to(torch.uint8),
+            scales=2.0 ** torch.randint(-3, 3, (n, 3), generator=random).to(torch.bfloat16),
+            zeros=torch.randint(0, 16, (n, 3), generator=random).to(torch.uint8),
+            bits=4,
+            group_size=64,
+            bias=None if name == "k_proj" else torch.randint(-9, 9, (n,), generator=random).half(),
+            perm=perm,
+        )
+    return weights
+
+
+def whole_numbers(*shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(-40, 40, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+class Counted:
+    """How often a module runs."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.calls = 0
+        module.register_forward_hook(self)
+
+    def __call__(self, *args: Any) -> None:
+        self.calls += 1
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("inference", [False, True])
+def test_fused_layers_give_what_they_gave_alone(act_quant: str, inference: bool) -> None:
+    separate, model = (nn.ModuleDict({"self_attn": Attention(projections(), act_quant)}) for _ in range(2))
+    done = co.fuse_linears(model)
+    assert done.layers == {"self_attn.qkv_proj": tuple(f"self_attn.{name}" for name in PROJECTIONS)}
+    assert not done.refused
+    attention = model["self_attn"]
+    counted = Counted(attention.qkv_proj)
+    with torch.inference_mode(inference):
+        for seed in (1, 2):  # another x is another product
+            x = whole_numbers(2, 3, K, seed=seed)
+            expected = separate["self_attn"](x)
+            y = attention(x)
+            assert counted.calls == seed
+            assert torch.equal(y, expected)
+    assert attention._modules["q_proj"]._shared.last is None  # nothing is kept
+
+
+def test_fused_layers_are_right_in_any_order_and_alone() -> None:
+    separate, model = (Attention(projections(), "block") for _ in range(2))
+    co.fuse_linears(model)
+    counted = Counted(model.qkv_proj)
+    x, other = whole_numbers(3, K), whole_numbers(3, K) + 1
+    calls = [
+        ("v_proj", x),
+        ("q_proj", x),
+        ("q_proj", x),
+        ("k_proj", other),
+        ("k_proj", x),
+        ("v_proj", x),
+        ("v_proj", x.clone()),
+    ]
+    for name, argument in calls:
+        assert torch.equal(model.get_submodule(name)(argument), separate.get_submodule(name)(argument))
+    assert counted.calls == 5
+    model.q_proj(x)
+    x += 1  # the same tensor, but not the same values
+    assert torch.equal(model.k_proj(x), separate.k_proj(x))
+
+
+def test_fused_layers_move_copy_pickle_and_have_one_copy_of_the_weights() -> None:
+    model = Attention(projections(), "block")
+    x = whole_numbers(3, K)
+    expected = model(x)
+    bytes_before = sum(buffer.numel() * buffer.element_size() for buffer in model.buffers())
+    co.fuse_linears(model)
+    assert {name.split(".")[0] for name, _ in model.named_buffers(remove_duplicate=False)} == {"qkv_proj"}
+    assert sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()) <= bytes_before
+    model.q_proj(x)  # leaves a result that no copy must have
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for twin in (copy.deepcopy(model), torch.load(file, weights_only=False)):
+        assert twin.q_proj._shared.layer is twin.qkv_proj is not model.qkv_proj
+        assert twin.q_proj._shared is twin.k_proj._shared
+        assert twin.q_proj._shared.last is None
+        assert torch.equal(twin(x), expected)
+    assert repr(model.k_proj) == "FusedPart(in_features=160, out_features=8)"
+    model.to("meta")
+    assert model.q_proj._shared.layer.packed.device.type == "meta"
+
+
+def test_fused_layers_compile_into_one_graph_with_one_product() -> None:
+    model = Attention(projections(), "block")
+    expected = {m: model(whole_numbers(m, K)) for m in (2, 5)}
+    co.fuse_linears(model)
+    graphs: list[torch.fx.GraphModule] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(model, fullgraph=True, backend=backend)
+    for m, y in expected.items():
+        assert torch.equal(compiled(whole_numbers(m, K)), y)
+    for graph in graphs:
+        assert sum("mixed_gemm" in str(node.target) for node in graph.graph.nodes) == 1
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"k_proj": {"bits": 8}}, "bits is 8 and 4"),
+        ({"v_proj": {"perm": None}}, "perm is None and int64"),
+        ({"v_proj": {"perm": torch.arange(K)}}, "their act orders"),
+        ({"k_proj": {"zeros": None}}, "zeros is None and uint8"),
+        ({"k_proj": {"scales": torch.ones(8, 3)}}, "scales is float32 .* and bfloat16"),
+    ],
+)
+def test_layers_that_differ_are_left_alone_with_the_reason(change: dict[str, Any], match: str) -> None:
+    weights = {name: replace(weight, **change.get(name, {})) for name, weight in projections().items()}
+    model = nn.ModuleDict({"a": Attention(weights), "b": Attention(projections())})
+    before = dict(model["a"].named_modules())
+    done = co.fuse_linears(model)
+    assert done.refused.keys() == {"a.qkv_proj"}
+    assert re.search(match, done.refused["a.qkv_proj"])
+    assert dict(model["a"].named_modules()) == before
+    assert done.layers.keys() == {"b.qkv_proj"}
+
+
+def test_layers_of_other_kinds_or_options_are_left_alone_with_the_reason() -> None:
+    model = Attention(projections())
+    model.k_proj.act_quant = "token"
+    assert "act_quant" in co.fuse_linears(model).refused["qkv_proj"]
+    model.k_proj = nn.Linear(K, 8)
+    assert co.fuse_linears(model).refused == {"qkv_proj": "k_proj is a Linear; a MixedLinear is expected"}
+    model = Attention(projections())
+    assert not co.fuse_linears(model).refused
+    assert co.fuse_linears(model).refused == {"qkv_proj": "its parent has a qkv_proj already"}
+    assert co.fuse_linears(nn.ModuleDict({"gate_proj": nn.Linear(4, 4)})) == co.fuse_linears(nn.ReLU())  # nothing to fuse
+    chosen = nn.ModuleDict({name: co.MixedLinear(co.reorder(weight)) for name, weight in projections().items()})
+    assert co.fuse_linears(chosen, {"qv": ("q_proj", "v_proj")}).layers == {"qv": ("q_proj", "v_proj")}
+
+
+def test_set_activations_reaches_every_layer() -> None:
+    model = nn.ModuleDict({"a": Attention(projections()), "b": nn.Linear(2, 2)})
+    co.fuse_linears(model["a"])
+    co.set_activations(model, "token", False)
+    assert (model["a"].qkv_proj.act_quant, model["a"].qkv_proj.act_symmetric) == ("token", False)
+    with pytest.raises(ValueError, match="act_quant is 'row'"):
+        co.set_activations(model, "row")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("act_quant", ["none", "block"])
@@ -209,3 +383,17 @@ def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> N
             assert y.dtype == dtype
             difference = (y.cpu().float() - expected).abs()
             assert (difference <= step * expected.abs() + 1e-5 * expected.square().mean().sqrt()).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act_quant", ["none", "block"])
+@pytest.mark.parametrize("m", [1, 100])
+def test_gpu_fused_layers_give_what_they_gave_alone(m: int, act_quant: str) -> None:
+    separate, model = (Attention(projections(), act_quant).cuda() for _ in range(2))
+    co.fuse_linears(model)
+    assert model.qkv_proj.packed.device.type == "cuda"
+    x = whole_numbers(m, K).half().cuda()
+    y, expected = model(x).float(), separate(x).float()
+    # Sums of float products are exact here; those of quantised x depend on how many parts K is cut into.
+    tolerance = 0 if act_quant == "none" else 2.0**-10
+    assert ((y - expected).abs() <= tolerance * (expected.abs() + expected.square().mean().sqrt())).all()

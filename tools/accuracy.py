@@ -125,7 +125,7 @@ def whole_model(
             model.set_submodule(name, linear)
         co.replace_linears(model, {name: weight.to(tokens.device) for name, weight in packed.items()})
         for name in activations:
-            demo.set_activations(model, *ACTIVATIONS[name])
+            co.set_activations(model, *ACTIVATIONS[name])
             row = {**weights, "activations": name, **compared(outputs(model, tokens), expected, tokens, causal)}
             rows.append(row)
             print(json.dumps(row), file=sys.stderr, flush=True)
