@@ -22,27 +22,55 @@ whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every oth
 ``modules_to_not_convert``  names of the linear layers that are not packed; all others are
 ``act_quant``             how activations are quantised unless the user says otherwise: "none"
 ``act_symmetric``         whether quantised activations have no zero point: true
+``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
 ========================  ================================================================================
 """
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, contextmanager
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from torch import Tensor
 
 from . import formats
-from .checkpoints import Checkpoint
-from .plan import Options, Progress, plan, sha256
-from .reorder import PACKED_DTYPES, Spec, check_names, packed_metadata, packed_specs, reorder, stream_safetensors
+from .checkpoints import Checkpoint, Quantized
+from .checkpoints.directory import INDEX, SETTINGS
+from .plan import Options, Progress, Step, plan, sha256
+from .reorder import (
+    PACKED_DTYPES,
+    Slices,
+    Spec,
+    check_names,
+    is_written,
+    packed_metadata,
+    packed_specs,
+    reorder,
+    spec_bytes,
+    stream_safetensors,
+)
+from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, slice_weight, sliced_format, split_style
 from .weight import CheckpointError
 
 QUANT_METHOD = "cutlass_ops"
+#: The most that a file's tensors take: some tools read no larger ones.
+SHARD_BYTES = 5_000_000_000
+
+_ACT_QUANT = ("none", "token", "block")
+_MAX_COPIED_BYTES = 100_000_000
+#: Ends of the names of files that hold weights, or say where they are.
+_WEIGHT_FILES = (
+    ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -126,18 +154,168 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
 
 
+# ---- what is written
+
+
+@dataclass(frozen=True)
+class _Item:
+    """What becomes of one entry of the checkpoint, on each rank.
+
+    Attributes:
+        step: what it is.
+        style: how it is split.
+        weights: N, K, bits and group size of each rank's weight; empty if it is a plain tensor.
+        specs: dtype and shape of each rank's tensors, by their names.
+    """
+
+    step: Step
+    style: str
+    weights: tuple[tuple[int, int, int, int], ...]
+    specs: tuple[Mapping[str, Spec], ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the rank that has most."""
+        return max(sum(map(spec_bytes, specs.values())) for specs in self.specs)
+
+    def tensors(self) -> Iterator[dict[str, Tensor]]:
+        """Each rank's tensors, by their names; the checkpoint's are read once."""
+        size = len(self.specs)
+        if self.step.weight is None:
+            values = self.step.entry.values()
+            for rank in range(size):
+                yield {self.step.name: slice_tensor(values, self.style, rank, size)}
+        else:
+            weight = self.step.weight.read()
+            for rank in range(size):
+                packed = reorder(slice_weight(weight, self.style, rank, size))
+                yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
+
+
+def _items(checkpoint: Checkpoint, options: Options, size: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
+    steps = plan(checkpoint, options)
+    try:
+        check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
+    except ValueError as error:
+        raise CheckpointError(checkpoint.path, str(error)) from error
+    matrices = {step.name.removesuffix(".weight") for step in steps if len(step.entry.shape) == 2}
+    items = []
+    for step in steps:
+        module, _, part = (step.name, "", "") if step.weight else step.name.rpartition(".")
+        linear = step.weight is not None or (part in ("weight", "bias") and module in matrices)
+        style = split_style(module, splits) if linear and size > 1 else "replicate"
+        if style == "colwise":
+            check_heads(module, checkpoint.config, size)
+        try:
+            items.append(_weight_item(step, step.weight, style, size) if step.weight else _tensor_item(step, style, size))
+        except ValueError as error:
+            raise ValueError(f"{step.name!r} cannot be {style}: {error}") from error
+    return items
+
+
+def _weight_item(step: Step, weight: Quantized, style: str, size: int) -> _Item:
+    if style == "rowwise" and "perm" in weight.dtypes:
+        raise ValueError(ACT_ORDER)
+    n, k = step.entry.shape
+    n, k, group_size = sliced_format(n, k, weight.group_size, style, size)
+    dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in weight.dtypes.items()}
+    parts = packed_specs(n, k, weight.bits, group_size, dtypes)
+    specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
+    return _Item(step, style, ((n, k, weight.bits, group_size),) * size, (specs,) * size)
+
+
+def _tensor_item(step: Step, style: str, size: int) -> _Item:
+    shape = step.entry.shape if style == "replicate" else slice_shape(step.entry.shape, style, size)
+    return _Item(step, style, (), ({step.name: (step.entry.dtype, shape)},) * size)
+
+
+def _write(
+    paths: Sequence[Path],
+    contents: Sequence[tuple[Mapping[str, Spec], Mapping[str, str]]],
+    items: Sequence[_Item],
+    jobs: int,
+    progress: Progress | None,
+) -> None:
+    """Write one shard: a file for each rank, whose specs and metadata ``contents`` has. At most ``jobs`` tensors are held."""
+    with ExitStack() as stack:
+        writers = [
+            stack.enter_context(stream_safetensors(path, specs, metadata))
+            for path, (specs, metadata) in zip(paths, contents, strict=True)
+        ]
+
+        def run(item: _Item) -> None:
+            for write, tensors in zip(writers, item.tensors(), strict=True):
+                for name, tensor in tensors.items():
+                    write(name, tensor)
+
+        def done(item: _Item, _: None) -> None:
+            if progress is not None:
+                progress(item.step.name, item.step.entry.nbytes)
+
+        _each(run, items, jobs, done)
+
+
+_T = TypeVar("_T")
+_R = TypeVar("_R")
+
+
+def _each(run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callable[[_T, _R], None]) -> None:
+    """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error ends it all."""
+    if jobs == 1:
+        for item in items:
+            done(item, run(item))
+        return
+    with ThreadPoolExecutor(jobs) as pool:
+        running = {pool.submit(run, item): item for item in items}
+        try:
+            for future in as_completed(running):
+                done(running[future], future.result())
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
+
+
+def _contents(
+    items: Sequence[_Item],
+    rank: int,
+    sources: Mapping[str, str],
+    options: Mapping[str, Any],
+    slices: Slices | None,
+) -> tuple[dict[str, Spec], dict[str, str]]:
+    specs = {name: spec for item in items for name, spec in item.specs[rank].items()}
+    weights = {item.step.name: item.weights[rank] for item in items if item.weights}
+    tied = {item.step.name: item.step.entry.tied_to for item in items if item.weights and item.step.entry.tied_to}
+    return specs, packed_metadata(weights, tied, sources, options, slices)
+
+
+def _sources(checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> dict[str, str]:
+    digests: dict[str, str] = {}
+
+    def done(file: Path, digest: str) -> None:
+        digests[file.name] = digest
+        if progress is not None:
+            progress(file.name, file.stat().st_size)
+
+    _each(sha256, checkpoint.files, jobs, done)
+    return {file.name: digests[file.name] for file in checkpoint.files}
+
+
 # ---- one packed file
 
 
 @dataclass(frozen=True)
 class Reordered:
-    """What :func:`reorder_checkpoint` did.
+    """What :func:`reorder_checkpoint` or :func:`reorder_model` did.
 
     Attributes:
-        path: the file written.
-        weights: packed ones, by name: ``(n, k, bits, group_size)``.
+        path: the file or directory written.
+        weights: packed ones, by name: ``(n, k, bits, group_size)``; of the whole model, where ranks have slices.
         tensors: names of the copied ones.
-        source_bytes, packed_bytes: sizes of the checkpoint's files and of the written one.
+        source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
+        files: the packed files, all ranks'.
+        found: how many of those were there already, from a run that was interrupted.
+        copied: names of the other files that were copied.
+        styles: how the layers that are split over ranks are split, by name.
     """
 
     path: Path
@@ -145,6 +323,10 @@ class Reordered:
     tensors: tuple[str, ...]
     source_bytes: int
     packed_bytes: int
+    files: tuple[Path, ...]
+    found: int = 0
+    copied: tuple[str, ...] = ()
+    styles: Mapping[str, str] = field(default_factory=dict)
 
 
 def reorder_checkpoint(
@@ -156,65 +338,264 @@ def reorder_checkpoint(
     symmetric: bool = True,
     include: str | None = None,
     exclude: str | None = None,
+    jobs: int = 1,
+    dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Reordered:
     """Pack a checkpoint's linear layers into one file and copy its other tensors.
 
-    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if
-    ``bits`` is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output
-    head (``DEFAULT_EXCLUDE``). A bias goes with its weight. One tensor is in memory at a time.
+    What is packed, :func:`cutlass_ops.plan.plan` says.
 
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`.
         path: the file to write.
-        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them floats.
-        group_size: of float matrices.
-        symmetric: of float matrices.
-        include: a regular expression, searched in module names: only these are packed; replaces
-            ``DEFAULT_EXCLUDE``.
-        exclude: a regular expression: these are not packed but stored as tensors.
-        progress: told of every tensor that is done.
+        bits, group_size, symmetric, include, exclude: as in :class:`cutlass_ops.plan.Options`.
+        jobs: tensors that are worked on, and held in memory, at a time.
+        dry_run: plan and write nothing.
+        progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
 
     Raises:
         CheckpointError: a tensor that cannot be packed.
         ValueError: nothing to pack, an option out of range, or not a regular expression.
         OSError: the file cannot be written.
     """
+    path = Path(path)
     options = Options(bits, group_size, symmetric, include, exclude)
+    items = _items(checkpoint, options, 1, ())
     for file in checkpoint.files:
-        if Path(path).exists() and file.samefile(path):
+        if path.exists() and file.samefile(path):
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
-    steps = plan(checkpoint, options)
-    specs: dict[str, Spec] = {}
-    weights = {}
-    for step in steps:
-        if step.weight is None:
-            specs[step.name] = (step.entry.dtype, step.entry.shape)
-            continue
-        n, k = step.entry.shape
-        weights[step.name] = (n, k, step.weight.bits, step.weight.group_size)
-        dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in step.weight.dtypes.items()}
-        parts = packed_specs(n, k, step.weight.bits, step.weight.group_size, dtypes)
-        specs.update({f"{step.name}.{part}": spec for part, spec in parts.items()})
-    try:
-        check_names(weights, [step.name for step in steps if step.weight is None])
-    except ValueError as error:
-        raise CheckpointError(checkpoint.path, str(error)) from error
-    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
-    sources = {file.name: sha256(file) for file in checkpoint.files}
-    with stream_safetensors(path, specs, packed_metadata(weights, tied, sources)) as write:
-        for step in steps:
-            if step.weight is None:
-                write(step.name, step.entry.values())
-            else:
-                for part, tensor in reorder(step.weight.read()).tensors().items():
-                    write(f"{step.name}.{part}", tensor)
-            if progress is not None:
-                progress(step.name, step.entry.nbytes)
+    if not dry_run:
+        how = {**asdict(options), **checkpoint.options}
+        contents = _contents(items, 0, _sources(checkpoint, jobs, progress), how, None)
+        _write([path], [contents], items, jobs, progress)
     return Reordered(
-        path=Path(path),
-        weights=weights,
-        tensors=tuple(step.name for step in steps if step.weight is None),
-        source_bytes=sum(file.stat().st_size for file in checkpoint.files),
-        packed_bytes=Path(path).stat().st_size,
+        **_summary(checkpoint, items),
+        path=path,
+        packed_bytes=sum(item.nbytes for item in items) if dry_run else path.stat().st_size,
+        files=(path,),
     )
+
+
+def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
+    return {
+        "weights": {
+            item.step.name: (*item.step.entry.shape, item.step.weight.bits, item.step.weight.group_size)
+            for item in items
+            if item.step.weight is not None
+        },
+        "tensors": tuple(item.step.name for item in items if not item.weights),
+        "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
+        "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
+    }
+
+
+# ---- a directory
+
+
+def reorder_model(
+    checkpoint: Checkpoint,
+    path: str | os.PathLike[str],
+    options: Options | None = None,
+    *,
+    ranks: int = 1,
+    splits: Sequence[tuple[str, str]] = (),
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    jobs: int = 1,
+    shard_bytes: int = SHARD_BYTES,
+    dry_run: bool = False,
+    progress: Progress | None = None,
+) -> Reordered:
+    """Make a directory of a whole model: packed weights, everything else copied, ``config.json`` rewritten.
+
+    Shards are complete or absent, and ``config.json`` is written last. After an interruption the same call keeps the
+    shards that were finished. A directory with packed files of other contents is refused.
+
+    Args:
+        checkpoint: from :func:`cutlass_ops.load_checkpoint`.
+        path: the directory; made if it is not there.
+        options: what to pack, and how float matrices are quantised; None packs what is quantised.
+        ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.
+        splits: layers split otherwise than by the table of ``tensor_parallel.py``, as :func:`split_style` takes them.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by default.
+        jobs: tensors that are worked on, and held in memory, at a time.
+        shard_bytes: the most that the tensors of one file take, except where one tensor takes more.
+        dry_run: plan and write nothing.
+        progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
+
+    Raises:
+        CheckpointError: a tensor that cannot be packed.
+        ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a directory that is the
+            checkpoint's own or holds other packed files, or that another process writes.
+        OSError: a file cannot be written.
+    """
+    path = Path(path)
+    for name, number in (("ranks", ranks), ("jobs", jobs), ("shard_bytes", shard_bytes)):
+        if type(number) is not int or number < 1:
+            raise ValueError(f"{name} is {number!r}; integers of at least 1 are accepted")
+    if act_quant not in _ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+    options = options or Options()
+    source = checkpoint.files[0].parent
+    if path.exists() and path.samefile(source):
+        raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
+    items = _items(checkpoint, options, ranks, splits)
+    summary = _summary(checkpoint, items)
+    shards = _shards(items, shard_bytes)
+    directories = [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
+    names = _shard_names(len(shards))
+    result = Reordered(
+        **summary,
+        path=path,
+        packed_bytes=ranks * sum(item.nbytes for item in items),
+        files=tuple(directory / name for directory in directories for name in names),
+        copied=tuple(file.name for file in _small_files(source)) if checkpoint.config else (),
+    )
+    if dry_run:
+        return result
+    path.mkdir(exist_ok=True)
+    with _locked(path):
+        for directory in directories:
+            directory.mkdir(exist_ok=True)
+            for partial in directory.glob(".*.partial"):  # of a run that was killed
+                partial.unlink()
+        sources = _sources(checkpoint, jobs, progress)
+        how = {**asdict(options), **checkpoint.options}
+        slices = [None] if ranks == 1 else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
+        contents = [[_contents(shard, rank, sources, how, slices[rank]) for rank in range(ranks)] for shard in shards]
+        finished = _finished(directories, names, contents)
+        if not all(finished):
+            for directory in directories:
+                for name in ("config.json", INDEX):
+                    (directory / name).unlink(missing_ok=True)
+        for shard, name, content, is_there in zip(shards, names, contents, finished, strict=True):
+            if not is_there:
+                _write([directory / name for directory in directories], content, shard, jobs, progress)
+            elif progress is not None:
+                for item in shard:
+                    progress(item.step.name, item.step.entry.nbytes)
+        for rank, directory in enumerate(directories):
+            for name in result.copied:
+                _replace(directory / name, (source / name).read_bytes())
+            if len(shards) > 1:
+                _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
+            quantization = quantization_config(
+                {item.step.name: _format(item, rank) for item in items if item.weights},
+                _not_converted(items),
+                act_quant,
+                act_symmetric,
+            )
+            if ranks > 1:
+                quantization["tensor_parallel"] = {"rank": rank, "size": ranks, "styles": summary["styles"]}
+            _replace(
+                directory / "config.json", _json({**_plain_config(checkpoint.config), "quantization_config": quantization})
+            )
+    return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
+
+
+def _shards(items: Sequence[_Item], shard_bytes: int) -> list[list[_Item]]:
+    shards: list[list[_Item]] = [[]]
+    held = 0
+    for item in items:
+        if shards[-1] and held + item.nbytes > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(item)
+        held += item.nbytes
+    return shards
+
+
+def _shard_names(count: int) -> list[str]:
+    if count == 1:
+        return ["model.safetensors"]
+    return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
+
+
+def _finished(
+    directories: Sequence[Path],
+    names: Sequence[str],
+    contents: Sequence[Sequence[tuple[Mapping[str, Spec], Mapping[str, str]]]],
+) -> list[bool]:
+    """Which shards all ranks have; ValueError if there are packed files that this run would not write."""
+    finished = [True] * len(names)
+    for rank, directory in enumerate(directories):
+        for file in directory.glob("*.safetensors"):
+            if file.name not in names or not is_written(file, *contents[names.index(file.name)][rank]):
+                raise ValueError(
+                    f"{file} is of another checkpoint, other options or another version; "
+                    "remove it, or give the packed model another directory"
+                )
+        for index, name in enumerate(names):
+            finished[index] &= (directory / name).is_file()
+    return finished
+
+
+def _format(item: _Item, rank: int) -> WeightFormat:
+    _, _, bits, group_size = item.weights[rank]
+    prefix = f"{item.step.name}."
+    tensors = {name.removeprefix(prefix): dtype for name, (dtype, _) in item.specs[rank].items()}
+    return WeightFormat(bits, group_size, tuple(sorted((name, dtype) for name, dtype in tensors.items() if name != "codes")))
+
+
+def _not_converted(items: Sequence[_Item]) -> list[str]:
+    names = {item.step.name for item in items}
+    matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    plain = {item.step.name.removesuffix(".weight") for item in items if not item.weights and len(item.step.entry.shape) == 2}
+    # A head that shares the embedding's weight has no tensor of its own.
+    return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
+
+
+def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` without what it says of the checkpoint's own quantisation."""
+    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    if isinstance(inner := plain.get("text_config"), dict):
+        plain["text_config"] = _plain_config(inner)
+    return plain
+
+
+def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[str, Any]:
+    total = sum(spec_bytes(spec) for shard in shards for spec in shard.values())
+    places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
+    return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+
+
+def _small_files(directory: Path) -> list[Path]:
+    """What belongs to the model beside its weights and their description: the tokenizer and the like."""
+    return sorted(
+        file
+        for file in directory.iterdir()
+        if file.is_file()
+        and not file.name.startswith(".")
+        and not file.name.endswith(_WEIGHT_FILES)
+        and file.name not in ("config.json", *SETTINGS)
+        and file.stat().st_size <= _MAX_COPIED_BYTES
+    )
+
+
+def _json(value: Any) -> bytes:
+    return json.dumps(value, indent=2).encode() + b"\n"
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """Write a file that is complete or absent."""
+    temporary = path.with_name(f".{path.name}.partial")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Keep other processes from writing the same directory."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"{directory} is being written by another process") from None
+        yield
+    finally:
+        os.close(descriptor)

@@ -13,6 +13,8 @@ tensor stands under its own name.
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
+``options``         JSON: how the checkpoint was read and its float matrices quantised
+``tensor_parallel``  JSON, if the file holds one rank's part: ``{"rank": r, "size": R, "styles": {module: style}}``
 ==================  ======================================================================================
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied`` naming
@@ -38,7 +40,7 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .checkpoints.directory import TYPES, opened
+from .checkpoints.directory import INDEX, TYPES, opened, placement
 from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
 
 #: dtype and shape of a tensor that is not there yet.
@@ -154,6 +156,20 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
 # ---- writing
 
 
+@dataclass(frozen=True)
+class Slices:
+    """That a file holds what one rank of several holds of a model (see ``tensor_parallel.py``).
+
+    Attributes:
+        rank, size: which of how many.
+        styles: how each layer that is split is split, by its name.
+    """
+
+    rank: int
+    size: int
+    styles: Mapping[str, str]
+
+
 @contextmanager
 def stream_safetensors(
     path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]
@@ -175,6 +191,45 @@ def stream_safetensors(
         ValueError: a tensor that was not announced so, twice, or never; a dtype that the format lacks.
         OSError: the file cannot be written.
     """
+    header, begins, size = _header(specs, metadata)
+    missing = set(specs)
+    target = Path(os.path.realpath(path))  # replace what a link leads to, not the link
+    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
+    # The mode that open() gives a new file; tempfile's is private.
+    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
+    try:
+        with open(descriptor, "wb", buffering=0) as file:
+            _write_all(file.fileno(), header, 0)
+            file.truncate(size)
+
+            def write(name: str, tensor: Tensor) -> None:
+                if name not in missing:
+                    raise ValueError(f"tensor {name!r} was {'written before' if name in specs else 'not announced'}")
+                if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
+                    raise ValueError(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}")
+                missing.remove(name)
+                # One after another, so that a GPU's tensor has one copy on the host at a time.
+                values = tensor.detach().cpu().contiguous().reshape(-1)
+                _write_all(file.fileno(), values.view(torch.uint8).numpy(), begins[name])
+
+            yield write
+            if missing:
+                raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
+            os.fsync(file.fileno())
+        os.replace(temporary, target)
+    except BaseException:
+        with suppress(FileNotFoundError):
+            os.unlink(temporary)
+        raise
+    directory = os.open(target.parent, os.O_RDONLY)
+    try:
+        os.fsync(directory)
+    finally:
+        os.close(directory)
+
+
+def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
+    """The header of a safetensors file, where each of its tensors begins, and the file's size."""
     # Largest power of two in the size first: then every tensor starts at a multiple of its own elements'
     # size, without the holes that the format forbids.
     sizes = {name: spec_bytes(spec) for name, spec in specs.items()}
@@ -195,40 +250,18 @@ def stream_safetensors(
     text += b" " * (-(len(text) + 8) % _ALIGNMENT)
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(f"the header takes {len(text)} bytes; safetensors allows {_MAX_HEADER_BYTES}")
-    missing = set(specs)
-    target = Path(os.path.realpath(path))  # replace what a link leads to, not the link
-    temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
-    # The mode that open() gives a new file; tempfile's is private.
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
-    try:
-        with open(descriptor, "wb", buffering=0) as file:
-            _write_all(file.fileno(), len(text).to_bytes(8, "little") + text, 0)
-            file.truncate(8 + len(text) + end)
+    start = 8 + len(text)
+    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}, start + end
 
-            def write(name: str, tensor: Tensor) -> None:
-                if name not in missing:
-                    raise ValueError(f"tensor {name!r} was {'written before' if name in specs else 'not announced'}")
-                if (tensor.dtype, tuple(tensor.shape)) != specs[name]:
-                    raise ValueError(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}")
-                missing.remove(name)
-                # One after another, so that a GPU's tensor has one copy on the host at a time.
-                values = tensor.detach().cpu().contiguous().reshape(-1)
-                _write_all(file.fileno(), values.view(torch.uint8).numpy(), 8 + len(text) + begins[name])
 
-            yield write
-            if missing:
-                raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
-            os.fsync(file.fileno())
-        os.replace(temporary, target)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(temporary)
-        raise
-    directory = os.open(target.parent, os.O_RDONLY)
+def is_written(path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bool:
+    """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is there."""
+    header, _, size = _header(specs, metadata)
     try:
-        os.fsync(directory)
-    finally:
-        os.close(directory)
+        with open(path, "rb") as file:
+            return os.fstat(file.fileno()).st_size == size and file.read(len(header)) == header
+    except FileNotFoundError:
+        return False
 
 
 def _write_all(descriptor: int, data: Any, offset: int) -> None:
@@ -264,13 +297,17 @@ def packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str
 
 
 def packed_metadata(
-    weights: Mapping[str, tuple[int, int, int, int]], tied: Mapping[str, str], sources: Mapping[str, str]
+    weights: Mapping[str, tuple[int, int, int, int]],
+    tied: Mapping[str, str],
+    sources: Mapping[str, str],
+    options: Mapping[str, Any],
+    slices: Slices | None = None,
 ) -> dict[str, str]:
     """``__metadata__`` of a packed file, as in the table above."""
     from . import __version__
 
     fields = ("n", "k", "bits", "group_size")
-    return {
+    metadata = {
         "format": "pt",
         "layout": formats.LAYOUT_NAME,
         "layout_version": str(formats.LAYOUT_VERSION),
@@ -278,7 +315,11 @@ def packed_metadata(
         "tied": json.dumps(dict(tied)),
         "sources": json.dumps(dict(sources)),
         "tool": f"cutlass_ops {__version__}",
+        "options": json.dumps(dict(options)),
     }
+    if slices is not None:
+        metadata["tensor_parallel"] = json.dumps({"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)})
+    return metadata
 
 
 def save_packed(
@@ -319,7 +360,7 @@ def save_packed(
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
     weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
     specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    with stream_safetensors(path, specs, packed_metadata(weights, tied or {}, sources or {})) as write:
+    with stream_safetensors(path, specs, packed_metadata(weights, tied or {}, sources or {}, {})) as write:
         for name, tensor in parts.items():
             write(name, tensor)
 
@@ -346,6 +387,9 @@ class PackedInfo:
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
         tied, sources, tool: as in the module's table.
+        options: as in the module's table.
+        slices: which part of the model this is, or None for all of it.
+        places: the file that holds each weight or tensor; of a directory, one of its shards.
     """
 
     path: Path
@@ -356,11 +400,21 @@ class PackedInfo:
     tied: Mapping[str, str]
     sources: Mapping[str, str]
     tool: str
+    options: Mapping[str, Any]
+    slices: Slices | None
+    places: Mapping[str, Path]
+
+    @property
+    def files(self) -> list[Path]:
+        """The files that hold it."""
+        return sorted(set(self.places.values())) or [self.path]
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file claims to be packed by this package, in whatever version."""
+    """Whether a file, or the first shard of a directory, claims to be packed by this package, in whatever version."""
     path = Path(path)
+    if path.is_dir():
+        path = min(path.glob("*.safetensors"), default=path)
     if not path.is_file() or path.suffix != ".safetensors":
         return False
     with opened(path) as file:
@@ -368,12 +422,15 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
 
 
 def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
-    """Read and check the header of a packed file.
+    """Read and check the header of a packed file, or those of a directory's shards.
 
     Raises:
-        CheckpointError: not a packed file, one of another layout or version, or one whose header lies.
+        CheckpointError: not a packed file, one of another layout or version, one whose header lies, or a directory that
+            is not whole.
     """
     path = Path(path)
+    if path.is_dir():
+        return _directory_info(path)
     with opened(path) as file:
         metadata = file.metadata() or {}
         specs = {}
@@ -409,7 +466,70 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
     for name in tied:
         if name not in weights:
             raise CheckpointError(path, f"the metadata ties {name!r}, which is no weight of this file")
-    return PackedInfo(path, known, weights, parts, specs, tied, _strings(path, metadata, "sources"), metadata.get("tool", ""))
+    return PackedInfo(
+        path=path,
+        layout=known,
+        weights=weights,
+        parts=parts,
+        tensors=specs,
+        tied=tied,
+        sources=_strings(path, metadata, "sources"),
+        tool=metadata.get("tool", ""),
+        options=_json_object(path, metadata, "options"),
+        slices=_slices(path, metadata),
+        places=dict.fromkeys((*weights, *specs), path),
+    )
+
+
+def _directory_info(directory: Path) -> PackedInfo:
+    # It is written last.
+    if not (directory / "config.json").is_file():
+        raise CheckpointError(directory, "has no config.json: not a packed model, or one whose reordering was interrupted")
+    index = directory / INDEX
+    placed = placement(index) if index.is_file() else {}
+    files = {directory / name for name in placed.values()} if index.is_file() else {directory / "model.safetensors"}
+    shards = [packed_info(file) for file in sorted(files)]
+    if not shards:
+        raise CheckpointError(index, "names no file")
+    first = shards[0]
+    weights: dict[str, tuple[int, int, int, int]] = {}
+    parts: dict[str, Mapping[str, Spec]] = {}
+    tensors: dict[str, Spec] = {}
+    tied: dict[str, str] = {}
+    places: dict[str, Path] = {}
+    found: dict[str, str] = {}
+    for shard in shards:
+        if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):
+            raise CheckpointError(shard.path, f"was not written with {first.path.name}: the sources, options or slices differ")
+        for name in shard.places:
+            if name in places:
+                raise CheckpointError(shard.path, f"stands in {places[name].name} too", name)
+        weights.update(shard.weights)
+        parts.update(shard.parts)
+        tensors.update(shard.tensors)
+        tied.update(shard.tied)
+        places.update(shard.places)
+        names = [*shard.tensors, *(f"{name}.{part}" for name, named in shard.parts.items() for part in named)]
+        found.update(dict.fromkeys(names, shard.path.name))
+    if index.is_file() and found != placed:
+        name = min(name for name in {*found, *placed} if found.get(name) != placed.get(name))
+        raise CheckpointError(index, f"is placed in {placed.get(name)!r}; it is in {found.get(name)!r}", name)
+    return replace(first, path=directory, weights=weights, parts=parts, tensors=tensors, tied=tied, places=places)
+
+
+def _slices(path: Path, metadata: Mapping[str, str]) -> Slices | None:
+    if "tensor_parallel" not in metadata:
+        return None
+    value = _json_object(path, metadata, "tensor_parallel")
+    rank: Any = value.get("rank")
+    size: Any = value.get("size")
+    styles: Any = value.get("styles")
+    fits = type(rank) is int and type(size) is int and 0 <= rank < size and isinstance(styles, dict)
+    if not fits or any(not isinstance(style, str) for style in styles.values()):
+        raise CheckpointError(
+            path, f"metadata 'tensor_parallel' is {reprlib.repr(value)}; a rank below size and styles are expected"
+        )
+    return Slices(rank, size, styles)
 
 
 def _json_object(path: Path, metadata: Mapping[str, str], key: str) -> dict[str, Any]:
@@ -454,13 +574,13 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
 
 
 def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | Tensor]:
-    """Read a packed file.
+    """Read a packed file, or a directory of them.
 
     On the CPU the tensors are windows of the file, read from the disk when they are first used; they stay
     valid if the file is replaced.
 
     Args:
-        path: a file that :func:`save_packed` or ``cutlass-ops reorder`` wrote.
+        path: a file that :func:`save_packed` or ``cutlass-ops reorder`` wrote, or a directory that the latter wrote.
         device: where to put the tensors.
 
     Returns:
@@ -471,26 +591,29 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     """
     info = packed_info(path)
     result: dict[str, PackedWeight | Tensor] = {}
-    with opened(info.path) as file:
-        for name in info.weights:
-            result[name] = read_packed_weight(info, name, file).to(device)
-        for name in info.tensors:
-            result[name] = file.get_tensor(name).to(device)
+    for path in info.files:
+        with opened(path) as file:
+            for name in (name for name, place in info.places.items() if place == path):
+                if name in info.weights:
+                    result[name] = read_packed_weight(info, name, file).to(device)
+                else:
+                    result[name] = file.get_tensor(name).to(device)
     return result
 
 
 def read_packed_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
-    """A weight of an opened packed file, checked."""
+    """A weight of the file that holds it, which is open, checked."""
     n, k, bits, group_size = info.weights[name]
+    path = info.places[name]
     parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in PARTS}
     perm = parts["perm"]
     try:
         weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
     except (TypeError, ValueError) as error:
-        raise CheckpointError(info.path, str(error), name) from error
+        raise CheckpointError(path, str(error), name) from error
     # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
     if perm is not None and not torch.equal(perm.sort().values, torch.arange(k, dtype=torch.int32)):
-        raise CheckpointError(info.path, f"is not a permutation of 0 .. {k - 1}", f"{name}.perm")
+        raise CheckpointError(path, f"is not a permutation of 0 .. {k - 1}", f"{name}.perm")
     if bits == 4 and parts["zeros"] is not None and not -8 <= int(parts["zeros"].min()) <= int(parts["zeros"].max()) <= 7:
-        raise CheckpointError(info.path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros")
+        raise CheckpointError(path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros")
     return weight

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -15,8 +16,9 @@ from . import reference
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.directory import opened
 from .plan import Progress, Step, as_tensors, sha256, to_quantize
-from .reorder import PackedInfo, packed_info, read_packed_weight, reorder
-from .weight import PARTS, QuantizedWeight
+from .reorder import PackedInfo, packed_info, read_packed_weight, reorder, spec_bytes
+from .tensor_parallel import slice_tensor, slice_weight
+from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight
 
 
 @dataclass
@@ -44,41 +46,77 @@ class Verified:
 def verify_packed(
     path: str | os.PathLike[str], against: Checkpoint | None = None, progress: Progress | None = None
 ) -> Verified:
-    """Check every byte of a packed file, and compare it with the checkpoint that it was made from.
+    """Check every byte of a packed file or directory, and compare it with the checkpoint that it was made from.
 
     Without a checkpoint: the structure, and that padding is zero. With one: codes, scales, zero points,
     offsets, biases and copied tensors must be equal bit for bit (float weights are quantised again with the
-    file's own options), and nothing may be missing or extra.
+    file's own options, and split as it is split), and nothing may be missing or extra.
+
+    Args:
+        path: a file, a directory, or one that holds the directories of several ranks, all of which are checked.
+        against: the checkpoint.
+        progress: told of every tensor that is done.
 
     Raises:
         CheckpointError: a file that cannot be read.
     """
-    info = packed_info(path)
+    path = Path(path)
     found = Verified()
-    left = {*info.weights, *info.tensors}
-    with opened(info.path) as file:
-        for name in info.weights:
-            weight = read_packed_weight(info, name, file)
-            _compare(
-                found,
-                name,
-                reorder(weight.unpack()).tensors(),
-                weight.tensors(),
-                "has padding that is not zero",
-            )
-            found.weights += 1
-            if progress is not None:
-                progress(name, weight.nbytes)
-        found.tensors = len(info.tensors)
-        if against is not None:
-            sources = {source.name: sha256(source) for source in against.files}
-            found.same_source = sources == info.sources
-            for entry in against.entries.values():
-                left -= _verify_entry(found, info, file, against, entry)
-                if progress is not None:
-                    progress(entry.name, entry.nbytes)
-            found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
+    ranks = rank_directories(path)
+    for rank, directory in enumerate(ranks):
+        if directory.is_dir():
+            begin = len(found.problems)
+            _verify_one(found, directory, against, progress)
+            found.problems[begin:] = [f"{directory.name}: {problem}" for problem in found.problems[begin:]]
+            slices = packed_info(directory).slices
+            if slices is None or (slices.rank, slices.size) != (rank, len(ranks)):
+                found.problems.append(f"{directory.name}: holds {'no rank' if slices is None else f'rank {slices.rank}'}")
+        else:
+            found.problems.append(f"{directory.name}: is not there")
+    if not ranks:
+        _verify_one(found, path, against, progress)
     return found
+
+
+def rank_directories(path: Path) -> list[Path]:
+    """The directories of all ranks that a directory should hold, rank 0 first; none if it is not split over ranks."""
+    found = sorted(path.glob("rank-*-of-*")) if path.is_dir() else []
+    sizes = {int(match[1]) for name in found if (match := re.fullmatch(r"rank-\d{1,6}-of-(\d{1,6})", name.name))}
+    if len(sizes) > 1:
+        raise CheckpointError(path, f"holds ranks of {' and of '.join(map(str, sorted(sizes)))}")
+    return [path / f"rank-{rank}-of-{size}" for size in sizes for rank in range(size)]
+
+
+def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progress: Progress | None) -> None:
+    info = packed_info(path)
+    left = {*info.weights, *info.tensors}
+    for name in info.weights:
+        weight = _weight(info, name)
+        _compare(found, name, reorder(weight.unpack()).tensors(), weight.tensors(), "has padding that is not zero")
+        found.weights += 1
+        if progress is not None:
+            progress(name, weight.nbytes)
+    found.tensors += len(info.tensors)
+    if against is not None:
+        sources = {source.name: sha256(source) for source in against.files}
+        found.same_source = sources == info.sources and found.same_source is not False
+        for entry in against.entries.values():
+            left -= _verify_entry(found, info, against, entry)
+            if progress is not None:
+                progress(entry.name, entry.nbytes)
+        found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
+
+
+def _weight(info: PackedInfo, name: str) -> PackedWeight:
+    # Opened again for each, so that no more than one of them is held.
+    with opened(info.places[name]) as file:
+        return read_packed_weight(info, name, file)
+
+
+def _tensor(info: PackedInfo, name: str, owner: str | None = None) -> Tensor:
+    with opened(info.places[owner or name]) as file:
+        tensor: Tensor = file.get_tensor(name)
+        return tensor
 
 
 def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str) -> None:
@@ -96,16 +134,16 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8))
 
 
-def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Checkpoint, entry: Entry) -> set[str]:
+def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry) -> set[str]:
     """Compare what became of one entry; the names in the packed file that it accounts for."""
     module = entry.name.removesuffix(".weight")
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
     if packed is not None and not entry.problem and len(entry.shape) == 2:
-        weight = read_packed_weight(info, packed, file).unpack()
-        expected = _expected(checkpoint, entry, weight)
+        weight = _weight(info, packed).unpack()
+        expected = _expected(info, checkpoint, entry, weight)
         _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
-        if weight.shape == entry.shape:
-            values = entry.values().float()
+        if weight.shape == expected.shape:
+            values = _sliced(info, packed, entry.values().float())
             difference = float((reference.dequantize_weight(weight, torch.float32) - values).abs().max())
             largest = found.largest_difference
             if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
@@ -118,8 +156,8 @@ def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Chec
             _compare(
                 found,
                 owner,
-                {"bias": entry.values()},
-                {"bias": file.get_tensor(f"{owner}.bias")},
+                {"bias": _sliced(info, owner, entry.values())},
+                {"bias": _tensor(info, f"{owner}.bias", owner)},
                 "differs from the checkpoint's",
             )
             return set()
@@ -128,18 +166,114 @@ def _verify_entry(found: Verified, info: PackedInfo, file: Any, checkpoint: Chec
     for step in steps:
         if step.name not in info.tensors:
             found.problems.append(f"{step.name}: in the checkpoint ({entry.source}), not in the packed file")
-        elif not _same_bits(step.entry.values(), file.get_tensor(step.name)):
+        elif not _same_bits(_sliced(info, step.name, step.entry.values()), _tensor(info, step.name)):
             found.problems.append(f"{step.name}: differs from the checkpoint's")
     return {step.name for step in steps}
 
 
-def _expected(checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:
+def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:
     if entry.quantized is not None:
-        return entry.quantized.read()
-    bias = checkpoint.entries.get(f"{entry.name.removesuffix('.weight')}.bias") if packed.bias is not None else None
-    return to_quantize(checkpoint.path, entry, bias, packed.bits, packed.group_size, symmetric=packed.symmetric).read()
+        weight = entry.quantized.read()
+    else:
+        module = entry.name.removesuffix(".weight")
+        bias = checkpoint.entries.get(f"{module}.bias") if packed.bias is not None else None
+        # A slice may have shorter groups than the matrix was quantised in.
+        group_size = info.options.get("group_size", packed.group_size)
+        weight = to_quantize(checkpoint.path, entry, bias, packed.bits, group_size, symmetric=packed.symmetric).read()
+    slices = info.slices
+    if slices is None:
+        return weight
+    style = slices.styles.get(entry.name.removesuffix(".weight"), "replicate")
+    return slice_weight(weight, style, slices.rank, slices.size)
+
+
+def _sliced(info: PackedInfo, name: str, values: Tensor) -> Tensor:
+    if info.slices is None:
+        return values
+    return slice_tensor(values, info.slices.styles.get(name, "replicate"), info.slices.rank, info.slices.size)
 
 
 def _tensors(weight: QuantizedWeight) -> dict[str, Tensor]:
     named = {part: getattr(weight, part) for part in PARTS}
     return {part: tensor for part, tensor in named.items() if tensor is not None}
+
+
+# ---- two packed files
+
+
+@dataclass
+class Differences:
+    """What :func:`diff_packed` found.
+
+    Attributes:
+        same: how many weights and tensors are equal bit for bit.
+        only_first, only_second: names that only one has.
+        changed: by name, what differs.
+    """
+
+    same: int = 0
+    only_first: list[str] = field(default_factory=list)
+    only_second: list[str] = field(default_factory=list)
+    changed: dict[str, list[str]] = field(default_factory=dict)
+
+
+def diff_packed(first: str | os.PathLike[str], second: str | os.PathLike[str], progress: Progress | None = None) -> Differences:
+    """Compare two packed files or directories, weight by weight, however they are cut into shards.
+
+    Raises:
+        CheckpointError: a file that cannot be read.
+    """
+    a, b = packed_info(first), packed_info(second)
+    found = Differences()
+    for name in dict.fromkeys((*a.places, *b.places)):
+        if name not in b.places:
+            found.only_first.append(name)
+        elif name not in a.places:
+            found.only_second.append(name)
+        elif changes := _changes(a, b, name):
+            found.changed[name] = changes
+        else:
+            found.same += 1
+        if progress is not None:
+            progress(name, sum(_nbytes(info, name) for info in (a, b) if name in info.places))
+    return found
+
+
+def _nbytes(info: PackedInfo, name: str) -> int:
+    return sum(map(spec_bytes, info.parts[name].values() if name in info.weights else [info.tensors[name]]))
+
+
+def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
+    if (name in a.weights) != (name in b.weights):
+        return ["packed in one, a tensor in the other"]
+    if name not in a.weights:
+        return _part_changes("values", _tensor(a, name), _tensor(b, name))
+    fields = zip(("n", "k", "bits", "group_size"), a.weights[name], b.weights[name], strict=True)
+    if changes := [f"{key} is {x} and {y}" for key, x, y in fields if x != y]:
+        return changes
+    x, y = _weight(a, name), _weight(b, name)
+    # Codes where they stand in the matrix; the padding is compared as it is stored.
+    parts, others = _tensors(x.unpack()), _tensors(y.unpack())
+    changes = []
+    for part in PARTS:
+        if (part in parts) != (part in others):
+            changes.append(f"{part} {'only in the first' if part in parts else 'only in the second'}")
+        elif part in parts:
+            changes += _part_changes(part, parts[part], others[part])
+    same = all(_same_bits(tensor, y.tensors()[part]) for part, tensor in x.tensors().items() if part in y.tensors())
+    return changes or ([] if same else ["the padding differs"])
+
+
+def _part_changes(part: str, a: Tensor, b: Tensor) -> list[str]:
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return [f"{part} are {_spec(a)} and {_spec(b)}"]
+    if _same_bits(a, b):
+        return []
+    x, y = (t.contiguous().reshape(-1, 1).view(torch.uint8).reshape(t.numel(), -1) for t in (a, b))
+    wrong = (x != y).any(1)
+    place = [int(i) for i in torch.unravel_index(wrong.int().argmax(), a.shape)]
+    return [f"{part}: {int(wrong.sum())} of {wrong.numel()} differ, the first at {place}"]
+
+
+def _spec(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"

@@ -123,7 +123,7 @@ def test_a_wrong_file_fails_verification(model: Path, tmp_path: Path) -> None:
         (["inspect", "{dir}/noise.safetensors"], "not a valid safetensors file"),
         (["verify", "{dir}/m.safetensors"], "not a packed file"),
         (["verify", "{dir}/nothing"], "{dir}/nothing: no such file"),
-        (["verify", "{dir}"], "{dir}: not a file"),
+        (["verify", "{dir}"], "{dir}: has no config.json"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p"], "give bits (--bits 4 or --bits 8)"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--asymmetric"], "give --bits too"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--group-size", "32"], "give --bits too"),

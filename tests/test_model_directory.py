@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
+import struct
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from cutlass_ops.model_directory import WeightFormat, quantization_config, weight_format
+from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops.model_directory import WeightFormat, quantization_config, reorder_model, weight_format
+from cutlass_ops.plan import Options
+from cutlass_ops.reorder import is_packed, packed_info
+from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style
+from cutlass_ops.verify import diff_packed, verify_packed
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
 EIGHT = WeightFormat(8, -1, (("bias", torch.bfloat16), ("scales", torch.float32)))
@@ -37,3 +50,451 @@ def test_the_config_gives_every_module_its_format() -> None:
 def test_a_config_that_means_nothing(change: dict[str, object], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         weight_format({**quantization_config({"a": FOUR}), **change}, "a")
+
+
+# ---- a directory
+
+LINEARS = {
+    "self_attn.q_proj": (128, 128),
+    "self_attn.k_proj": (64, 128),
+    "self_attn.v_proj": (64, 128),
+    "self_attn.o_proj": (128, 128),
+    "mlp.gate_proj": (192, 128),
+    "mlp.up_proj": (192, 128),
+    "mlp.down_proj": (128, 192),
+}
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "quantization_config": {},
+}
+
+
+def float_tensors(layers: int = 2, bias: bool = True) -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(3)
+    tensors = {"model.embed_tokens.weight": torch.randn(96, 128, generator=random).half()}
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        tensors[f"{prefix}.input_layernorm.weight"] = torch.randn(128, generator=random).half()
+        for name, shape in LINEARS.items():
+            tensors[f"{prefix}.{name}.weight"] = torch.randn(*shape, generator=random).half()
+            if bias and name in ("self_attn.q_proj", "self_attn.o_proj"):
+                tensors[f"{prefix}.{name}.bias"] = torch.randn(shape[0], generator=random).half()
+    return tensors
+
+
+def save_model(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
+    """A model's directory in two shards, with what usually lies beside them."""
+    path.mkdir()
+    names = sorted(tensors)
+    halves = {"model-00001-of-00002.safetensors": names[: len(names) // 2]}
+    halves["model-00002-of-00002.safetensors"] = names[len(names) // 2 :]
+    for file, part in halves.items():
+        save_file({name: tensors[name] for name in part}, path / file)
+    weight_map = {name: file for file, part in halves.items() for name in part}
+    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    (path / "config.json").write_text(json.dumps(CONFIG))
+    for name in ("tokenizer.json", "generation_config.json", "quantize_config.json", "pytorch_model.bin", ".hidden"):
+        (path / name).write_text("{}")
+    (path / "original").mkdir()
+    return path
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    return save_model(tmp_path / "source", float_tensors())
+
+
+OPTIONS = Options(bits=4, group_size=32, symmetric=False, exclude="layers.1.*up_proj")
+
+
+def listing(path: Path) -> list[str]:
+    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
+
+
+def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    seen: list[tuple[str, int]] = []
+    done = reorder_model(
+        load_checkpoint(source), out, OPTIONS, shard_bytes=60_000, jobs=2, progress=lambda *args: seen.append(args)
+    )
+    shards = [file.name for file in done.files]
+    assert len(shards) > 2
+    assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    small = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]
+    assert listing(out) == sorted([*shards, *small])
+    assert done.copied == ("generation_config.json", "tokenizer.json")
+    assert done.packed_bytes == sum((out / name).stat().st_size for name in shards)
+    assert len(done.weights) == 13
+    assert {name for name, _ in seen} == {*done.weights, *done.tensors, *(f.name for f in load_checkpoint(source).files)}
+    # Each shard is small, and a packed file by itself.
+    for name in shards:
+        tensors = load_packed(out / name)
+        assert sum(t.nbytes for t in tensors.values()) <= 60_000 or len(tensors) == 1
+    # The index is what transformers reads.
+    index = json.loads((out / "model.safetensors.index.json").read_text())
+    stored = {name: file for file in shards for name in load_file(out / file)}
+    assert index["weight_map"] == stored
+    assert index["metadata"]["total_size"] == sum(t.nbytes for file in shards for t in load_file(out / file).values())
+    # Values: those of each matrix quantised by itself; everything else as it was.
+    packed, plain = load_packed(out), float_tensors()
+    assert is_packed(out)
+    for name in done.weights:
+        weight = packed[name]
+        assert isinstance(weight, PackedWeight)
+        expected = quantize(plain[f"{name}.weight"], bits=4, group_size=32, symmetric=False)
+        assert torch.equal(weight.unpack().codes, expected.codes)
+        assert torch.equal(weight.unpack().scales, expected.scales)
+        assert (weight.bias is not None) == (f"{name}.bias" in plain)
+    assert all(torch.equal(packed[name], plain[name]) for name in done.tensors)  # type: ignore[arg-type]
+    found = verify_packed(out, load_checkpoint(source))
+    assert (found.problems, found.same_source) == ([], True)
+
+
+def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    reorder_model(load_checkpoint(source), out, OPTIONS, act_quant="block", act_symmetric=False)
+    assert listing(out) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    config = json.loads((out / "config.json").read_text())
+    quantization = config.pop("quantization_config")
+    assert config == {key: value for key, value in CONFIG.items() if key != "quantization_config"}
+    assert quantization["quant_method"] == "cutlass_ops"
+    assert (quantization["act_quant"], quantization["act_symmetric"]) == ("block", False)
+    assert quantization["modules_to_not_convert"] == ["lm_head", "model.embed_tokens", "model.layers.1.mlp.up_proj"]
+    for name, weight in load_packed(out).items():
+        if isinstance(weight, PackedWeight):
+            expected = {part: tensor.dtype for part, tensor in weight.tensors().items() if part != "codes"}
+            found = weight_format(quantization, name)
+            assert found is not None
+            assert (found.bits, found.group_size, dict(found.tensors)) == (4, 32, expected)
+    assert weight_format(quantization, "model.layers.1.mlp.up_proj") is None
+
+
+def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
+    planned = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, shard_bytes=60_000, dry_run=True)
+    assert not (tmp_path / "out").exists()
+    done = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, shard_bytes=60_000)
+    assert (planned.files, planned.weights, planned.tensors) == (done.files, done.weights, done.tensors)
+
+
+# ---- complete or absent
+
+RUN = """
+    import os, signal, sys
+    from cutlass_ops import load_checkpoint
+    from cutlass_ops.model_directory import reorder_model
+    from cutlass_ops.plan import Options
+    left = int(sys.argv[3])
+    def progress(name, nbytes):
+        global left
+        left -= 1
+        if left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+    options = Options(bits=4, group_size=32, symmetric=False, exclude="layers.1.*up_proj")
+    reorder_model(
+        load_checkpoint(sys.argv[1]), sys.argv[2], options, ranks=int(sys.argv[4]), shard_bytes=60_000, progress=progress
+    )
+"""
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_killed_run_is_resumed(source: Path, tmp_path: Path, ranks: int) -> None:
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    reorder_model(load_checkpoint(source), whole, OPTIONS, ranks=ranks, shard_bytes=60_000)
+    command = [sys.executable, "-c", textwrap.dedent(RUN), str(source), str(out), "12", str(ranks)]
+    killed = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    finished = {file: file.stat().st_mtime_ns for file in out.rglob("*.safetensors") if file.name[0] != "."}
+    assert finished
+    assert list(out.rglob("*.partial"))
+    assert not list(out.rglob("*.json"))  # neither an index nor a config: it does not look whole
+    for directory in {file.parent for file in finished}:
+        with pytest.raises(CheckpointError, match="interrupted"):
+            packed_info(directory)
+    done = reorder_model(load_checkpoint(source), out, OPTIONS, ranks=ranks, shard_bytes=60_000)
+    assert done.found == len(finished) > 0
+    assert done.found < len(done.files)
+    assert all(file.stat().st_mtime_ns == time for file, time in finished.items())
+    assert listing(out) == listing(whole)
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in listing(whole))
+    again = reorder_model(load_checkpoint(source), out, OPTIONS, ranks=ranks, shard_bytes=60_000)
+    assert again.found == len(again.files)
+    assert all((out / name).read_bytes() == (whole / name).read_bytes() for name in listing(whole))
+
+
+def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
+    before = done.files[1].read_bytes()
+    done.files[1].unlink()
+
+    def stop(name: str, nbytes: int) -> None:
+        if name == "model.layers.1.self_attn.o_proj":
+            assert not (out / "config.json").exists()
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000, progress=stop)
+    assert not (out / "config.json").exists()
+    assert not list(out.glob(".*"))
+    reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
+    assert done.files[1].read_bytes() == before
+
+
+def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    with pytest.raises(ValueError, match="directory of the checkpoint itself"):
+        reorder_model(checkpoint, source, OPTIONS)
+    with pytest.raises(ValueError, match="ranks is 0"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=0)
+    with pytest.raises(ValueError, match="act_quant is 'tensor'"):
+        reorder_model(checkpoint, out, OPTIONS, act_quant="tensor")
+    with pytest.raises(FileNotFoundError):
+        reorder_model(checkpoint, tmp_path / "no" / "out", OPTIONS)
+    assert not out.exists()
+    reorder_model(checkpoint, out, OPTIONS)
+    before = {name: (out / name).read_bytes() for name in listing(out)}
+    for change in ({"bits": 8}, {"exclude": None}, {"symmetric": True}):
+        other = Options(**{**OPTIONS.__dict__, **change})  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"model\.safetensors is of another checkpoint, other options"):
+            reorder_model(checkpoint, out, other)
+    with pytest.raises(ValueError, match="is of another"):
+        reorder_model(checkpoint, out, OPTIONS, shard_bytes=60_000)
+    assert {name: (out / name).read_bytes() for name in listing(out)} == before
+    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(out)!r}, os.O_RDONLY), 2); print(1, flush=True); sys.stdin.read()"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other_process:
+        assert other_process.stdout is not None
+        other_process.stdout.readline()
+        with pytest.raises(ValueError, match="being written by another process"):
+            reorder_model(checkpoint, out, OPTIONS)
+        other_process.communicate()
+
+
+def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = reorder_model(load_checkpoint(source), out, OPTIONS, shard_bytes=60_000)
+    index = out / "model.safetensors.index.json"
+    text = index.read_text()
+
+    def refused(match: str) -> None:
+        with pytest.raises(CheckpointError, match=match):
+            packed_info(out)
+        with pytest.raises(CheckpointError, match=match):
+            load_packed(out)
+
+    content = json.loads(text)
+    name, place = next(iter(content["weight_map"].items()))
+    for change, match in (
+        ({**content["weight_map"], name: done.files[-1].name}, f"is placed in '{done.files[-1].name}'; it is in '{place}'"),
+        ({**content["weight_map"], "more": place}, "tensor 'more': is placed in"),
+        ({**content["weight_map"], name: "../x.safetensors"}, "of the same directory is expected"),
+        ({}, "names no file"),
+    ):
+        index.write_text(json.dumps({"weight_map": change}))
+        refused(match)
+    index.write_text(text)
+    other = tmp_path / "other"
+    reorder_model(load_checkpoint(source), other, Options(bits=4, group_size=32, symmetric=False, exclude="norm|up_proj"))
+    assert packed_info(out).weights
+    done.files[0].write_bytes((other / "model.safetensors").read_bytes())
+    refused("was not written with")
+    done.files[0].unlink()
+    refused("no such file")
+    (out / "config.json").unlink()
+    refused(r"has no config\.json")
+
+
+# ---- verify and diff
+
+
+def flip(path: Path, tensor: str, position: int = 0) -> None:
+    """Flip the lowest bit of one byte of a tensor."""
+    content = bytearray(path.read_bytes())
+    (length,) = struct.unpack("<Q", content[:8])
+    begin = json.loads(content[8 : 8 + length])[tensor]["data_offsets"][0]
+    content[8 + length + begin + position] ^= 1
+    path.write_bytes(content)
+
+
+Q0, DOWN0 = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks: int) -> None:
+    checkpoint, out, same = load_checkpoint(source), tmp_path / "out", tmp_path / "same"
+    for path, shard_bytes in ((out, 60_000), (same, 10**9)):
+        reorder_model(checkpoint, path, OPTIONS, ranks=ranks, shard_bytes=shard_bytes)
+    assert verify_packed(out, checkpoint).problems == []
+    rank, prefix = (out, "") if ranks == 1 else (out / "rank-1-of-2", "rank-1-of-2: ")
+    other = same if ranks == 1 else same / "rank-1-of-2"
+    info = packed_info(rank)
+    equal = diff_packed(rank, other)
+    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (len(info.places), [], [], {})
+    # Byte 0 holds rows 0 and 8 of column 0, row 0 in its low half; scales are fp16.
+    for tensor, position, part, difference in (
+        (f"{DOWN0}.codes", 0, "codes", r"codes: 1 of \d+ differ, the first at [0, 0]"),
+        (f"{DOWN0}.scales", 3, "scales", "scales: 1 of"),
+        ("model.layers.0.input_layernorm.weight", 9, "", "values: 1 of 128 differ, the first at [4]"),
+    ):
+        name = tensor.removesuffix(f".{part}") if part else tensor
+        place = info.places[name]
+        flip(place, tensor, position)
+        found = verify_packed(out, checkpoint)
+        assert found.problems == [f"{prefix}{name}: {f'{part} ' if part else ''}differs from the checkpoint's"]
+        assert found.same_source
+        changed = diff_packed(rank, other).changed
+        assert changed.keys() == {name}
+        words = difference.split(r"\d+")
+        assert changed[name][0].startswith(words[0])
+        assert words[-1] in changed[name][0]
+        flip(place, tensor, position)
+    assert verify_packed(out, checkpoint).problems == []
+
+
+def test_verify_misses_no_rank(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    reorder_model(checkpoint, out, OPTIONS, ranks=2)
+    (out / "rank-1-of-2").rename(tmp_path / "kept")
+    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: is not there"]
+    (tmp_path / "kept").rename(out / "rank-1-of-2")
+    for name in listing(out / "rank-0-of-2"):
+        (out / "rank-1-of-2" / name).write_bytes((out / "rank-0-of-2" / name).read_bytes())
+    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: holds rank 0"]
+    (out / "rank-0-of-3").mkdir()
+    with pytest.raises(CheckpointError, match="ranks of 2 and of 3"):
+        verify_packed(out)
+
+
+def test_diff_of_different_files(source: Path, tmp_path: Path) -> None:
+    checkpoint = load_checkpoint(source)
+    a, b = tmp_path / "a", tmp_path / "b"
+    reorder_model(checkpoint, a, OPTIONS)
+    reorder_model(checkpoint, b, Options(bits=4, group_size=32, include="mlp|q_proj|k_proj"))
+    found = diff_packed(a, b)
+    assert found.changed[Q0] == ["zeros only in the first"] or found.changed[Q0][-1] == "zeros only in the first"
+    assert "model.layers.0.self_attn.v_proj" in found.only_first
+    assert "model.layers.0.self_attn.v_proj.weight" in found.only_second
+    assert found.same == 3  # the embedding and the norms
+    c = tmp_path / "c"
+    reorder_model(checkpoint, c, Options(bits=8, group_size=32))
+    assert diff_packed(b, c).changed[Q0] == ["bits is 4 and 8"]
+
+
+# ---- tensor parallelism
+
+
+def test_which_layer_is_split_how() -> None:
+    for name, style in (
+        ("model.layers.0.self_attn.q_proj", "colwise"),
+        ("model.layers.0.mlp.experts.7.gate_proj", "colwise"),
+        ("block_sparse_moe.experts.0.w2", "rowwise"),
+        ("model.layers.0.mlp.down_proj", "rowwise"),
+        ("lm_head", "replicate"),
+        ("model.layers.0.mlp.gate", "replicate"),
+    ):
+        assert split_style(name) == style
+    overrides = parse_overrides(["lm_head=colwise", "layers.0=replicate"])
+    assert split_style("lm_head", overrides) == "colwise"
+    assert split_style("model.layers.0.mlp.down_proj", overrides) == "replicate"
+    assert split_style("model.layers.1.mlp.down_proj", overrides) == "rowwise"
+    with pytest.raises(ValueError, match="several layers in one"):
+        split_style("h.0.qkv_proj")
+    assert split_style("h.0.qkv_proj", parse_overrides(["qkv=replicate"])) == "replicate"
+    for text, match in (("lm_head", "REGEX=STYLE"), ("a=rows", "REGEX=STYLE"), ("(=colwise", "no regular expression")):
+        with pytest.raises(ValueError, match=match):
+            parse_overrides([text])
+
+
+@pytest.mark.parametrize(
+    ("k", "group_size", "size", "expected"),
+    [(512, 128, 2, 128), (576, 128, 2, 32), (11008, 128, 4, 64), (1024, 256, 8, 128), (96, -1, 3, -1), (384, 384, 1, 384)],
+)
+def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:
+    assert sliced_format(8, k, group_size, "rowwise", size) == (8, k // size, expected)
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book"])
+@pytest.mark.parametrize(("k", "group_size"), [(192, 32), (576, 128), (320, -1)])
+def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> None:
+    random = torch.Generator().manual_seed(k)
+    weight = quantize(torch.randn(24, k, generator=random), 4, group_size, symmetric=kind != "zeros")
+    extras: dict[str, Any] = {"bias": torch.randn(24, generator=random)}
+    if kind == "offsets":
+        extras["offsets"] = torch.randn(weight.scales.shape, generator=random)
+    if kind == "book":
+        extras["book"] = torch.randn(16, generator=random)
+    weight = type(weight)(**{**{f: getattr(weight, f) for f in weight.__dataclass_fields__}, **extras})
+    values, bias = dequantize(weight, torch.float32), weight.bias
+    assert bias is not None
+    rows = [slice_weight(weight, "colwise", rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in rows]), values)
+    assert torch.equal(torch.cat([part.bias for part in rows]), bias)  # type: ignore[misc]
+    columns = [slice_weight(weight, "rowwise", rank, 2) for rank in range(2)]
+    assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values)
+    assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
+    for part in (*rows, *columns):
+        assert torch.equal(reorder(part).unpack().codes, part.codes)
+
+
+def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
+    done = reorder_model(checkpoint, out, OPTIONS, ranks=2, splits=(("k_proj", "replicate"),))
+    whole = load_packed(tmp_path / "whole")
+    parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
+    kept = 0
+    for name, value in whole.items():
+        a, b = (part[name] for part in parts)
+        if isinstance(value, PackedWeight):
+            assert isinstance(a, PackedWeight)
+            assert isinstance(b, PackedWeight)
+            x, y = dequantize(a, torch.float32), dequantize(b, torch.float32)
+            value, bias = dequantize(value, torch.float32), value.bias
+            row = name.endswith(("o_proj", "down_proj"))
+            if bias is not None:
+                assert a.bias is not None
+                assert b.bias is not None
+                assert torch.equal(a.bias + b.bias if row else torch.cat([a.bias, b.bias]), bias)
+        else:
+            assert isinstance(a, torch.Tensor)
+            assert isinstance(b, torch.Tensor)
+            x, y, row = a, b, False
+        if name.endswith(("k_proj", "norm.weight", "embed_tokens.weight")):
+            assert torch.equal(x, value)
+            assert torch.equal(y, value)
+            kept += 1
+        else:
+            assert torch.equal(torch.cat([x, y], dim=1 if row else 0), value)
+            style = "rowwise" if row else "colwise"
+            assert done.styles[name] == style
+    assert kept == 5  # two k_proj, two norms, the embedding
+    assert whole["model.layers.1.mlp.up_proj.weight"].shape == (192, 128)
+    assert parts[0]["model.layers.1.mlp.up_proj.weight"].shape == (96, 128)  # floats are split too
+    assert parts[0][DOWN0].group_size == 32  # type: ignore[union-attr]
+    for rank in range(2):
+        config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())["quantization_config"]
+        assert config["tensor_parallel"] == {"rank": rank, "size": 2, "styles": dict(done.styles)}
+        slices = packed_info(out / f"rank-{rank}-of-2").slices
+        assert slices is not None
+        assert (slices.rank, slices.size, slices.styles) == (rank, 2, done.styles)
+        assert (out / f"rank-{rank}-of-2" / "tokenizer.json").is_file()
+
+
+def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"k_proj' cannot be split over 3 ranks: config\.json has num_key_value_heads 2"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=3)
+    with pytest.raises(ValueError, match="num_key_value_heads 2"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=4, splits=(("down", "replicate"),))
+    with pytest.raises(ValueError, match=r"down_proj' cannot be rowwise: .* groups of 8"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=8, splits=(("_attn|gate|up", "replicate"),))
+    with pytest.raises(ValueError, match="5 ranks"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=5, splits=(("_attn", "replicate"),))
+    assert not out.exists()
+    weight = quantize(torch.randn(8, 64), 4, 32)
+    ordered = type(weight)(weight.codes, weight.scales, group_size=32, perm=torch.randperm(64))
+    with pytest.raises(ValueError, match="act order"):
+        slice_weight(ordered, "rowwise", 0, 2)
+    assert slice_weight(ordered, "colwise", 1, 2).perm is ordered.perm

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -76,7 +77,7 @@ def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
     for dialect, (recognise, read, taken) in _DIALECTS.items():
         if recognise(source):
             _check_options(source.path, options, f"the dialect {dialect!r}", taken)
-            return read(source, **options)
+            return replace(read(source, **options), options=options)
     _check_options(source.path, options, "a checkpoint that is not quantised", ())
     if (method := source.quantization.get("quant_method")) is not None:
         raise CheckpointError(source.path, f"is quantised by {method!r:.100}; known are {', '.join(_DIALECTS)}")

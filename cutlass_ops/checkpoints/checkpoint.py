@@ -79,6 +79,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
         entries: every tensor, by :attr:`Entry.name`, in the order of the file.
         metadata: short facts from the header, for people.
         config: what the model's ``config.json`` holds; {} where there is none.
+        options: those of :func:`load_checkpoint` that it was read with.
     """
 
     path: Path
@@ -87,6 +88,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """The weight of module ``name``.

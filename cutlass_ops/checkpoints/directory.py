@@ -26,7 +26,7 @@ from torch import Tensor
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
 
 #: What the format calls torch's dtypes.
@@ -47,7 +47,7 @@ TYPES = {
 }
 
 #: Files beside ``config.json`` that older tools left their settings in.
-_SETTINGS = ("quantize_config.json", "quant_config.json")
+SETTINGS = ("quantize_config.json", "quant_config.json")
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def read(path: Path) -> Source:
 
 def _main_file(directory: Path) -> Path:
     for found in (sorted(directory.glob("*.safetensors.index.json")), sorted(directory.glob("*.safetensors"))):
-        usual = directory / (_INDEX if found and found[0].name.endswith(".json") else "model.safetensors")
+        usual = directory / (INDEX if found and found[0].name.endswith(".json") else "model.safetensors")
         if usual in found:
             return usual
         if len(found) == 1:
@@ -246,7 +246,7 @@ def _values(
 
 
 def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[str, str]]:
-    weight_map = _weight_map(index)
+    weight_map = placement(index)
     tensors: dict[str, Entry] = {}
     header: dict[str, str] = {}
     files = []
@@ -270,7 +270,8 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[s
     return tuple(files), tensors, header
 
 
-def _weight_map(index: Path) -> dict[str, str]:
+def placement(index: Path) -> dict[str, str]:
+    """The file of each tensor by an index; each name is checked to be one of its own directory."""
     weight_map = _object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
@@ -311,7 +312,7 @@ def _quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
                 if not isinstance(found, dict):
                     raise CheckpointError(directory / "config.json", f"{key} is {found!r:.100}; an object is expected")
                 return found
-    for name in _SETTINGS:
+    for name in SETTINGS:
         if found := _object(directory / name):
             return found
     return {}
