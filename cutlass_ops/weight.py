@@ -70,6 +70,23 @@ def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.de
     _check("book", book, (16,), (torch.float32,), device)
 
 
+def flat_group_size(n: int, k: int, blocksize: int) -> int:
+    """The group size at which a matrix ``[n, k]`` has one scale a group, if blocks of its flattened elements have.
+
+    Raises:
+        ValueError: blocks that straddle rows in pieces shorter than 32.
+    """
+    if n > 1 and blocksize % k == 0:
+        return -1
+    group_size = blocksize if n == 1 else math.gcd(k, blocksize)
+    if group_size < 32:
+        raise ValueError(
+            f"shape is {(n, k)} and blocksize {blocksize}: blocks straddle rows in pieces of {group_size} columns; "
+            "groups of at least 32 are supported"
+        )
+    return group_size
+
+
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight:
     """A weight ``W[N, K]`` in its canonical form: what every checkpoint is read into and what is packed.
@@ -170,17 +187,16 @@ class QuantizedWeight:
         packed, absmax = packed.reshape(-1), absmax.reshape(-1)
         _check("packed", packed, (-(-n * k // 2),), (torch.uint8,), packed.device)
         _check("absmax", absmax, (-(-n * k // blocksize),), _FLOAT_TYPES, packed.device)
-        group_size = blocksize if n == 1 else math.gcd(k, blocksize)
-        if n > 1 and blocksize % k == 0:
-            group_size = -1
-        elif group_size < 32:
-            raise ValueError(
-                f"shape is {tuple(shape)} and blocksize {blocksize}: blocks straddle rows in pieces of {group_size} columns; "
-                "groups of at least 32 are supported"
-            )
+        group_size = flat_group_size(n, k, blocksize)
         first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)
         block = (torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize
-        codes = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)[: n * k].reshape(n, k)
+        if packed.device.type == "cpu":
+            packed = packed.contiguous()
+            flat = torch.empty(2 * len(packed), dtype=torch.uint8)
+            _C.unpack_bytes(packed.data_ptr(), 1, len(packed), len(packed), len(packed), True, True, flat.data_ptr())
+        else:
+            flat = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)
+        codes = flat[: n * k].view(n, k)
         return cls(codes=codes, scales=absmax[block], bits=4, group_size=group_size, bias=bias, book=book)
 
     @property
