@@ -1,4 +1,4 @@
-"""The command line: ``cutlass-ops inspect | reorder | verify | doctor | demo``.
+"""The command line: ``cutlass-ops inspect | reorder | verify | diff | doctor | demo``.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 all is well, 1 a check failed, 2 bad usage
 or bad input.
@@ -30,10 +30,13 @@ from rich.table import Table
 
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
-from .model_directory import reorder_checkpoint
+from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
+from .plan import Options
 from .quantize import quantize
-from .reorder import PackedInfo, is_packed, packed_info, reorder
-from .verify import verify_packed
+from .reorder import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info, reorder, spec_bytes
+from .tensor_parallel import STYLES, parse_overrides
+from .verify import diff_packed, rank_directories, verify_packed
+from .weight import PackedWeight
 
 _FAILED, _BAD_INPUT = 1, 2
 
@@ -128,24 +131,39 @@ def _options(
 
 @app.command()
 def inspect(
-    file: Annotated[Path, typer.Argument(help="A GGUF or safetensors file, a packed file, or a directory with safetensors.")],
+    path: Annotated[Path, typer.Argument(help="A checkpoint or a packed model: a GGUF or safetensors file, or a directory.")],
+    gpu: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="sm_NN", help="Name the kernels of this GPU; may be repeated.  [default: those here, or sm_80, sm_90]"
+        ),
+    ] = None,
+    act_quant: Annotated[
+        str, typer.Option(metavar="none|token|block", help="How the kernels' activations are quantised.")
+    ] = "none",
     as_json: _Json = False,
 ) -> None:
-    """List what a checkpoint or a packed file holds, from its header alone."""
+    """List what a checkpoint or a packed model holds, from headers alone, and which kernel would multiply by it.
+
+    Kernels are given for one token and for 4096, and for each GPU, which need not be there.
+    """
     with _reported():
-        described = _describe_packed(packed_info(file)) if is_packed(file) else _describe(load_checkpoint(file))
+        gpus = gpu or _gpus_here() or ["sm_80", "sm_90"]
+        described = _describe_packed(packed_info(path)) if is_packed(path) else _describe(load_checkpoint(path))
+        _add_kernels(described["tensors"], gpus, act_quant)
     if as_json:
         _print_json(described)
         return
     console = _console()
-    for key in ("path", "kind", "bytes", "layout", "tool"):
-        if key in described:
+    for key in ("path", "kind", "bytes", "layout", "tool", "rank"):
+        if described.get(key) is not None:
             value = _size(described[key]) if key == "bytes" else described[key]
             console.print(f"{key + ':':10}{escape(str(value))}", soft_wrap=True, highlight=False)
     for key in ("sources", "tied", "metadata"):
         for name, value in described.get(key, {}).items():
             console.print(f"{key + ':':10}{escape(f'{name} = {value}')}", soft_wrap=True, highlight=False)
-    table = Table("name", "type", "shape", "size", "in the file", "note", box=None, header_style="bold")
+    console.print(f"kernels:  of {' and '.join(map(str, _TOKENS))} tokens, act_quant {act_quant!r}", highlight=False)
+    table = Table("name", "type", "shape", "size", "in the file", "note", *gpus, box=None, header_style="bold")
     table.columns[3].justify = "right"
     for tensor in described["tensors"]:
         source = tensor.get("source", tensor["name"])
@@ -156,18 +174,68 @@ def inspect(
             _size(tensor["bytes"]),
             "" if source == tensor["name"] else escape(source),
             escape(tensor["note"]),
+            *(escape(" / ".join(dict.fromkeys(tensor["kernels"][name].values()))) for name in gpus if tensor["kernels"]),
         )
     console.print(table)
+
+
+#: Tokens for which inspect names the kernels: one as a model generates, many as it reads a prompt.
+_TOKENS = (1, 4096)
+
+
+def _gpus_here() -> list[str]:
+    if not (_C.built_with_cuda and torch.cuda.is_available()):
+        return []
+    found = (torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count()))
+    return list(dict.fromkeys(f"sm_{major}{minor}" for major, minor in found))
+
+
+def _add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str) -> None:
+    """Give each tensor ``kernels``: by GPU and number of tokens, or {} if it is no packed weight."""
+    # What every kernel takes: if this fails, the user's words are wrong.
+    for name in gpus:
+        ops.explain(1, empty_packed(64, 128, 4, 128, {"scales": torch.float16}), act_quant=act_quant, device=name)
+    known: dict[tuple[Any, ...], dict[str, dict[str, str]]] = {}
+    for tensor in tensors:
+        tensor["kernels"] = {}
+        if tensor["parts"] is None:
+            continue
+        shape, bits, group_size, parts = tensor["shape"], tensor["bits"], tensor["group_size"], tensor["parts"]
+        key = (*shape, bits, group_size, *parts.items())
+        if key not in known:
+            dtypes = {part: getattr(torch, dtype) for part, dtype in parts.items() if part != "codes"}
+            weight = empty_packed(shape[0], shape[1], bits, group_size, dtypes)
+            known[key] = {name: {str(m): _kernel(m, weight, act_quant, name) for m in _TOKENS} for name in gpus}
+        tensor["kernels"] = known[key]
+
+
+def _kernel(m: int, weight: PackedWeight, act_quant: str, device: str) -> str:
+    try:
+        return ops.explain(m, weight, act_quant=act_quant, device=device).kernel
+    except ValueError as error:
+        return f"none: {error}"
+
+
+def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:
+    group = "one group a row" if group_size == -1 else f"groups of {group_size}"
+    kind = next((text for part, text in _KINDS.items() if part in parts), "symmetric")
+    words = [f"{bits} bits in {group}", kind, f"scales {parts['scales']}"]
+    words += [text for part, text in (("bias", "bias"), ("perm", "act order")) if part in parts]
+    return ", ".join(words)
+
+
+#: How values are made of codes, by the tensor that says so.
+_KINDS = {"zeros": "zero points", "offsets": "offsets", "book": "code book"}
 
 
 def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     tensors = []
     for entry in checkpoint.entries.values():
-        note = entry.problem
-        if entry.quantized is not None:
-            parts = [part for part in entry.quantized.dtypes if part != "scales"]
-            note = f"{entry.quantized.bits} bits in groups of {entry.quantized.group_size}"
-            note += "".join(f", {part}" for part in parts)
+        weight, note, described = entry.quantized, entry.problem, _PLAIN
+        if weight is not None:
+            parts = {part: _dtype(PACKED_DTYPES.get(part, dtype)) for part, dtype in weight.dtypes.items()}
+            described = _quantized_fields(weight.bits, weight.group_size, parts)
+            note = _note(weight.bits, weight.group_size, parts)
         if entry.tied_to:
             note += f"; is also {entry.tied_to}"
         tensors.append(
@@ -177,8 +245,9 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
                 "type": entry.kind,
                 "shape": list(entry.shape),
                 "bytes": entry.nbytes,
-                "packable": entry.quantized is not None,
+                "packable": weight is not None,
                 "note": note,
+                **described,
             }
         )
     return {
@@ -191,45 +260,51 @@ def _describe(checkpoint: Checkpoint) -> dict[str, Any]:
     }
 
 
+_PLAIN = {"bits": None, "group_size": None, "symmetric": None, "act_order": None, "parts": None}
+
+
+def _quantized_fields(bits: int, group_size: int, parts: dict[str, str]) -> dict[str, Any]:
+    symmetric = not any(part in parts for part in _KINDS)
+    return {"bits": bits, "group_size": group_size, "symmetric": symmetric, "act_order": "perm" in parts, "parts": parts}
+
+
 def _describe_packed(info: PackedInfo) -> dict[str, Any]:
     tensors = []
     for name, (n, k, bits, group_size) in info.weights.items():
-        parts = info.parts[name]
-        group = "one group" if group_size == -1 else f"groups of {group_size}"
+        parts = {part: _dtype(dtype) for part, (dtype, _) in info.parts[name].items()}
         tensors.append(
             {
                 "name": name,
                 "type": "packed",
                 "shape": [n, k],
-                "bytes": sum(_spec_bytes(*spec) for spec in parts.values()),
-                "bits": bits,
-                "group_size": group_size,
-                "parts": {part: _dtype(dtype) for part, (dtype, _) in parts.items()},
-                "note": f"{bits} bits in {group}"
-                + "".join(f", {part} {_dtype(dtype)}" for part, (dtype, _) in parts.items() if part != "codes"),
+                "bytes": sum(map(spec_bytes, info.parts[name].values())),
+                "note": _note(bits, group_size, parts),
+                **_quantized_fields(bits, group_size, parts),
             }
         )
     for name, (dtype, shape) in info.tensors.items():
         tensors.append(
-            {"name": name, "type": _dtype(dtype), "shape": list(shape), "bytes": _spec_bytes(dtype, shape), "note": ""}
+            {
+                "name": name,
+                "type": _dtype(dtype),
+                "shape": list(shape),
+                "bytes": spec_bytes((dtype, shape)),
+                "note": "",
+                **_PLAIN,
+            }
         )
     return {
         "path": str(info.path),
         "kind": "packed",
-        "bytes": info.path.stat().st_size,
+        "bytes": sum(file.stat().st_size for file in info.files),
+        "files": [str(file) for file in info.files],
         "layout": f"{info.layout[0]} version {info.layout[1]}",
         "tool": info.tool,
+        "rank": None if info.slices is None else f"{info.slices.rank} of {info.slices.size}",
         "tied": dict(info.tied),
         "sources": dict(info.sources),
         "tensors": tensors,
     }
-
-
-def _spec_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    size = dtype.itemsize
-    for extent in shape:
-        size *= extent
-    return size
 
 
 # ---- reorder
@@ -237,8 +312,10 @@ def _spec_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 @app.command("reorder")
 def reorder_command(
-    file: Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file or index, or a directory with safetensors.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="The packed file to write (*.safetensors).")],
+    source: Annotated[Path, typer.Argument(help="A GGUF file, a safetensors file or index, or a model's directory.")],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="What to write: one file, if it is named *.safetensors, else a directory.")
+    ],
     bits: Annotated[
         int | None, typer.Option(help="Quantise float weights to codes of 4 or 8 bits. Without it they stay floats.")
     ] = None,
@@ -254,38 +331,82 @@ def reorder_command(
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Keep these layers as float tensors; overrides --include.")
     ] = None,
+    zero_offset: Annotated[
+        str, typer.Option(metavar="auto|0|1", help="GPTQ: what to add to stored zero points, where its metadata lies.")
+    ] = "auto",
+    ranks: Annotated[int, typer.Option("--tp", metavar="R", help="Split the layers over R GPUs: a directory for each.")] = 1,
+    split: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--tp-split", metavar="REGEX=STYLE", help=f"Split these layers otherwise: {', '.join(STYLES)}. May be repeated."
+        ),
+    ] = None,
+    act_quant: Annotated[
+        str, typer.Option(metavar="none|token|block", help="What config.json tells loaders of activations.")
+    ] = "none",
+    act_symmetric: Annotated[
+        bool, typer.Option("--act-symmetric/--act-asymmetric", help="Quantised activations without or with zero points.")
+    ] = True,
+    jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Tensors to work on, and to hold in memory, at a time.")] = 2,
+    shard_gb: Annotated[
+        float, typer.Option("--shard-size", metavar="GB", min=0.001, help="The most that a file of a directory holds.")
+    ] = SHARD_BYTES / 1e9,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: _Json = False,
 ) -> None:
-    """Pack a checkpoint's linear layers into one file, once, for every GPU.
+    """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's directory.
 
     Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be rounded). Float weights
     are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
-    them. Everything else is copied.
+    them. Everything else is copied; a directory's config.json says how to load it. A directory whose making was
+    interrupted is completed by the same command.
     """
     with _reported():
         if bits is None and (group_size is not None or symmetric is not None):
             raise ValueError("--group-size and --symmetric/--asymmetric say how to quantise float weights: give --bits too")
+        one_file = output.suffix == ".safetensors"
+        if one_file and ranks > 1:
+            raise ValueError(f"--tp {ranks} makes a directory for each rank; {output} names one file")
+        options = Options(
+            bits=bits,
+            group_size=128 if group_size is None else group_size,
+            symmetric=symmetric is not False,
+            include=include,
+            exclude=exclude,
+        )
         start = time.perf_counter()
-        checkpoint = load_checkpoint(file)
-        with _progress("reordering", sum(entry.nbytes for entry in checkpoint.entries.values())) as advance:
-            done = reorder_checkpoint(
-                checkpoint,
-                output,
-                bits=bits,
-                group_size=128 if group_size is None else group_size,
-                symmetric=symmetric is not False,
-                include=include,
-                exclude=exclude,
-                progress=advance,
-            )
+        checkpoint = _load(source, zero_offset)
+        total = sum(entry.nbytes for entry in checkpoint.entries.values()) + sum(f.stat().st_size for f in checkpoint.files)
+        with _progress("reordering", total) as advance:
+            if one_file:
+                done = reorder_checkpoint(checkpoint, output, **asdict(options), jobs=jobs, dry_run=dry_run, progress=advance)
+            else:
+                done = reorder_model(
+                    checkpoint,
+                    output,
+                    options,
+                    ranks=ranks,
+                    splits=parse_overrides(split or ()),
+                    act_quant=act_quant,
+                    act_symmetric=act_symmetric,
+                    jobs=jobs,
+                    shard_bytes=round(shard_gb * 1e9),
+                    dry_run=dry_run,
+                    progress=advance,
+                )
         seconds = time.perf_counter() - start
     if as_json:
         fields = ("n", "k", "bits", "group_size")
         _print_json(
             {
                 "output": str(done.path),
+                "written": not dry_run,
                 "weights": {name: dict(zip(fields, w, strict=True)) for name, w in done.weights.items()},
                 "tensors": list(done.tensors),
+                "files": [str(file) for file in done.files],
+                "found": done.found,
+                "copied": list(done.copied),
+                "styles": dict(done.styles),
                 "source_bytes": done.source_bytes,
                 "packed_bytes": done.packed_bytes,
                 "seconds": round(seconds, 3),
@@ -297,14 +418,30 @@ def reorder_command(
         f"{count} of {bits} bits in {'one group a row' if group_size == -1 else f'groups of {group_size}'}"
         for (bits, group_size), count in formats.items()
     )
+    lines = [
+        f"packed   {len(done.weights)} weights ({listed})",
+        f"copied   {len(done.tensors)} tensors" + "".join(f", {name}" for name in done.copied),
+    ]
+    if ranks > 1:
+        styles = Counter(done.styles.values())
+        lines.append(f"split    {', '.join(f'{count} {style}' for style, count in styles.items())} over {ranks} ranks")
+    if done.found:
+        lines.append(f"found    {done.found} of {len(done.files)} files finished by an earlier run")
+    verb = "to write" if dry_run else "wrote   "
+    files = "" if one_file else f" in {len(done.files)} file{'s' if len(done.files) > 1 else ''}"
+    time_taken = "" if dry_run else f", in {seconds:.1f} s"
+    lines.append(f"{verb} {done.path}: {_size(done.packed_bytes)}{files}, from {_size(done.source_bytes)}{time_taken}")
     console = _console()
-    console.print(f"packed   {len(done.weights)} weights ({listed})", soft_wrap=True, highlight=False)
-    console.print(f"copied   {len(done.tensors)} tensors", highlight=False)
-    console.print(
-        f"wrote    {escape(str(done.path))}: {_size(done.packed_bytes)}, from {_size(done.source_bytes)}, in {seconds:.1f} s",
-        soft_wrap=True,
-        highlight=False,
-    )
+    for line in lines:
+        console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _load(path: Path, zero_offset: str) -> Checkpoint:
+    if zero_offset == "auto":
+        return load_checkpoint(path)
+    if zero_offset not in ("0", "1"):
+        raise ValueError(f"--zero-offset is {zero_offset!r}; auto, 0 and 1 are accepted")
+    return load_checkpoint(path, zero_offset=1 if zero_offset == "1" else 0)
 
 
 # ---- verify
@@ -312,23 +449,26 @@ def reorder_command(
 
 @app.command()
 def verify(
-    file: Annotated[Path, typer.Argument(help="A packed file.")],
+    file: Annotated[Path, typer.Argument(help="A packed file, or a directory that reorder made.")],
     against: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The checkpoint it was made from, to compare every value with.")
+        Path | None, typer.Option(metavar="PATH", help="The checkpoint it was made from, to compare every value with.")
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Check every byte of a packed file; with --against, that it still is its checkpoint, bit for bit.
+    """Check every byte of a packed model; with --against, that it still is its checkpoint, bit for bit.
 
     The largest difference is between values as the packed file gives them and as the checkpoint does:
     rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
     1 if anything is wrong.
     """
     with _reported():
-        checkpoint = None if against is None else load_checkpoint(against)
-        total = file.stat().st_size if file.is_file() else 0
-        if checkpoint is not None:
-            total += sum(entry.nbytes for entry in checkpoint.entries.values())
+        parts = rank_directories(file) or [file]
+        infos = [packed_info(part) for part in parts if part.exists() or len(parts) == 1]
+        total = sum(shard.stat().st_size for info in infos for shard in info.files)
+        checkpoint = None
+        if against is not None:
+            checkpoint = _load(against, str(infos[0].options.get("zero_offset", "auto")) if infos else "auto")
+            total += len(infos) * sum(entry.nbytes for entry in checkpoint.entries.values())
         with _progress("verifying", total) as advance:
             found = verify_packed(file, checkpoint, progress=advance)
     if as_json:
@@ -349,6 +489,35 @@ def verify(
             )
         console.print("[red]FAILED[/red]" if found.problems else "[green]ok[/green]")
     if found.problems:
+        raise typer.Exit(_FAILED)
+
+
+# ---- diff
+
+
+@app.command()
+def diff(
+    first: Annotated[Path, typer.Argument(help="A packed file, or a directory that reorder made.")],
+    second: Annotated[Path, typer.Argument(help="Another.")],
+    as_json: _Json = False,
+) -> None:
+    """Compare two packed models, bit for bit, however they are cut into files. Exit status 1 if they differ."""
+    with _reported():
+        infos = [packed_info(path) for path in (first, second)]
+        with _progress("comparing", sum(file.stat().st_size for info in infos for file in info.files)) as advance:
+            found = diff_packed(first, second, progress=advance)
+    differ = bool(found.only_first or found.only_second or found.changed)
+    if as_json:
+        _print_json({"equal": not differ, **asdict(found)})
+    else:
+        console = _console()
+        for path, names in ((first, found.only_first), (second, found.only_second)):
+            for name in names:
+                console.print(f"only in {escape(str(path))}: {escape(name)}", soft_wrap=True, highlight=False)
+        for name, changes in found.changed.items():
+            console.print(f"{escape(name)}: {escape('; '.join(changes))}", soft_wrap=True, highlight=False)
+        console.print(f"{found.same} equal, {len(found.changed)} differ", highlight=False)
+    if differ:
         raise typer.Exit(_FAILED)
 
 

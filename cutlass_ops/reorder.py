@@ -296,6 +296,22 @@ def packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str
     return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
 
 
+def empty_packed(
+    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype], device: torch.device | str = "cpu"
+) -> PackedWeight:
+    """A packed weight whose tensors have memory and no values yet.
+
+    Args:
+        n, k, bits, group_size: as in :class:`cutlass_ops.PackedWeight`.
+        dtypes: of its tensors beside the codes.
+        device: "meta" takes no memory.
+    """
+    specs = packed_specs(n, k, bits, group_size, dtypes)
+    tensors: dict[str, Any] = dict.fromkeys(PARTS)
+    tensors.update({part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in specs.items()})
+    return PackedWeight(**tensors, n=n, k=k, bits=bits, group_size=group_size)
+
+
 def packed_metadata(
     weights: Mapping[str, tuple[int, int, int, int]],
     tied: Mapping[str, str],

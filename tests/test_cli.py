@@ -88,7 +88,7 @@ def test_inspect_shows_names_and_shapes(model: Path, tmp_path: Path) -> None:
     out = tmp_path / "p.safetensors"
     run("reorder", model, "-o", out, "--bits", 4)
     shown = run("inspect", out).stdout
-    assert "4 bits in groups of 128, scales float32" in shown
+    assert "4 bits in groups of 128, symmetric, scales float32" in shown
     assert "sources:  m.safetensors = " in shown
 
 
@@ -115,9 +115,132 @@ def test_a_wrong_file_fails_verification(model: Path, tmp_path: Path) -> None:
     assert json.loads(report.stdout)["ok"] is False
 
 
+def test_inspect_names_the_kernels(model: Path, tmp_path: Path) -> None:
+    out = tmp_path / "p.safetensors"
+    run("reorder", model, "-o", out, "--bits", 4, "--group-size", 32, "--asymmetric")
+    described = run_json("inspect", out, "--gpu", "sm_90", "--gpu", "sm_80")
+    tensors = {tensor["name"]: tensor for tensor in described["tensors"]}
+    up = tensors[UP]
+    assert (up["bits"], up["group_size"], up["symmetric"], up["act_order"]) == (4, 32, False, False)
+    weight = load_packed(out)[UP]
+    assert isinstance(weight, cutlass_ops.PackedWeight)
+    for gpu in ("sm_80", "sm_90"):
+        for m in (1, 4096):
+            assert up["kernels"][gpu][str(m)] == cutlass_ops.explain(m, weight, device=gpu).kernel
+    norm = tensors["model.norm.weight"]
+    assert (norm["kernels"], norm["bits"], norm["symmetric"]) == ({}, None, None)
+    block = run_json("inspect", out, "--gpu", "sm_90", "--act-quant", "block")["tensors"]
+    assert next(t for t in block if t["name"] == UP)["kernels"]["sm_90"]["1"].endswith("a8")
+    shown = run("inspect", out, "--gpu", "sm_80").stdout
+    assert "sm_80" in shown
+    assert "mma_gemm_a16" in shown
+    assert "sm_90" not in shown
+    assert "4 bits in groups of 32, zero points, scales float32" in shown
+
+
+def test_inspect_says_why_no_kernel_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    out = tmp_path / "p.safetensors"
+    run("reorder", model, "-o", out, "--bits", 4)
+    right = cli.ops.explain
+
+    def explain(m: int, weight: cutlass_ops.PackedWeight, **options: Any) -> cutlass_ops.Explanation:
+        if weight.n == 48:
+            raise ValueError("no row takes it")
+        return right(m, weight, **options)
+
+    monkeypatch.setattr(cli.ops, "explain", explain)
+    tensors = run_json("inspect", out, "--gpu", "sm_90")["tensors"]
+    assert next(t for t in tensors if t["name"] == UP)["kernels"] == {
+        "sm_90": {"1": "none: no row takes it", "4096": "none: no row takes it"}
+    }
+
+
+@pytest.fixture
+def directory(model: Path, tmp_path: Path) -> Path:
+    (tmp_path / "source").mkdir()
+    model.rename(tmp_path / "source" / "model.safetensors")
+    (tmp_path / "source" / "config.json").write_text('{"model_type": "llama"}')
+    (tmp_path / "source" / "tokenizer.json").write_text("{}")
+    return tmp_path / "source"
+
+
+def test_a_model_directory(directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--bits", 4, "--group-size", 32, "--act-quant", "block", "--act-asymmetric")
+    planned = run_json("reorder", directory, "-o", out, *options, "--dry-run")
+    assert not planned["written"]
+    assert not out.exists()
+    done = run_json("reorder", directory, "-o", out, *options)
+    assert done["written"]
+    assert (done["files"], done["weights"], done["copied"]) == (planned["files"], planned["weights"], ["tokenizer.json"])
+    config = json.loads((out / "config.json").read_text())
+    assert config["model_type"] == "llama"
+    assert config["quantization_config"]["act_quant"] == "block"
+    assert config["quantization_config"]["act_symmetric"] is False
+    again = run("reorder", directory, "-o", out, *options)
+    assert "found    1 of 1 files finished by an earlier run" in again.stdout
+    assert "copied   2 tensors, tokenizer.json" in again.stdout
+    described = run_json("inspect", out)
+    assert described["kind"] == "packed"
+    assert described["files"] == done["files"]
+    checked = run("verify", out, "--against", directory)
+    assert checked.exit_code == 0, checked.output
+    assert "checked  2 weights, 2 tensors" in checked.stdout
+
+
+def test_a_directory_for_each_rank(directory: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    options = ("--bits", 4, "--group-size", 32, "--tp", 2)
+    refused = run("reorder", directory, "-o", out, *options)  # down_proj has 48 input features
+    assert refused.exit_code == 2
+    assert "groups of 8" in refused.stderr
+    done = run("reorder", directory, "-o", out, *options, "--tp-split", "down=replicate")
+    assert done.exit_code == 0, done.output
+    assert "split    1 colwise over 2 ranks" in done.stdout
+    assert load_packed(out / "rank-1-of-2")[UP].n == 24  # type: ignore[union-attr]
+    assert run_json("inspect", out / "rank-1-of-2")["rank"] == "1 of 2"
+    assert run_json("verify", out, "--against", directory)["weights"] == 4
+    one = run("reorder", directory, "-o", tmp_path / "one.safetensors", *options)
+    assert one.exit_code == 2
+    assert "makes a directory for each rank" in one.stderr
+
+
+def test_diff(model: Path, tmp_path: Path) -> None:
+    a, b, c = (tmp_path / f"{name}.safetensors" for name in "abc")
+    run("reorder", model, "-o", a, "--bits", 4)
+    run("reorder", model, "-o", b, "--bits", 4, "--jobs", 1)
+    run("reorder", model, "-o", c, "--bits", 4, "--exclude", "down")
+    same = run("diff", a, b)
+    assert (same.exit_code, same.stdout) == (0, "4 equal, 0 differ\n")
+    other = run("diff", a, c)
+    assert other.exit_code == 1
+    assert other.stdout.splitlines() == [
+        f"only in {a}: {DOWN}",
+        f"only in {c}: {DOWN}.weight",
+        "3 equal, 0 differ",
+    ]
+    report = run("diff", a, c, "--json")
+    assert report.exit_code == 1
+    assert json.loads(report.stdout) == {
+        "equal": False,
+        "same": 3,
+        "only_first": [DOWN],
+        "only_second": [f"{DOWN}.weight"],
+        "changed": {},
+    }
+
+
 @pytest.mark.parametrize(
     ("args", "message"),
     [
+        (["inspect", "{dir}/m.safetensors", "--gpu", "sm_70"], "device is 'sm_70'"),
+        (["inspect", "{dir}/m.safetensors", "--act-quant", "row"], "act_quant is 'row'"),
+        (["diff", "{dir}/m.safetensors", "{dir}/m.safetensors"], "not a packed file"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--tp-split", "x"], "REGEX=STYLE"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--act-quant", "x"], "act_quant is 'x'"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "2"], "auto, 0 and 1"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "1"], "has no such option"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}", "--bits", "4"], "directory of the checkpoint itself"),
         (["inspect", "{dir}/nothing"], "no such file or directory"),
         (["inspect", "{dir}/noise.gguf"], "starts with b'nois'"),
         (["inspect", "{dir}/noise.safetensors"], "not a valid safetensors file"),
@@ -147,7 +270,7 @@ def test_bad_input_is_told_in_a_line(model: Path, tmp_path: Path, args: list[str
     assert not isinstance(result.exception, (ValueError, OSError))
 
 
-@pytest.mark.parametrize("command", [[], ["inspect"], ["reorder"], ["verify"], ["doctor"], ["demo"]])
+@pytest.mark.parametrize("command", [[], ["inspect"], ["reorder"], ["verify"], ["diff"], ["doctor"], ["demo"]])
 def test_help(command: list[str]) -> None:
     result = run(*command, "--help")
     assert result.exit_code == 0
