@@ -99,6 +99,14 @@ PYBIND11_MODULE(_C, m) {
       },
       py::arg("words_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("order"), py::arg("out_ptr"), py::arg("n"),
       py::arg("k"), "Write codes [n, k] (uint8) of 32-bit words that hold 8 codes of 4 bits along N, in this order.");
+  m.def(
+      "permute_columns",
+      [](Pointer codes, Pointer out, std::int64_t n, std::int64_t k, Pointer perm) {
+        py::gil_scoped_release release;
+        permute_columns(as<uint8_t const>(codes), as<uint8_t>(out), n, k, as<std::int32_t const>(perm));
+      },
+      py::arg("codes_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"), py::arg("perm_ptr"),
+      "Write codes [n, k] (uint8) with column perm[j] (int32, a permutation) at column j.");
 
   m.def(
       "unpack_bytes",

@@ -206,4 +206,14 @@ void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t 
   });
 }
 
+void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k, int32_t const* perm, int threads) {
+  check(n, k, 8, threads);
+  prefer_large_pages(permuted, size_t(n) * k);
+  for_each_index(n, kBatch, threads, [=](int64_t row) {
+    uint8_t const* source = codes + row * k;
+    uint8_t* destination = permuted + row * k;
+    for (int64_t i = 0; i < k; ++i) destination[i] = source[perm[i]];
+  });
+}
+
 }  // namespace cutlass_ops

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutlass_ops.checkpoints.words import unpack_along_k, unpack_along_n, unpack_bytes
+from cutlass_ops.checkpoints.words import permute_columns, unpack_along_k, unpack_along_n, unpack_bytes
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -47,6 +47,21 @@ def test_views_are_read_where_they_lie() -> None:
     for view in (stored.t(), stored[::2, 3:33:5], stored[:, :1]):
         assert torch.equal(unpack_along_k(view, 8 * view.shape[1], 4), unpack_along_k(view.clone(), 8 * view.shape[1], 4))
         assert torch.equal(unpack_along_n(view, AWQ), unpack_along_n(view.clone(), AWQ))
+
+
+@pytest.mark.parametrize("bits", [1, 2, 3, 5, 6, 7])
+def test_codes_of_other_bits_are_dense(bits: int) -> None:
+    codes = torch.randint(0, 1 << bits, (300, 45), generator=torch.Generator().manual_seed(bits))
+    rows = [sum(code << (bits * place) for place, code in enumerate(row)) for row in codes.tolist()]
+    count = -(-45 * bits // 32)
+    packed = words(*(row >> (32 * word) & 0xFFFFFFFF for row in rows for word in range(count))).view(300, count)
+    assert torch.equal(unpack_along_k(packed, 45, bits), codes.to(torch.uint8))
+
+
+def test_columns_are_permuted() -> None:
+    codes = torch.randint(0, 256, (5, 70), dtype=torch.uint8)
+    perm = torch.randperm(70)
+    assert torch.equal(permute_columns(codes, perm), codes[:, perm])
 
 
 def test_what_is_refused() -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import bitsandbytes, directory, gguf, hqq, torchao
+from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, torchao
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
@@ -34,7 +34,10 @@ _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a d
 #: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how to read
 #: it, and the options of :func:`load_checkpoint` that the reader takes. The first that is recognised reads.
 _DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {
+    "awq": (awq.recognise, awq.read, ()),
     "bitsandbytes": (bitsandbytes.recognise, bitsandbytes.read, ()),
+    "compressed-tensors": (compressed_tensors.recognise, compressed_tensors.read, ()),
+    "gptq": (gptq.recognise, gptq.read, ("zero_offset",)),
     "hqq": (hqq.recognise, hqq.read, ()),
     "torchao": (torchao.recognise, torchao.read, ()),
 }

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from .. import _C
+
+_ROWS = 256
 
 
 def _strides(words: Tensor) -> tuple[int, int]:
@@ -19,12 +22,14 @@ def _strides(words: Tensor) -> tuple[int, int]:
 
 
 def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
-    """Codes of words that hold ``32 / bits`` of them along K, the first in the lowest bits.
+    """Codes of words that hold them densely along K, the first in the lowest bits.
+
+    Code j of a row is bits ``j * bits`` and up of the row's words taken together: 3-bit codes may lie in two of them.
 
     Args:
         words: int32 ``[N, ceil(k * bits / 32)]``; any strides, so that GPTQ's ``[K / 8, N]`` comes as ``words.t()``.
         k: codes in a row.
-        bits: 4 or 8.
+        bits: 1 to 8; 4 and 8 are fast.
 
     Returns:
         uint8 ``[N, k]``.
@@ -38,6 +43,12 @@ def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
     if columns != -(-k * bits // 32):
         raise ValueError(f"words are {[n, columns]}; {k} codes of {bits} bits take {-(-k * bits // 32)} words a row")
     codes = torch.empty(n, k, dtype=torch.uint8)
+    if bits not in (4, 8):
+        for begin in range(0, n, _ROWS):  # a byte for each bit is a lot
+            raw = words[begin : begin + _ROWS].contiguous().numpy().view(np.uint8)
+            ones = np.unpackbits(raw, axis=1, count=k * bits, bitorder="little").reshape(-1, k, bits)
+            codes[begin : begin + _ROWS] = torch.from_numpy(np.packbits(ones, axis=2, bitorder="little")[..., 0])
+        return codes
     _C.unpack_along_k(words.data_ptr(), n_stride, k_stride, codes.data_ptr(), n, k, bits)
     return codes
 
@@ -92,3 +103,19 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
     if codes.numel():
         _C.unpack_bytes(packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr())
     return codes
+
+
+def permute_columns(codes: Tensor, perm: Tensor) -> Tensor:
+    """Codes whose column j is column ``perm[j]`` of ``codes``.
+
+    Args:
+        codes: uint8 ``[N, K]``, contiguous.
+        perm: ``[K]``, each below K; checked by the caller.
+
+    Returns:
+        uint8 ``[N, K]``.
+    """
+    permuted = torch.empty_like(codes)
+    order = perm.to(torch.int32).contiguous()
+    _C.permute_columns(codes.data_ptr(), permuted.data_ptr(), codes.shape[0], codes.shape[1], order.data_ptr())
+    return permuted

@@ -164,5 +164,19 @@ TEST(Words, RefusesBytesThatMakeNoRuns) {
   EXPECT_THROW(unpack(int64_t{1} << 40, int64_t{1} << 40, int64_t{1} << 40, 1), std::invalid_argument);
 }
 
+TEST(PermuteColumns, TakesEachColumnByItsNumber) {
+  int const n = 37, k = 130;
+  std::vector<uint8_t> codes(size_t(n) * k), permuted(size_t(n) * k + 1, 0xa5);
+  std::vector<int32_t> perm(k);
+  for (int j = 0; j < k; ++j) perm[size_t(j)] = j * 7 % k;  // 7 and 130 have no common divisor
+  for (size_t i = 0; i < codes.size(); ++i) codes[i] = uint8_t(i * 31 + i / 251);
+  permute_columns(codes.data(), permuted.data(), n, k, perm.data(), 2);
+  for (int row = 0; row < n; ++row) {
+    for (int j = 0; j < k; ++j) ASSERT_EQ(permuted[size_t(row * k + j)], codes[size_t(row * k + j * 7 % k)]);
+  }
+  EXPECT_EQ(permuted.back(), 0xa5);  // nothing written past the end
+  EXPECT_THROW(permute_columns(codes.data(), permuted.data(), 0, k, perm.data()), std::invalid_argument);
+}
+
 }  // namespace
 }  // namespace cutlass_ops

@@ -26,4 +26,8 @@ enum class ByteOrder { low_high_in_turn, high_low_in_turn, low_then_high, high_t
 void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,
                   uint8_t* codes, int threads = 0);
 
+// Column j of `permuted` is column perm[j] of `codes`; both are n * k bytes, row-major, and do not overlap. The k elements of perm
+// are 0 .. k-1.
+void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k, int32_t const* perm, int threads = 0);
+
 }  // namespace cutlass_ops

@@ -1,0 +1,371 @@
+"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block.
+
+Source: ``compressors/pack_quantized`` and ``compressors/naive_quantized`` of the package ``compressed-tensors``.
+Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
+
+=========================  ===========================================================================================
+tensor                     holds
+=========================  ===========================================================================================
+pack-quantized
+``<m>.weight_packed``      int32 ``[N, ceil(K * b / 32)]``: code + 2^(b-1), dense along K, the first in the lowest bits
+``<m>.weight_shape``       integers ``[2]``: N and K, which need not fill the last word
+``<m>.weight_scale``       floats ``[N, G]``, ``[N, 1]`` or ``[1]``: value = scale * (code - zero)
+``<m>.weight_zero_point``  int32 ``[ceil(N * b / 32), G]``, packed along N; int8 ``[1]`` for a whole tensor; absent if
+                           symmetric
+``<m>.weight_g_idx``       int32 ``[K]``: the group of each input; of files written before 2026-08; -1 means none
+int-quantized
+``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
+``<m>.weight_scale``       as above, or a scale for each block of rows and columns
+``<m>.weight_zero_point``  int8, shaped as the scales; absent if symmetric
+=========================  ===========================================================================================
+
+Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
+So are shapes and groups; the config gives the bits of int-quantized codes and settles the rest. Scales for static
+activations (``input_scale``, ``input_zero_point``) are not used: activations are quantised online.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..weight import CheckpointError
+from . import grouped
+from .checkpoint import Checkpoint, Entry
+from .directory import Source
+from .grouped import Stored
+from .words import unpack_along_k
+
+_INTEGERS = (torch.int64, torch.int32)
+_STATIC = ("input_scale", "input_zero_point")
+
+
+@dataclass(frozen=True)
+class _Group:
+    """One of ``config_groups``.
+
+    Attributes:
+        targets: names, "re:" with a regular expression, or classes.
+        bits: of the weights; None if they stay floats.
+        size: inputs in a group; None unless the strategy is "group".
+        block: rows and columns of a block; None unless the strategy is "block".
+    """
+
+    targets: tuple[str, ...]
+    bits: int | None
+    size: int | None
+    block: tuple[int, int] | None
+
+
+def recognise(source: Source) -> bool:
+    """Whether the config says so or, where it says nothing, a module has the names of packed codes."""
+    settings = source.quantization
+    if settings.get("quant_method") is not None or "config_groups" in settings:
+        return bool(settings.get("quant_method", "compressed-tensors") == "compressed-tensors")
+    return any({f"{m}.weight_scale", f"{m}.weight_shape"} <= source.tensors.keys() for m in source.modules("weight_packed"))
+
+
+def read(source: Source) -> Checkpoint:
+    """The modules with packed codes, and those with integer weights beside a scale.
+
+    Raises:
+        CheckpointError: settings or shapes that are not the format's.
+    """
+    settings = source.quantization
+    for name, kind in (("sparsity_config", "sparse weights"), ("transform_config", "rotated activations")):
+        held = settings.get(name)
+        if held and not (isinstance(held, dict) and (held.get("format") == "dense" or held.get("config_groups") == {})):
+            raise CheckpointError(source.path, f"has a {name}: {kind} are not supported")
+    groups = tuple(_groups(source))
+    # A file's regular expressions may be made to take for ever.
+    deadline = time.monotonic() + 10
+    entries = [_packed(source, module, groups, deadline) for module in source.modules("weight_packed")]
+    for module in source.modules("weight_scale"):
+        if f"{module}.weight" in source.tensors:
+            entries.append(_plain(source, module, groups, deadline))
+    return source.checkpoint("compressed-tensors", entries)
+
+
+# ---- the config
+
+
+def _groups(source: Source) -> Iterator[_Group]:
+    groups = source.quantization.get("config_groups", {})
+    if not isinstance(groups, dict):
+        raise CheckpointError(source.path, f"config_groups is {groups!r:.100}; an object is expected")
+    for name, group in groups.items():
+        targets = group.get("targets") if isinstance(group, dict) else None
+        weights = group.get("weights") if isinstance(group, dict) else None
+        if (
+            not isinstance(targets, list)
+            or not all(isinstance(target, str) for target in targets)
+            or not isinstance(weights, (dict, type(None)))
+        ):
+            raise CheckpointError(
+                source.path, f"config group {name!r:.100} has no list of targets, or weights that are no object"
+            )
+        weights = weights or {}
+        block = weights.get("block_structure")
+        if weights.get("strategy") != "block" or not _is_block(block):
+            block = None
+        yield _Group(
+            targets=tuple(targets),
+            bits=grouped.setting(source, weights, ("num_bits",), None) if weights.get("type", "int") == "int" else None,
+            size=grouped.setting(source, weights, ("group_size",), None),
+            block=None if block is None else (block[0], block[1]),
+        )
+
+
+def _is_block(block: Any) -> bool:
+    return isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block)
+
+
+def _scheme(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> _Group | None:
+    """The config group of a module: by its name, else by an expression, else by its class, else the only one."""
+    if len(groups) == 1:
+        return groups[0]
+    for kind in (_by_name, _by_expression, _by_class):
+        for group in groups:
+            for target in group.targets:
+                if time.monotonic() > deadline:
+                    raise CheckpointError(source.path, "its regular expressions take too long")
+                if kind(source, module, target):
+                    return group
+    return None
+
+
+def _by_name(source: Source, module: str, target: str) -> bool:
+    return module == target
+
+
+def _by_expression(source: Source, module: str, target: str) -> bool:
+    if not target.startswith("re:"):
+        return False
+    expression = target.removeprefix("re:")
+    # What could backtrack without end, or for longer than the deadline, within one match is not tried.
+    if len(module) > 256 or len(expression) > 1000 or _steps(expression) > 3:
+        raise CheckpointError(
+            source.path, f"the target {target!r:.100} is an expression that may take too long on {module!r:.100}"
+        )
+    try:
+        return re.match(expression, module) is not None
+    except (re.error, RecursionError, OverflowError) as error:
+        raise CheckpointError(source.path, f"the target {target!r:.100} is no regular expression: {error}") from error
+
+
+def _steps(expression: str) -> int:
+    """How many repetitions an expression has, in each of which a match may try every place; many if one may hold another."""
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression)
+    return 100 if re.search(r"\)[*+{]", bare) else len(re.findall(r"[*+{]", bare))
+
+
+def _by_class(source: Source, module: str, target: str) -> bool:
+    return target == "Linear"
+
+
+# ---- modules
+
+
+def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
+    codes = grouped.checked(source, f"{module}.weight_packed", (torch.int32, torch.uint8))
+    if codes.dtype == torch.uint8:
+        return _unsupported(source, codes, module, codes.shape, "holds floats of 4 bits (nvfp4 or mxfp4)")
+    if len(codes.shape) != 2:
+        return _unsupported(source, codes, module, codes.shape, f"has {len(codes.shape)} dimensions; a linear weight has two")
+    shape = grouped.checked(source, f"{module}.weight_shape", _INTEGERS, (2,))
+    n, k = (int(size) for size in shape.values().tolist())
+    if n < 1 or k < 1 or n != codes.shape[0]:
+        raise CheckpointError(source.path, f"is {[n, k]}; the codes are {list(codes.shape)}", shape.name)
+    bits = _packed_bits(source, codes, module, k, groups, deadline)
+    scales = grouped.float_scales(source, f"{module}.weight_scale")
+    vector = _vector(source, scales, n, k, None)
+    zeros = source.tensors.get(f"{module}.weight_zero_point")
+    if zeros is not None:
+        if zeros.dtype == torch.int32 and scales.shape != (1,):
+            grouped.checked(source, zeros.name, (torch.int32,), (-(-n * bits // 32), vector[1]))
+        else:
+            grouped.checked(source, zeros.name, (torch.int8,), scales.shape)
+    parts = [codes.name, scales.name, shape.name]
+    index = None
+    if (name := f"{module}.weight_g_idx") in source.tensors:
+        parts.append(name)
+        if bool((grouped.checked(source, name, _INTEGERS, (k,)).values() != -1).any()):
+            index = partial(grouped.group_index, source, name, k, vector[1])
+    return _entry(
+        source,
+        module,
+        "pack-quantized",
+        (n, k),
+        bits,
+        parts,
+        scales,
+        zeros,
+        partial(_read_packed, codes, scales, zeros, (n, k), bits),
+        _size(source, scales, k, vector[1], groups, index is not None),
+        index,
+    )
+
+
+def _packed_bits(source: Source, codes: Entry, module: str, k: int, groups: tuple[_Group, ...], deadline: float) -> int:
+    """The bits by which k codes fill the words, if the config has such."""
+    fitting = {bits for bits in range(1, 9) if -(-k * bits // 32) == codes.shape[1]}
+    stated = {group.bits for group in groups if group.bits in fitting} if groups else fitting & {4, 8}
+    if len(stated) > 1:
+        scheme = _scheme(source, module, groups, deadline)
+        stated &= {scheme.bits if scheme else None}
+    if len(stated) != 1:
+        known = ", ".join(str(group.bits) for group in groups) or "none"
+        raise CheckpointError(
+            source.path, f"has {codes.shape[1]} words for {k} codes, which fits no bits of its config ({known})", codes.name
+        )
+    return stated.pop() or 0
+
+
+def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
+    codes = source.tensors[f"{module}.weight"]
+    if codes.dtype != torch.int8:
+        return _unsupported(source, codes, module, codes.shape, f"holds {codes.kind} beside a scale; int8 is supported")
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K]")
+    n, k = codes.shape
+    bits = {group.bits for group in groups if group.bits is not None}
+    scheme = _scheme(source, module, groups, deadline) if len(bits) > 1 or any(group.block for group in groups) else None
+    if len(bits) > 1:
+        bits = {scheme.bits if scheme and scheme.bits else 8}
+    b = bits.pop() if bits else 8
+    if not 1 <= b <= 8:
+        return _unsupported(source, codes, module, codes.shape, f"has codes of {b} bits")
+    scales = grouped.float_scales(source, f"{module}.weight_scale")
+    block = scheme.block if scheme else None
+    if block and scales.shape != (-(-n // block[0]), -(-k // block[1])):
+        block = None
+    vector = _vector(source, scales, n, k, block)
+    zeros = source.tensors.get(f"{module}.weight_zero_point")
+    if zeros is not None:
+        grouped.checked(source, zeros.name, (torch.int8,), scales.shape)
+    size = min(block[1], k) if block else _size(source, scales, k, vector[1], groups, False)
+    return _entry(
+        source,
+        module,
+        "int-quantized",
+        (n, k),
+        b,
+        [codes.name, scales.name],
+        scales,
+        zeros,
+        partial(_read_plain, source, codes, scales, zeros, b, block),
+        size,
+        None,
+    )
+
+
+def _entry(
+    source: Source,
+    module: str,
+    kind: str,
+    shape: tuple[int, int],
+    bits: int,
+    parts: list[str],
+    scales: Entry,
+    zeros: Entry | None,
+    read: Any,
+    size: int,
+    index: Any,
+) -> Entry:
+    others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
+    return grouped.entry(
+        source,
+        module,
+        f"{kind} {bits} bits",
+        shape,
+        bits,
+        size,
+        (*parts, *([zeros.name] if zeros else ()), *others),
+        scales=scales.dtype,
+        has_zeros=zeros is not None,
+        read=read,
+        index=index,
+    )
+
+
+def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ...], what: str) -> Entry:
+    def values() -> Tensor:
+        raise CheckpointError(source.path, what, codes.name)
+
+    parts = [name for name in source.tensors if name.startswith(f"{module}.weight")]
+    return Entry(
+        name=module,
+        source=codes.name,
+        kind=codes.kind,
+        shape=shape,
+        nbytes=codes.nbytes,
+        dtype=torch.float32,
+        values=values,
+        problem=what,
+        parts=tuple(parts),
+    )
+
+
+def _vector(source: Source, scales: Entry, n: int, k: int, block: tuple[int, int] | None) -> tuple[int, int]:
+    """The shape that the scales have once they are spread over the rows."""
+    if block:
+        return n, scales.shape[1]
+    if scales.shape in ((), (1,), (1, 1)):
+        return n, 1
+    if len(scales.shape) == 2 and scales.shape[0] == n and 1 <= scales.shape[1] <= k:
+        return n, scales.shape[1]
+    raise CheckpointError(source.path, f"is {list(scales.shape)}; for {[n, k]} codes [N, G] or [1] is expected", scales.name)
+
+
+def _size(source: Source, scales: Entry, k: int, groups: int, stated: tuple[_Group, ...], any_lengths: bool) -> int:
+    sizes = [group.size or -1 for group in stated]
+    size = grouped.group_size(k, groups, sizes)
+    if size is None and any_lengths:
+        return next((size for size in sizes if size > 0), -(-k // groups))
+    if size is None:
+        raise CheckpointError(source.path, f"is {list(scales.shape)} for K = {k}; no known size of groups fits", scales.name)
+    return size
+
+
+def _spread(values: Tensor, n: int, block: tuple[int, int] | None) -> Tensor:
+    if block:
+        return values.repeat_interleave(block[0], 0)[:n]
+    return (values if values.dim() == 2 else values.view(1, 1)).expand(n, -1)
+
+
+def _read_packed(codes: Entry, scales: Entry, zeros: Entry | None, shape: tuple[int, int], bits: int) -> Stored:
+    n, k = shape
+    spread = _spread(scales.values(), n, None)
+    z = None
+    if zeros is not None and zeros.dtype == torch.int32:
+        z = unpack_along_k(zeros.values().t(), n, bits).t()
+    elif zeros is not None:
+        z = _unsigned(_spread(zeros.values(), n, None), bits)
+    return Stored(unpack_along_k(codes.values(), k, bits), spread, z)
+
+
+def _read_plain(
+    source: Source, codes: Entry, scales: Entry, zeros: Entry | None, bits: int, block: tuple[int, int] | None
+) -> Stored:
+    values = codes.values()
+    half = formats.midpoint(bits)
+    if bits < 8 and not -half <= int(values.min()) <= int(values.max()) < half:
+        raise CheckpointError(
+            source.path, f"holds {int(values.min())} to {int(values.max())}; {bits} bits are {-half} to {half - 1}", codes.name
+        )
+    n = codes.shape[0]
+    z = None if zeros is None else _unsigned(_spread(zeros.values(), n, block), bits)
+    return Stored(_unsigned(values, bits), _spread(scales.values(), n, block), z)
+
+
+def _unsigned(values: Tensor, bits: int) -> Tensor:
+    # Modulo 256, where 8 bits have their place.
+    return values.view(torch.uint8) + formats.midpoint(bits)
