@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, dequantize_4bit, quantize_4bit
+from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
 from .quantize import quantize
@@ -28,6 +29,7 @@ __all__ = [
     "explain",
     "fuse_linears",
     "load_checkpoint",
+    "load_model",
     "load_packed",
     "mixed_gemm",
     "quantize",
@@ -38,3 +40,5 @@ __all__ = [
     "save_packed",
     "set_activations",
 ]
+
+register_when_imported()

@@ -68,7 +68,8 @@ class MixedLinear(nn.Module):
         """The weight as this layer's buffers hold it now; it shares their memory."""
         return self._packed
 
-    def _view_buffers(self) -> None:
+    def view_buffers(self) -> None:
+        """Take the buffers into :attr:`packed` as they are now: to be called after one was replaced."""
         # Checked once here rather than at every forward, which has microseconds to spare, not tens of them.
         self._packed = replace(self._packed, **{name: getattr(self, name) for name in PARTS})
 
@@ -76,13 +77,13 @@ class MixedLinear(nn.Module):
         module: Any = super()  # torch has no types here
         # Seen as bytes, tensors follow every move and escape every change of dtype.
         module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
-        self._view_buffers()
+        self.view_buffers()
         return self
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         # load_state_dict(assign=True) puts other tensors in the buffers' places.
-        self._view_buffers()
+        self.view_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype."""

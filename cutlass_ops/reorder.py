@@ -622,14 +622,23 @@ def read_packed_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
     n, k, bits, group_size = info.weights[name]
     path = info.places[name]
     parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in PARTS}
-    perm = parts["perm"]
     try:
         weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), name) from error
-    # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
-    if perm is not None and not torch.equal(perm.sort().values, torch.arange(k, dtype=torch.int32)):
-        raise CheckpointError(path, f"is not a permutation of 0 .. {k - 1}", f"{name}.perm")
-    if bits == 4 and parts["zeros"] is not None and not -8 <= int(parts["zeros"].min()) <= int(parts["zeros"].max()) <= 7:
-        raise CheckpointError(path, "holds values outside of -8 .. 7, the zero points of 4 bits", f"{name}.zeros")
+    if problem := packed_problem(weight):
+        raise CheckpointError(path, problem[1], f"{name}.{problem[0]}")
     return weight
+
+
+def packed_problem(weight: PackedWeight) -> tuple[str, str] | None:
+    """What is wrong with the values of a weight that came from a file: a tensor's name and the fault, or None."""
+    # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
+    if weight.perm is not None and not torch.equal(
+        weight.perm.sort().values, torch.arange(weight.k, dtype=torch.int32, device=weight.device)
+    ):
+        return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
+    zeros = weight.zeros
+    if weight.bits == 4 and zeros is not None and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7:
+        return "zeros", "holds values outside of -8 .. 7, the zero points of 4 bits"
+    return None

@@ -1,0 +1,315 @@
+"""Models of transformers: packed directories through from_pretrained, every dialect through load_model."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import cutlass_ops as co
+from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.plan import Options
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+# Python's own parts of transformers, torch and gguf warn of each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+SIZES = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 160,
+    "initializer_range": 0.2,
+}
+FAMILIES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
+
+
+def tiny(family: str = "llama", **options: Any) -> Any:
+    """A random model whose every parameter matters: norms that are not 1, biases that are not 0."""
+    config = getattr(transformers, FAMILIES[family])(**{**SIZES, **options})
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() == 1:
+                parameter.copy_(torch.rand_like(parameter) + 0.5 * name.endswith("norm.weight"))
+    return model
+
+
+def linears(model: nn.Module) -> dict[str, nn.Linear]:
+    """The layers that are packed: all but the head."""
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
+
+
+def dequantised(model: Any, weights: dict[str, co.QuantizedWeight]) -> Any:
+    """The model with the values of quantised weights."""
+    model = copy.deepcopy(model)
+    with torch.no_grad():
+        for name, linear in linears(model).items():
+            linear.weight.copy_(co.dequantize(weights[name], torch.float32))
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.inference_mode():
+        result: Tensor = model(input_ids=TOKENS).logits.float()
+    return result
+
+
+def assert_same_logits(found: Any, expected: Any) -> None:
+    a, b = logits(found), logits(expected)
+    assert (a - b).abs().max() <= 2e-5 * b.square().mean().sqrt()
+
+
+def mixed(model: nn.Module) -> dict[str, co.MixedLinear]:
+    return {name: module for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path, Path]:
+    """A model with its dequantised weights, its float directory, and its packed one in two shards."""
+    model = tiny(request.param)
+    folder = tmp_path_factory.mktemp(request.param)
+    model.save_pretrained(folder / "float")
+    reorder_model(co.load_checkpoint(folder / "float"), folder / "packed", Options(4, 32, False), shard_bytes=60_000)
+    weights = {name: co.quantize(linear.weight.detach(), 4, 32, False) for name, linear in linears(model).items()}
+    return dequantised(model, weights), folder / "float", folder / "packed"
+
+
+def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Path]) -> None:
+    expected, _, packed = family
+    assert len(list(packed.glob("*.safetensors"))) > 1
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(packed, output_loading_info=True)
+    assert not any(info.values())
+    assert mixed(model).keys() == linears(expected).keys()
+    assert not model.training
+    assert_same_logits(model, expected)
+    assert torch.equal(
+        model.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0),
+        expected.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0),
+    )
+
+
+def test_dtype_is_that_of_x_and_not_of_what_is_stored(family: tuple[Any, Path, Path]) -> None:
+    expected, _, packed = family
+    model = transformers.AutoModelForCausalLM.from_pretrained(packed, dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    for layer in mixed(model).values():
+        assert (layer.packed.scales.dtype, layer.packed.codes.dtype) == (torch.float32, torch.uint8)
+    assert (logits(model) - logits(expected)).norm() < 0.03 * logits(expected).norm()
+
+
+def test_load_model_fuses_what_shares_x(family: tuple[Any, Path, Path]) -> None:
+    expected, _, packed = family
+    model = co.load_model(packed)
+    names = {name.rpartition(".")[2] for name in mixed(model)}
+    assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    assert_same_logits(model, expected)
+    plain = co.load_model(packed, fuse=False, act_quant="block", act_symmetric=False)
+    assert mixed(plain).keys() == linears(expected).keys()
+    assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(plain).values()} == {("block", False)}
+    assert 1e-4 < (logits(plain) - logits(expected)).norm() / logits(expected).norm() < 0.1
+
+
+def test_load_model_quantises_floats_on_the_way(family: tuple[Any, Path, Path]) -> None:
+    expected, floats, _ = family
+    assert_same_logits(co.load_model(floats, options=Options(4, 32, False)), expected)
+
+
+def test_what_the_directory_says_of_activations_is_the_default(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "float")
+    checkpoint = co.load_checkpoint(tmp_path / "float")
+    reorder_model(checkpoint, tmp_path / "packed", Options(8, 32), act_quant="token", act_symmetric=False)
+    for model in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
+        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(model).values()} == {("token", False)}
+    model = co.load_model(tmp_path / "packed", act_quant="none")
+    assert {layer.act_quant for layer in mixed(model).values()} == {"none"}
+
+
+def test_layers_of_different_formats_and_some_left_as_they_are(tmp_path: Path) -> None:
+    model = tiny()
+    model.save_pretrained(tmp_path / "float")
+    options = Options(4, 32, exclude=r"down_proj|layers\.1\.mlp\.up_proj")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", options)
+    loaded = co.load_model(tmp_path / "packed")
+    down = "model.layers.0.mlp.down_proj"
+    assert torch.equal(loaded.get_submodule(down).weight, model.get_submodule(down).weight)
+    # gate alone is packed in layer 1, so that there is nothing to share
+    assert {name for name in mixed(loaded) if "mlp" in name} == {
+        "model.layers.0.mlp.gate_up_proj",
+        "model.layers.1.mlp.gate_proj",
+    }
+
+
+def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
+    model = tiny("qwen2", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    for loaded in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
+        assert loaded.lm_head.weight is loaded.model.embed_tokens.weight
+        assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
+
+
+def test_a_model_without_its_head(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    expected, floats, _ = family
+    # Exceptions are listed under the names of the model with the head.
+    reorder_model(co.load_checkpoint(floats), tmp_path / "packed", Options(4, 32, False, exclude="down_proj"))
+    model = transformers.AutoModel.from_pretrained(tmp_path / "packed")
+    assert mixed(model).keys() == {n.removeprefix("model.") for n in linears(expected) if "down_proj" not in n}
+    assert isinstance(model.layers[0].mlp.down_proj, nn.Linear)
+
+
+def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    expected, _, packed = family
+    model = transformers.AutoModelForCausalLM.from_pretrained(packed)
+    model.save_pretrained(tmp_path / "again")
+    again = co.load_model(tmp_path / "again", fuse=False)
+    for name, layer in mixed(model).items():
+        for part, tensor in layer.packed.tensors().items():
+            assert torch.equal(mixed(again)[name].packed.tensors()[part], tensor)
+    assert_same_logits(again, expected)
+    co.fuse_linears(model)
+    with pytest.raises(ValueError, match="layers of the model are fused"):
+        model.save_pretrained(tmp_path / "fused")
+
+
+def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
+    """A packed directory with other tensors, in one shard."""
+    target.mkdir()
+    tensors = {name: tensor for file in packed.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((packed / "config.json").read_bytes())
+    return target
+
+
+@pytest.fixture(scope="module")
+def act_order(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A packed Llama of one layer with permutations and zero points."""
+    folder = tmp_path_factory.mktemp("act_order")
+    model = tiny(num_hidden_layers=1)
+    tensors: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module in linears(model):
+            weight = co.quantize(tensor, 4, 32, False)
+            perm = torch.randperm(weight.k, generator=torch.Generator().manual_seed(0))
+            tensors[module] = co.reorder(
+                co.QuantizedWeight(weight.codes, weight.scales, weight.zeros, bits=4, group_size=32, perm=perm)
+            )
+        else:
+            tensors[name] = tensor
+    co.save_packed(folder / "packed.safetensors", tensors)
+    (folder / "config.json").write_text(model.config.to_json_string())
+    return folder / "packed.safetensors"
+
+
+def test_a_packed_file_beside_its_config(act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order)
+    assert "model.layers.0.self_attn.o_proj" in mixed(model)
+    model = co.load_model(act_order, fuse=False)
+    packed = co.load_packed(act_order)
+    assert all(layer.packed.perm is not None for layer in mixed(model).values())
+    assert_same_logits(model, dequantised(tiny(num_hidden_layers=1), {n: packed[n].unpack() for n in mixed(model)}))
+    (tmp_path / "lone.safetensors").write_bytes(act_order.read_bytes())
+    with pytest.raises(co.CheckpointError, match=r"there is no config.json"):
+        co.load_model(tmp_path / "lone.safetensors")
+    assert_same_logits(co.load_model(tmp_path / "lone.safetensors", config=model.config), model)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"up_proj.perm": torch.zeros(64, dtype=torch.int32)}, "up_proj.perm' is not a permutation of 0 .. 63"),
+        ({"up_proj.zeros": torch.full((4, 128), 9, dtype=torch.int8)}, "up_proj.zeros' holds values outside of -8 .. 7"),
+        ({"up_proj.scales": None}, "up_proj.scales' is not in the model's files"),
+    ],
+)
+def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tensor | None], match: str) -> None:
+    model = co.load_model(act_order, fuse=False)
+    model.save_pretrained(tmp_path / "saved")
+    broken = {f"model.layers.0.mlp.{name}": tensor for name, tensor in change.items()}
+    folder = rewrite(tmp_path / "saved", tmp_path / "broken", broken)
+    for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=match):
+            load(folder)
+
+
+def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order, fuse=False)
+    model.save_pretrained(tmp_path / "saved")
+    for name, match in (
+        ("model.layers.0.mlp.up_proj.codes", r"up_proj.codes' is not in the model's files, or is of another size"),
+        ("model.norm.weight", r"tensor 'model.norm.weight' is \[5\]; the model's is \[64\]"),
+    ):
+        folder = rewrite(tmp_path / "saved", tmp_path / name, {name: torch.zeros(5, dtype=torch.uint8)})
+        with pytest.raises(ValueError, match=match):
+            co.load_model(folder)
+    folder = rewrite(tmp_path / "saved", tmp_path / "more", {"model.other.weight": torch.zeros(3)})
+    with pytest.raises(ValueError, match=r"the model has no place for model\.other\.weight$"):
+        co.load_model(folder)
+    folder = rewrite(tmp_path / "saved", tmp_path / "less", {"model.norm.weight": None})
+    with pytest.raises(ValueError, match=r"the file lacks model\.norm\.weight$"):
+        co.load_model(folder)
+    config = json.loads((tmp_path / "saved" / "config.json").read_text())
+    config["quantization_config"]["layout_version"] = 9
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"layout 'cutlass_ops.slab64', version 9; known is"):
+        co.load_model(folder)
+    tiny().save_pretrained(tmp_path / "float")
+    with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
+        co.load_model(tmp_path / "float")
+
+
+def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
+    tiny(intermediate_size=128).save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), ranks=2)
+    with pytest.raises(ValueError, match="rank 0 of 2 of a model that was split"):
+        co.load_model(tmp_path / "packed" / "rank-0-of-2")
+
+
+def test_models_are_packed_offline_only(tmp_path: Path) -> None:
+    from cutlass_ops.hf_quantizer import CutlassOpsConfig
+    from cutlass_ops.model_directory import WeightFormat, quantization_config
+
+    tiny().save_pretrained(tmp_path)
+    config = CutlassOpsConfig(**quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))}))
+    with pytest.raises(ValueError, match="require the model to be pre-quantized"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, quantization_config=config)
+
+
+def test_compiles_into_one_graph(act_order: Path) -> None:
+    model = co.load_model(act_order, act_quant="block")
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.inference_mode():
+        found = compiled(input_ids=TOKENS, use_cache=False).logits
+    assert (found - logits(model)).abs().max() <= 1e-5 * logits(model).square().mean().sqrt()
+
+
+@pytest.mark.parametrize("first", ["cutlass_ops", "transformers.quantizers"])
+def test_registered_whichever_is_imported_first(first: str) -> None:
+    second = "transformers.quantizers" if first == "cutlass_ops" else "cutlass_ops"
+    code = f"""
+        import sys, {first}
+        lazy = "transformers" not in sys.modules
+        import {second}, transformers.quantizers
+        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
+        assert "cutlass_ops" in AUTO_QUANTIZER_MAPPING and "cutlass_ops" in AUTO_QUANTIZATION_CONFIG_MAPPING
+        print(lazy)
+    """
+    command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == str(first == "cutlass_ops")  # cutlass_ops alone does not import transformers
