@@ -46,7 +46,7 @@ def recognise(source: Source) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The modules that have a ``qweight``.
+    """The modules that have codes or zero points.
 
     Raises:
         CheckpointError: settings or shapes that are not AWQ's.
@@ -59,7 +59,7 @@ def read(source: Source) -> Checkpoint:
         raise CheckpointError(source.path, f"AWQ with {bits} bits; 4 are supported")
     size = grouped.setting(source, settings, ("group_size", "q_group_size"), None)
     stated = None if version is None else str(version).lower()
-    return source.checkpoint("awq", [_entry(source, module, stated, size) for module in source.modules("qweight")])
+    return source.checkpoint("awq", [_entry(source, module, stated, size) for module in source.modules("qweight", "qzeros")])
 
 
 def _layout(source: Source, module: str) -> str | None:

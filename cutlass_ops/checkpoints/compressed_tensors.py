@@ -87,9 +87,9 @@ def read(source: Source) -> Checkpoint:
     groups = tuple(_groups(source))
     # A file's regular expressions may be made to take for ever.
     deadline = time.monotonic() + 10
-    entries = [_packed(source, module, groups, deadline) for module in source.modules("weight_packed")]
-    for module in source.modules("weight_scale"):
-        if f"{module}.weight" in source.tensors:
+    entries = [_packed(source, module, groups, deadline) for module in source.modules("weight_packed", "weight_shape")]
+    for module in source.modules("weight"):
+        if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype == torch.int8:
             entries.append(_plain(source, module, groups, deadline))
     return source.checkpoint("compressed-tensors", entries)
 

@@ -71,9 +71,10 @@ class Source:
     config: Mapping[str, Any]
     quantization: Mapping[str, Any]
 
-    def modules(self, part: str) -> list[str]:
-        """The modules that have a tensor ``<module>.<part>``."""
-        return [name.removesuffix(f".{part}") for name in self.tensors if name.endswith(f".{part}")]
+    def modules(self, *parts: str) -> list[str]:
+        """The modules that have a tensor ``<module>.<part>`` for any of the parts, each once."""
+        split = (name.rpartition(".") for name in self.tensors)
+        return list(dict.fromkeys(module for module, _, part in split if module and part in parts))
 
     def checkpoint(self, dialect: str, weights: Iterable[Entry], facts: Mapping[str, str] | None = None) -> Checkpoint:
         """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors are plain.

@@ -81,7 +81,7 @@ def recognise(source: Source) -> bool:
 
 
 def read(source: Source, zero_offset: int | None = None) -> Checkpoint:
-    """The modules that have a ``qweight``; their zero points and groups are looked at, their codes are not.
+    """The modules that have codes or zero points; their zero points and groups are looked at, their codes are not.
 
     Args:
         source: the checkpoint.
@@ -93,7 +93,7 @@ def read(source: Source, zero_offset: int | None = None) -> Checkpoint:
     settings = _settings(source, zero_offset)
     entries = []
     offsets: Counter[str] = Counter()
-    for module in source.modules("qweight"):
+    for module in source.modules("qweight", "qzeros"):
         entry, offset = _entry(source, module, settings)
         entries.append(entry)
         offsets[f"{offset}" if offset == settings.offset else f"{offset} by their values (metadata: {settings.offset})"] += 1
