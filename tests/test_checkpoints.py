@@ -631,6 +631,14 @@ def test_paths_that_lead_nowhere(tmp_path: Path) -> None:
         load_checkpoint(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["model.pt", "pytorch_model.bin", "consolidated.00.pth"])
+def test_pickles_are_never_opened(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
+    for path in (tmp_path / name, tmp_path):
+        with pytest.raises(CheckpointError, match="pickles run code when they are opened, and never are"):
+            load_checkpoint(path)
+
+
 def test_a_packed_file_is_no_checkpoint(tmp_path: Path) -> None:
     save_file({"a.weight": torch.zeros(4, 4)}, tmp_path / "m.safetensors")
     reorder_checkpoint(load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=4)

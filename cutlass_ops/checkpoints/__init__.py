@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, torchao
+from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, mnn, torchao
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
@@ -29,8 +29,11 @@ __all__ = ["Checkpoint", "CheckpointError", "Entry", "Quantized", "load_checkpoi
 #: Files of a kind of their own.
 _FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = {
     "GGUF (*.gguf)": (gguf.recognise, gguf.read),
+    "MNN (*.mnn.json beside *.mnn.weight)": (mnn.recognise, mnn.read),
 }
 _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
+#: What files of torch.save are called.
+_PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 #: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how to read
 #: it, and the options of :func:`load_checkpoint` that the reader takes. The first that is recognised reads.
 _DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {
@@ -74,7 +77,9 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
         raise CheckpointError(path, error.strerror or str(error)) from error
     if not path.exists():
         raise CheckpointError(path, "no such file or directory")
-    raise CheckpointError(path, f"not a checkpoint of a known kind; known are {', '.join((*_FILES, _SAFETENSORS))}")
+    pickles = path.suffix in _PICKLES or (path.is_dir() and any(file.suffix in _PICKLES for file in path.iterdir()))
+    hint = "; pickles run code when they are opened, and never are: save the model as safetensors" if pickles else ""
+    raise CheckpointError(path, f"not a checkpoint of a known kind; known are {', '.join((*_FILES, _SAFETENSORS))}{hint}")
 
 
 def _read(source: Source, options: dict[str, Any]) -> Checkpoint:

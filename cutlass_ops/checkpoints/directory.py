@@ -149,7 +149,7 @@ def read(path: Path) -> Source:
         files = (main,)
         tensors, header = _read_file(main)
     directory = main.parent
-    config = _object(directory / "config.json")
+    config = json_object(directory / "config.json")
     return Source(path, files, tensors, header, config, _quantization(directory, config))
 
 
@@ -273,7 +273,7 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[s
 
 def placement(index: Path) -> dict[str, str]:
     """The file of each tensor by an index; each name is checked to be one of its own directory."""
-    weight_map = _object(index).get("weight_map")
+    weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
     for tensor, name in weight_map.items():
@@ -290,7 +290,7 @@ def placement(index: Path) -> dict[str, str]:
 # ---- JSON
 
 
-def _object(path: Path) -> dict[str, Any]:
+def json_object(path: Path) -> dict[str, Any]:
     """The JSON object in a file; {} if there is no such file."""
     if not path.is_file():
         return {}
@@ -314,6 +314,6 @@ def _quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:
                     raise CheckpointError(directory / "config.json", f"{key} is {found!r:.100}; an object is expected")
                 return found
     for name in SETTINGS:
-        if found := _object(directory / name):
+        if found := json_object(directory / name):
             return found
     return {}
