@@ -1,4 +1,4 @@
-"""Models of transformers: packed directories through from_pretrained, every dialect through load_model."""
+"""Models of transformers: packed directories through from_pretrained, every dialect through both doors."""
 
 from __future__ import annotations
 
@@ -6,15 +6,19 @@ import copy
 import json
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops import formats
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
 
@@ -313,3 +317,197 @@ def test_registered_whichever_is_imported_first(first: str) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == str(first == "cutlass_ops")  # cutlass_ops alone does not import transformers
+
+
+# ---- every dialect, written by hand: a module's tensors and the values that the dialect gives them
+
+Written = tuple[dict[str, Tensor], Tensor]
+PERM = torch.randperm(96, generator=torch.Generator().manual_seed(3))
+
+
+def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
+    """Codes of 4 bits ``[R, C]`` as int32 ``[R, C / 8]``."""
+    eights = codes.long().view(codes.shape[0], -1, 8)[..., list(order)]
+    packed = (eights << torch.arange(0, 32, 4)).sum(-1)
+    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
+
+
+def rounded(weight: Tensor, symmetric: bool = False) -> co.QuantizedWeight:
+    return co.quantize(weight.half(), 4, 32, symmetric)
+
+
+def awq(weight: Tensor) -> Written:
+    qw = rounded(weight)
+    assert qw.zeros is not None
+    order = (0, 2, 4, 6, 1, 3, 5, 7)
+    tensors = {"qweight": words(qw.codes.t(), order), "qzeros": words(qw.zeros.t(), order), "scales": qw.scales.t()}
+    return tensors, co.dequantize(qw, torch.float32)
+
+
+def gptq(weight: Tensor) -> Written:
+    """Act order: column i of x belongs to the group where it stands in a permuted order."""
+    k = weight.shape[1]
+    perm = PERM[k > PERM]
+    qw = rounded(weight[:, perm])
+    assert qw.zeros is not None
+    place = torch.argsort(perm)
+    tensors = {
+        "qweight": words(qw.codes[:, place]).t(),
+        "qzeros": words((qw.zeros.long() - 1).t() & 15),
+        "scales": qw.scales.t(),
+        "g_idx": (place // 32).to(torch.int32),
+    }
+    return tensors, co.dequantize(qw, torch.float32)[:, place]
+
+
+def compressed_tensors(weight: Tensor) -> Written:
+    qw = rounded(weight, symmetric=True)
+    tensors = {"weight_packed": words(qw.codes), "weight_scale": qw.scales, "weight_shape": torch.tensor(weight.shape)}
+    return tensors, co.dequantize(qw, torch.float32)
+
+
+def compressed_tensors_int8(weight: Tensor) -> Written:
+    qw = co.quantize(weight, 8, -1)
+    tensors = {"weight": (qw.codes.int() - 128).to(torch.int8), "weight_scale": qw.scales}
+    return tensors, co.dequantize(qw, torch.float32)
+
+
+def bitsandbytes(weight: Tensor) -> Written:
+    codes, absmax = co.quantize_4bit(weight, blocksize=32, quant_type="nf4")
+    described = {"quant_type": "nf4", "blocksize": 32, "dtype": "float32", "shape": list(weight.shape)}
+    tensors = {
+        "weight": codes.view(-1, 1),
+        "weight.absmax": absmax,
+        "weight.quant_map": torch.tensor(formats.NF4),
+        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8),
+    }
+    return tensors, co.dequantize_4bit(codes, absmax, weight.shape, blocksize=32, quant_type="nf4", dtype=torch.float32)
+
+
+def bitsandbytes_int8(weight: Tensor) -> Written:
+    absmax = weight.abs().amax(1)
+    codes = (weight * 127 / absmax[:, None]).round().to(torch.int8)
+    tensors = {"weight": codes, "SCB": absmax, "weight_format": torch.tensor(0, dtype=torch.uint8)}
+    return tensors, codes * (absmax / 127)[:, None]
+
+
+def hqq(weight: Tensor) -> Written:
+    qw = co.quantize(weight, 4, 32, False)
+    assert qw.zeros is not None
+    rows = qw.codes.view(-1, 32)
+    high, low = rows.chunk(2)
+    zeros = qw.zeros.view(-1, 1) + 0.25  # real ones
+    numbers = {"nbits": 4, "group_size": 32, "axis": 1}
+    flags = {"view_as_float": 0, "quant_scale": 0, "encoded_state_dict": 1}
+    tensors = {
+        "W_q": high << 4 | low,
+        "scale": qw.scales.view(-1, 1),
+        "zero": zeros,
+        "shape": torch.tensor(weight.shape),
+        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
+        **{name: torch.tensor(value, dtype=torch.int32) for name, value in numbers.items()},
+        **{name: torch.tensor(value, dtype=torch.uint8) for name, value in flags.items()},
+    }
+    return tensors, ((rows - zeros) * qw.scales.view(-1, 1)).view(weight.shape)
+
+
+CT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
+CT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+
+
+def ct_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
+
+
+DIALECTS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
+    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
+    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
+    "compressed-tensors": (compressed_tensors, ct_config("pack-quantized", CT)),
+    "compressed-tensors int8": (compressed_tensors_int8, ct_config("int-quantized", CT8)),
+    "bitsandbytes nf4": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
+    "bitsandbytes int8": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
+    "hqq": (hqq, {"quant_method": "hqq"}),
+}
+
+
+def assert_loads(source: Path, scratch: Path, expected: Any, fused: bool = True) -> None:
+    """Both doors give the model of the dequantised weights: load_model, and from_pretrained once it is reordered."""
+    config = expected.config
+    model = co.load_model(source, config=config if source.suffix == ".gguf" else None, dtype=torch.float32)
+    assert_same_logits(model, expected)
+    assert any(name.endswith("qkv_proj") for name in mixed(model)) == fused
+    reorder_model(co.load_checkpoint(source), scratch)
+    if source.suffix == ".gguf":  # which has no config.json to copy
+        written = json.loads((scratch / "config.json").read_text())
+        (scratch / "config.json").write_text(json.dumps({**config.to_dict(), **written}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
+    assert mixed(model).keys() == linears(expected).keys()
+    assert_same_logits(model, expected)
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect(dialect: str, tmp_path: Path) -> None:
+    write, quantization = DIALECTS[dialect]
+    model = tiny("qwen2" if dialect == "awq" else "llama")
+    layers = linears(model)
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in layers}
+    with torch.no_grad():
+        for name, linear in layers.items():
+            written, values = write(linear.weight.detach())
+            tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()})
+            linear.weight.copy_(values)
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    config = {**model.config.to_dict(), "quantization_config": quantization}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert_loads(tmp_path / "source", tmp_path / "packed", model)
+
+
+def test_torchao(tmp_path: Path) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torchao = pytest.importorskip(
+            "torchao.quantization", reason="the package torchao, which writes these files, is not installed"
+        )
+        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
+    model = tiny()
+    source = copy.deepcopy(model)
+    form = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
+    torchao.quantize_(source, form, lambda module, name: name in linears(model))
+    with torch.no_grad():
+        for name, linear in linears(model).items():
+            linear.weight.copy_(source.get_submodule(name).weight.dequantize())
+    flat, metadata = flatten_tensor_state_dict(source.state_dict())
+    (tmp_path / "source").mkdir()
+    flat = {name: tensor.contiguous() for name, tensor in flat.items()}
+    save_file(flat, tmp_path / "source" / "model.safetensors", metadata={"format": "pt", **metadata})
+    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "torchao"}}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert_loads(tmp_path / "source", tmp_path / "packed", model)
+
+
+def test_gguf(tmp_path: Path) -> None:
+    model = tiny()
+    config = model.config
+    writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            data, kind = parameter.detach().numpy(), gguf.GGMLQuantizationType.F32
+            heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
+            if name.removesuffix(".weight") in linears(model):
+                kind = gguf.GGMLQuantizationType.Q8_0 if "v_proj" in name else gguf.GGMLQuantizationType.Q4_1
+                data = gguf.quants.quantize(data, kind)
+                parameter.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
+            if heads:  # as llama.cpp's converter orders the rows of q and k
+                data = data.reshape(heads, 2, -1, data.shape[1]).swapaxes(1, 2).reshape(data.shape)
+            writer.add_tensor(names.get_name(name, (".weight",)), data, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    # v is of another format than q and k
+    assert_loads(tmp_path / "model.gguf", tmp_path / "packed", model, fused=False)
