@@ -228,6 +228,52 @@ PYBIND11_MODULE(_C, m) {
       py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"),
       "Write the weight's values [n, k] to out_ptr.");
 
+  m.def(
+      "quantize_flat",
+      [](Pointer x, DataType type, std::int64_t count, int blocksize, Pointer cuts, Pointer codes, bool magnitudes,
+         Pointer packed, Pointer absmax, Pointer stream) {
+        FlatProblem problem;
+        problem.count = count, problem.blocksize = blocksize, problem.floats = as<void>(x), problem.type = type;
+        problem.packed = as<uint8_t>(packed), problem.absmax = as<float>(absmax);
+        problem.cuts = as<float>(cuts), problem.codes = as<uint8_t>(codes), problem.magnitudes = magnitudes;
+        check(quantize_flat(problem, as<void>(stream)));
+      },
+      py::arg("x_ptr"), py::arg("type"), py::arg("count"), py::arg("blocksize"), py::arg("cuts_ptr"), py::arg("codes_ptr"),
+      py::arg("magnitudes"), py::arg("packed_ptr"), py::arg("absmax_ptr"), py::arg("stream"),
+      "Quantise floats to 4-bit codes in flat blocks.");
+  m.def(
+      "dequantize_flat",
+      [](Pointer packed, Pointer absmax, Pointer nested_codes, Pointer nested_book, Pointer nested_offset, std::int64_t count,
+         int blocksize, Pointer book, Pointer out, DataType type, Pointer stream) {
+        FlatProblem problem;
+        problem.count = count, problem.blocksize = blocksize, problem.floats = as<void>(out), problem.type = type;
+        problem.packed = as<uint8_t>(packed), problem.book = as<float>(book);
+        problem.nested_codes = as<uint8_t>(nested_codes), problem.nested_book = as<float>(nested_book);
+        problem.nested_offset = as<float>(nested_offset);
+        if (nested_codes) {
+          problem.nested_absmax = as<float>(absmax);
+        } else {
+          problem.absmax = as<float>(absmax);
+        }
+        check(dequantize_flat(problem, as<void>(stream)));
+      },
+      py::arg("packed_ptr"), py::arg("absmax_ptr"), py::arg("nested_codes_ptr"), py::arg("nested_book_ptr"),
+      py::arg("nested_offset_ptr"), py::arg("count"), py::arg("blocksize"), py::arg("book_ptr"), py::arg("out_ptr"),
+      py::arg("type"), py::arg("stream"), "Write the values of 4-bit codes in flat blocks.");
+
+  py::class_<AwqWeight>(m, "AwqWeight", "Pointers and sizes of a weight in AutoAWQ's storage; the tensors must outlive it.")
+      .def(py::init([](Pointer codes, Pointer scales, Pointer zeros, int n, int k, int groups, DataType type) {
+             return AwqWeight{as<uint32_t>(codes), as<void>(scales), as<uint32_t>(zeros), n, k, groups, type};
+           }),
+           py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("n"), py::arg("k"), py::arg("groups"),
+           py::arg("type"));
+  m.def(
+      "dequantize_awq",
+      [](AwqWeight const& weight, Pointer out, Pointer stream) {
+        check(dequantize_awq(weight, as<void>(out), as<void>(stream)));
+      },
+      py::arg("weight"), py::arg("out_ptr"), py::arg("stream"), "Write an AWQ weight's values [k, n].");
+
   // ---- the dispatch table
 
   py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")

@@ -155,6 +155,25 @@ Status check_dequantize(DequantizeProblem const& p) {
   return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
 }
 
+Status check_flat(FlatProblem const& p) {
+  if (!is_float(p.type)) return unsupported("the floats have a type that is not fp16, bf16 or fp32");
+  if (p.blocksize < 32 || p.blocksize > 4096 || (p.blocksize & (p.blocksize - 1))) {
+    return unsupported("blocksize is " + std::to_string(p.blocksize) + "; supported are powers of two from 32 to 4096");
+  }
+  return p.count >= 0 ? Status{} : invalid("count is " + std::to_string(p.count));
+}
+
+Status check_awq(AwqWeight const& w) {
+  if (w.type != DataType::kFloat16 && w.type != DataType::kBFloat16) {
+    return unsupported("the scales have a type that is not fp16 or bf16");
+  }
+  if (w.n < 8 || w.n % 8 || w.k < 1 || w.groups < 1 || w.k % w.groups) {
+    return invalid("the weight is k = " + std::to_string(w.k) + " by n = " + std::to_string(w.n) + " in " +
+                   std::to_string(w.groups) + " groups; n must be a multiple of 8, and k of the groups");
+  }
+  return {};
+}
+
 Status select(GemmProblem const& problem, Device const& device, Row const** row) {
   PackedWeight const& w = problem.weight;
   if (Status status = check_weight(w); !status.ok()) return status;

@@ -54,6 +54,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);
 Status check_dequantize(DequantizeProblem const& problem);
+Status check_flat(FlatProblem const& problem);
+Status check_awq(AwqWeight const& weight);
 
 // Rows of the table, for tests.
 Row const* table(size_t* count);

@@ -100,6 +100,21 @@ Status dequantize(DequantizeProblem const& problem, Stream stream) {
   return launch_dequantize(problem, stream);
 }
 
+Status quantize_flat(FlatProblem const& problem, Stream stream) {
+  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  return launch_quantize_flat(problem, stream);
+}
+
+Status dequantize_flat(FlatProblem const& problem, Stream stream) {
+  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  return launch_dequantize_flat(problem, stream);
+}
+
+Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
+  if (Status status = check_awq(weight); !status.ok()) return status;
+  return launch_dequantize_awq(weight, out, stream);
+}
+
 #else
 
 namespace {
@@ -112,6 +127,9 @@ Status current_device(Device*) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
+Status quantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
+Status dequantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
+Status dequantize_awq(AwqWeight const&, void*, Stream) { return no_cuda(); }
 
 #endif
 

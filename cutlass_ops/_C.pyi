@@ -112,5 +112,37 @@ def quantize_activations(
     stream: int,
 ) -> None: ...
 def dequantize(weight: PackedWeight, out_ptr: int, type: DataType, stream: int) -> None: ...
+def quantize_flat(
+    x_ptr: int,
+    type: DataType,
+    count: int,
+    blocksize: int,
+    cuts_ptr: int,
+    codes_ptr: int,
+    magnitudes: bool,
+    packed_ptr: int,
+    absmax_ptr: int,
+    stream: int,
+) -> None: ...
+def dequantize_flat(
+    packed_ptr: int,
+    absmax_ptr: int,
+    nested_codes_ptr: int,
+    nested_book_ptr: int,
+    nested_offset_ptr: int,
+    count: int,
+    blocksize: int,
+    book_ptr: int,
+    out_ptr: int,
+    type: DataType,
+    stream: int,
+) -> None: ...
+
+class AwqWeight:
+    def __init__(
+        self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, n: int, k: int, groups: int, type: DataType
+    ) -> None: ...
+
+def dequantize_awq(weight: AwqWeight, out_ptr: int, stream: int) -> None: ...
 def current_device() -> Device: ...
 def plan(problem: GemmProblem, device: Device) -> Plan: ...

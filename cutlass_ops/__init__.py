@@ -7,7 +7,7 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 __version__ = "0.1.0"
 
 from .checkpoints import load_checkpoint
-from .drop_in import NestedAbsmax, dequantize_4bit, quantize_4bit
+from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
@@ -24,6 +24,8 @@ __all__ = [
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
+    "awq_dequantize",
+    "awq_gemm",
     "dequantize",
     "dequantize_4bit",
     "explain",

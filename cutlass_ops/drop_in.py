@@ -1,17 +1,19 @@
 """Operators on other libraries' tensors as they are, not reordered: drop-ins for code that has them.
 
-4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte.
+4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are AutoAWQ's.
 """
 
 from __future__ import annotations
 
+import functools
 import math
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from . import formats, reference
+from . import _C, formats, ops, reference
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -64,6 +66,11 @@ class NestedAbsmax(NamedTuple):
         Raises:
             TypeError, ValueError: tensors that do not fit together.
         """
+        self.check()
+        return reference.dequantize_absmax(self.codes, self.absmax.reshape(-1), self.code, self.offset)
+
+    def check(self) -> None:
+        """Raise ``TypeError`` or ``ValueError`` if the tensors do not fit together."""
         _check_tensor("codes", self.codes, (torch.uint8,))
         count, device = self.codes.numel(), self.codes.device
         for name, value, size in (
@@ -73,7 +80,6 @@ class NestedAbsmax(NamedTuple):
         ):
             _check_tensor(name, value, (torch.float32,))
             _check_size(name, value, size, device, f"double quantisation of {count} values")
-        return reference.dequantize_absmax(self.codes, self.absmax.reshape(-1), self.code, self.offset)
 
 
 def quantize_4bit(
@@ -99,7 +105,10 @@ def quantize_4bit(
     formats.check_flat_block_size(blocksize)
     formats.check_quant_type(quant_type)
     _check_code(code, x.device)
-    return reference.quantize_4bit(x.detach(), blocksize, quant_type, code)
+    ops._check_device(x.device)
+    run = _quantize_4bit if ops._direct(x, code) else torch.ops.cutlass_ops.quantize_4bit
+    packed, absmax = run(x, blocksize, quant_type, code)
+    return packed, absmax
 
 
 def dequantize_4bit(
@@ -136,13 +145,222 @@ def dequantize_4bit(
     if any(extent < 0 for extent in shape):
         raise ValueError(f"shape is {tuple(shape)}; extents of at least 0 are expected")
     count = math.prod(shape)
-    values = absmax.dequantize() if isinstance(absmax, NestedAbsmax) else absmax
-    _check_tensor("absmax", values, (torch.float32,))
-    _check_size("packed", packed, -(-count // 2), packed.device, f"a tensor of shape {tuple(shape)}")
-    _check_size(
-        "absmax", values, -(-count // blocksize), packed.device, f"a tensor of shape {tuple(shape)} in blocks of {blocksize}"
+    if packed.numel() != -(-count // 2):
+        _check_size("packed", packed, -(-count // 2), packed.device, f"a tensor of shape {tuple(shape)}")
+    blocks = -(-count // blocksize)
+    if isinstance(absmax, NestedAbsmax):
+        absmax.check()
+        values, first = absmax.absmax, absmax.codes
+        nested: tuple[Tensor | None, Tensor | None, Tensor | None] = (absmax.codes, absmax.code, absmax.offset)
+    else:
+        _check_tensor("absmax", absmax, (torch.float32,))
+        values = first = absmax
+        nested = (None, None, None)
+    if first.numel() != blocks or first.device != packed.device:
+        _check_size("absmax", first, blocks, packed.device, f"a tensor of shape {tuple(shape)} in blocks of {blocksize}")
+    ops._check_device(packed.device)
+    run = _dequantize_4bit if ops._direct(packed, values, code) else torch.ops.cutlass_ops.dequantize_4bit
+    return cast(Tensor, run(packed, values, *nested, shape, blocksize, quant_type, dtype, code))
+
+
+@functools.lru_cache
+def _tables(quant_type: str, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Book, cuts and codes of a named book on a device; made once."""
+    return reference.code_book(quant_type, device=device), *reference.book_cuts(quant_type, device=device)
+
+
+def _aligned(x: Tensor) -> Tensor:
+    """``x`` contiguous, on a 16-byte boundary."""
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
+
+
+def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | None) -> tuple[Tensor, Tensor]:
+    x = x.detach()
+    if x.device.type == "cpu":
+        return reference.quantize_4bit(x, blocksize, quant_type, code)
+    packed, absmax = _quantize_4bit_fake(x, blocksize, quant_type, code)
+    if code is None:
+        _, cuts, codes = _tables(quant_type, x.device)
+    else:
+        cuts, codes = reference.book_cuts(quant_type, code.contiguous())
+    x = _aligned(x)
+    with ops._on(x.device):
+        _C.quantize_flat(
+            x.data_ptr(),
+            ops._TYPES[x.dtype],
+            x.numel(),
+            blocksize,
+            cuts.data_ptr(),
+            codes.data_ptr(),
+            codes.numel() == 8,
+            packed.data_ptr(),
+            absmax.data_ptr(),
+            ops._stream(x.device),
+        )
+    return packed, absmax
+
+
+def _quantize_4bit_fake(x: Tensor, blocksize: int, quant_type: str, code: Tensor | None) -> tuple[Tensor, Tensor]:
+    count = x.numel()
+    packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device=x.device)
+    return packed, torch.empty((count + blocksize - 1) // blocksize, dtype=torch.float32, device=x.device)
+
+
+def _dequantize_4bit(
+    packed: Tensor,
+    absmax: Tensor,
+    nested_codes: Tensor | None,
+    nested_code: Tensor | None,
+    nested_offset: Tensor | None,
+    shape: Sequence[int],
+    blocksize: int,
+    quant_type: str,
+    dtype: torch.dtype,
+    code: Tensor | None,
+) -> Tensor:
+    if packed.device.type == "cpu":
+        values = absmax.reshape(-1)
+        if nested_codes is not None and nested_code is not None and nested_offset is not None:
+            values = reference.dequantize_absmax(nested_codes, values, nested_code, nested_offset)
+        return reference.dequantize_4bit(packed, values, tuple(shape), blocksize, quant_type, dtype, code)
+    book = _tables(quant_type, packed.device)[0] if code is None else code.contiguous()
+    out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
+    packed, absmax = _aligned(packed), absmax.contiguous()
+    codes, nested_book, offset = (None if t is None else t.contiguous() for t in (nested_codes, nested_code, nested_offset))
+    with ops._on(packed.device):
+        _C.dequantize_flat(
+            packed.data_ptr(),
+            absmax.data_ptr(),
+            ops._ptr(codes),
+            ops._ptr(nested_book),
+            ops._ptr(offset),
+            out.numel(),
+            blocksize,
+            book.data_ptr(),
+            out.data_ptr(),
+            ops._TYPES[dtype],
+            ops._stream(packed.device),
+        )
+    return out
+
+
+def _dequantize_4bit_fake(packed: Tensor, *args: Any) -> Tensor:
+    return packed.new_empty(args[4], dtype=args[7])
+
+
+# ---- AWQ
+
+
+def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    """The values of an AWQ weight as AutoAWQ stores it ("gemm"), as ``reference.awq_dequantize`` defines them.
+
+    Args:
+        qweight: int32 ``[K, N / 8]``.
+        scales: fp16 or bf16 ``[G, N]``, K being a multiple of G.
+        qzeros: int32 ``[G, N / 8]``.
+
+    Returns:
+        ``[K, N]`` of the scales' dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message has its value.
+    """
+    _check_awq(qweight, scales, qzeros)
+    run = _awq_dequantize if ops._direct(qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_dequantize
+    return cast(Tensor, run(qweight, scales, qzeros))
+
+
+def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    """``x @ W`` with an AWQ weight as AutoAWQ stores it ("gemm"), not reordered.
+
+    Args:
+        x: of the scales' dtype, ``[..., K]``.
+        qweight, scales, qzeros: as in :func:`awq_dequantize`.
+
+    Returns:
+        ``[..., N]`` of x's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message has its value.
+    """
+    _check_awq(qweight, scales, qzeros)
+    _check_tensor("x", x, (scales.dtype,))
+    if x.dim() < 1 or x.shape[-1] != qweight.shape[0]:
+        raise ValueError(f"x has shape {tuple(x.shape)}; [..., {qweight.shape[0]}] is expected")
+    if x.device != qweight.device:
+        raise ValueError(f"x is on {x.device}; the weight is on {qweight.device}")
+    run = _awq_gemm if ops._direct(x, qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_gemm
+    y = cast(Tensor, run(x.reshape(-1, x.shape[-1]), qweight, scales, qzeros))
+    return y.view(*x.shape[:-1], scales.shape[1])
+
+
+def _check_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> None:
+    _check_tensor("qweight", qweight, (torch.int32,))
+    _check_tensor("scales", scales, (torch.float16, torch.bfloat16))
+    _check_tensor("qzeros", qzeros, (torch.int32,))
+    if qweight.dim() != 2 or 0 in qweight.shape:
+        raise ValueError(f"qweight has shape {tuple(qweight.shape)}; [K, N / 8], neither empty, is expected")
+    k, n = qweight.shape[0], 8 * qweight.shape[1]
+    groups = scales.shape[0] if scales.dim() == 2 else 0
+    if groups == 0 or scales.shape[1] != n or k % groups:
+        raise ValueError(f"scales has shape {tuple(scales.shape)}; [G, {n}] is expected, G a divisor of {k}")
+    if tuple(qzeros.shape) != (groups, n // 8):
+        raise ValueError(f"qzeros has shape {tuple(qzeros.shape)}; {(groups, n // 8)} is expected")
+    for name, value in (("scales", scales), ("qzeros", qzeros)):
+        if value.device != qweight.device:
+            raise ValueError(f"{name} is on {value.device}; qweight is on {qweight.device}")
+    ops._check_device(qweight.device)
+
+
+def _awq_weight(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> _C.AwqWeight:
+    return _C.AwqWeight(
+        qweight.data_ptr(),
+        scales.data_ptr(),
+        qzeros.data_ptr(),
+        scales.shape[1],
+        qweight.shape[0],
+        scales.shape[0],
+        ops._TYPES[scales.dtype],
     )
-    return reference.dequantize_4bit(packed, values.reshape(-1), tuple(shape), blocksize, quant_type, dtype, code)
+
+
+def _awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    qweight, scales, qzeros = qweight.detach(), scales.detach(), qzeros.detach()
+    if qweight.device.type == "cpu":
+        return reference.awq_dequantize(qweight, scales, qzeros)
+    qweight, scales, qzeros = _aligned(qweight), _aligned(scales), _aligned(qzeros)
+    out = _awq_dequantize_fake(qweight, scales, qzeros)
+    with ops._on(qweight.device):
+        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), ops._stream(qweight.device))
+    return out
+
+
+def _awq_dequantize_fake(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    return scales.new_empty(qweight.shape[0], scales.shape[1])
+
+
+def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    return x.detach() @ _awq_dequantize(qweight, scales, qzeros)
+
+
+def _awq_gemm_fake(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    return x.new_empty(x.shape[0], scales.shape[1])
+
+
+ops._register(
+    "quantize_4bit(Tensor x, int blocksize, str quant_type, Tensor? code) -> (Tensor, Tensor)",
+    _quantize_4bit,
+    _quantize_4bit_fake,
+)
+ops._register(
+    "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested_codes, Tensor? nested_code, Tensor? nested_offset, "
+    "SymInt[] shape, int blocksize, str quant_type, ScalarType dtype, Tensor? code) -> Tensor",
+    _dequantize_4bit,
+    _dequantize_4bit_fake,
+)
+ops._register("awq_dequantize(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_dequantize, _awq_dequantize_fake)
+ops._register("awq_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_gemm, _awq_gemm_fake)
 
 
 def _check_code(code: Tensor | None, device: torch.device) -> None:

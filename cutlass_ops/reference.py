@@ -220,6 +220,19 @@ def code_book(quant_type: str, code: Tensor | None = None, device: torch.device 
     return code
 
 
+def book_cuts(quant_type: str, code: Tensor | None = None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+    """Where the code of ``v = x / absmax`` changes: limits, ascending, fp32, and the codes of the ranges between, uint8.
+
+    A value is in the range above every limit that is smaller than it. For "fp4" these are the magnitudes', 7 limits and 8
+    codes; for other books there are 15 and 16.
+    """
+    if code is None and formats.check_quant_type(quant_type) == "fp4":
+        cuts = torch.tensor(formats.FP4_CUTS, dtype=torch.float32, device=device)
+        return cuts, torch.tensor(formats.FP4_ORDER, dtype=torch.uint8, device=device)
+    ascending, order = code_book(quant_type, code, device).sort(stable=True)
+    return (ascending[:-1] + ascending[1:]) / 2, order.to(torch.uint8)
+
+
 def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise blocks by a code book.
 
@@ -241,15 +254,10 @@ def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -
     values = values.float()
     absmax = values.abs().amax(-1)
     scaled = values * _quotient(1.0, absmax.clamp(min=1e-38), absmax)[..., None]
-    if code is None and formats.check_quant_type(quant_type) == "fp4":
-        cuts = scaled.new_tensor(formats.FP4_CUTS)
-        order = torch.tensor(formats.FP4_ORDER, dtype=torch.uint8, device=values.device)
-        magnitude = torch.bucketize(scaled.abs().nan_to_num(nan=0.0), cuts)
-        return order[magnitude] + 8 * (scaled < 0).to(torch.uint8), absmax
-    ascending, order = code_book(quant_type, code, values.device).sort(stable=True)
-    cuts = (ascending[:-1] + ascending[1:]) / 2
-    above = torch.bucketize(torch.where(scaled.isnan(), -torch.inf, scaled), cuts)  # how many cuts are below
-    return order.to(torch.uint8)[above], absmax
+    cuts, codes = book_cuts(quant_type, code, values.device)
+    magnitudes = len(codes) == 8
+    above = torch.bucketize(torch.where(scaled.isnan(), -torch.inf, scaled.abs() if magnitudes else scaled), cuts)
+    return codes[above] + 8 * (magnitudes & (scaled < 0)).to(torch.uint8), absmax
 
 
 def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str) -> QuantizedWeight:
@@ -369,6 +377,33 @@ def dequantize_absmax(codes: Tensor, absmax: Tensor, book: Tensor, offset: Tenso
     """The inverse of :func:`quantize_absmax`: ``book[q] * absmax + offset``, each rounded to fp32; fp32 ``[B]``."""
     block = torch.arange(codes.numel(), device=codes.device) // formats.NESTED_BLOCK_SIZE
     return book[codes.reshape(-1).int()] * absmax[block] + offset
+
+
+# ---- AWQ's own storage
+
+
+def awq_unpack(words: Tensor) -> Tensor:
+    """AutoAWQ's words, int32 ``[R, N / 8]``, to codes, uint8 ``[R, N]``: column j of eight is nibble 0, 4, 1, 5, 2, 6, 3, 7."""
+    shifts = torch.tensor([0, 16, 4, 20, 8, 24, 12, 28], dtype=torch.int32, device=words.device)
+    return ((words[:, :, None] >> shifts) & 15).to(torch.uint8).flatten(1)
+
+
+def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
+    """The values ``(q - z) * s`` of an AWQ weight, ``[K, N]`` of the scales' dtype: rounded once, zero always +0.
+
+    Args:
+        qweight: int32 ``[K, N / 8]``.
+        scales: fp16 or bf16 ``[G, N]``, K being a multiple of G.
+        qzeros: int32 ``[G, N / 8]``.
+    """
+    k, n = qweight.shape[0], scales.shape[1]
+    group = torch.arange(k, device=qweight.device) // (k // scales.shape[0])
+    out = torch.empty(k, n, dtype=scales.dtype, device=qweight.device)
+    zeros = awq_unpack(qzeros).float()
+    for rows in _row_chunks(k, n):
+        integers = awq_unpack(qweight[rows]).float() - zeros[group[rows]]
+        out[rows] = (integers * scales.float()[group[rows]] + 0.0).to(scales.dtype)
+    return out
 
 
 # ---- dequantisers

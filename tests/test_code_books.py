@@ -216,6 +216,26 @@ def test_flat_blocks_that_straddle_rows(shape: tuple[int, int], blocksize: int, 
     assert torch.equal(co.dequantize(qw, FLOAT), co.dequantize_4bit(packed, absmax, shape, blocksize, dtype=FLOAT))
 
 
+# ---- as operators of torch
+
+
+def test_opcheck() -> None:
+    x = randn(5, 33, dtype=HALF)
+    packed, absmax = co.quantize_4bit(x)
+    torch.library.opcheck(torch.ops.cutlass_ops.quantize_4bit.default, (x, 64, "fp4", None))
+    arguments = (packed, absmax, None, None, None, [5, 33], 64, "nf4", HALF, None)
+    torch.library.opcheck(torch.ops.cutlass_ops.dequantize_4bit.default, arguments)
+
+
+def test_compile() -> None:
+    def round_trip(x: Tensor) -> Tensor:
+        packed, absmax = co.quantize_4bit(x)
+        return co.dequantize_4bit(packed, absmax, x.shape, dtype=x.dtype) + 1
+
+    x = randn(6, 64)
+    assert torch.equal(torch.compile(round_trip, fullgraph=True, backend="aot_eager")(x), round_trip(x))
+
+
 # ---- what is refused
 
 

@@ -42,6 +42,13 @@ Status launch_reduce_splits(GemmProblem const& problem, int splits, float const*
 // quantize_activations.cu
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream);
 
+// flat_4bit.cu
+Status launch_quantize_flat(FlatProblem const& problem, Stream stream);
+Status launch_dequantize_flat(FlatProblem const& problem, Stream stream);
+
+// awq.cu
+Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
+
 // dequantize.cu
 Status launch_dequantize(DequantizeProblem const& problem, Stream stream);
 

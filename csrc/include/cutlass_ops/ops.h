@@ -43,4 +43,11 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 // Packed codes to floats.
 Status dequantize(DequantizeProblem const& problem, Stream stream);
 
+// Floats to 4-bit codes in flat blocks, and back.
+Status quantize_flat(FlatProblem const& problem, Stream stream);
+Status dequantize_flat(FlatProblem const& problem, Stream stream);
+
+// (code - zero) * scale, [k][n] of the scales' type.
+Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
+
 }  // namespace cutlass_ops

@@ -1,0 +1,374 @@
+// Floats <-> 4-bit codes of a code book in flat blocks, as bitsandbytes stores them: both only move memory, 2.6 bytes an element for fp16.
+//
+//   dequantise   a thread takes 4 bytes of codes to one 16-byte store; values from a table in shared memory, one copy a lane
+//   quantise     a thread takes 8 elements to one 4-byte store; lanes that share a block share their largest value by shuffles, and where a
+//                block is longer than the 256 elements of a warp's turn, the warp keeps all of it in registers
+//
+// A code is the number of limits ("cuts") below v = x / absmax. Instead of 15 comparisons: v picks one of 65 ranges of width 1/32, in which
+// lies at most one cut, and a table has that cut and the codes on either side of it. The range comes from the bits of a float: fma(v, 32,
+// 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold floor(32 * v + 32), and stand where
+// the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the
+// neighbour, so the cuts that count as inside are those within a little more than the range. Books with two cuts in a range are searched cut by cut.
+#include "device/launch.cuh"
+#include "device/scalar.cuh"
+#include "kernels/kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr int kThreads = 256;
+
+// ---- dequantise
+
+// One launch covers all with `rounds` pieces of 16 bytes a thread.
+template <class T>
+struct DequantizeTurn {
+  static constexpr int kElements = 16 / int(sizeof(T));  // of a thread's store
+  static constexpr int kRounds = 4;
+};
+
+__device__ __forceinline__ float block_absmax(FlatProblem const& p, float const* nested_values, int64_t block) {
+  if (!p.nested_codes) return __ldg(p.absmax + block);
+  return __fadd_rn(__fmul_rn(nested_values[__ldg(p.nested_codes + block)], __ldg(p.nested_absmax + block / 256)),
+                   __ldg(p.nested_offset));
+}
+
+// kElements codes, the first in the highest nibble of byte 0.
+template <int kElements>
+__device__ __forceinline__ uint32_t load_codes(uint8_t const* packed, int64_t element) {
+  if constexpr (kElements == 8) {
+    uint32_t word;
+    asm("ld.global.nc.L1::no_allocate.u32 %0, [%1];" : "=r"(word) : "l"(packed + element / 2));
+    return word;
+  } else {
+    uint16_t word;
+    asm("ld.global.nc.L1::no_allocate.u16 %0, [%1];" : "=h"(word) : "l"(packed + element / 2));
+    return word;
+  }
+}
+
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
+  __half2 v = __floats2half2_rn(low, high);
+  return reinterpret_cast<uint32_t const&>(v);
+}
+__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
+  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<uint32_t const&>(v);
+}
+__device__ __forceinline__ void store_values(__half* to, float const (&v)[8]) {
+  __stcs(reinterpret_cast<uint4*>(to), make_uint4(pack_pair(v[0], v[1], __half()), pack_pair(v[2], v[3], __half()),
+                                                  pack_pair(v[4], v[5], __half()), pack_pair(v[6], v[7], __half())));
+}
+__device__ __forceinline__ void store_values(__nv_bfloat16* to, float const (&v)[8]) {
+  using B = __nv_bfloat16;
+  __stcs(reinterpret_cast<uint4*>(to), make_uint4(pack_pair(v[0], v[1], B()), pack_pair(v[2], v[3], B()),
+                                                  pack_pair(v[4], v[5], B()), pack_pair(v[6], v[7], B())));
+}
+__device__ __forceinline__ void store_values(float* to, float const (&v)[4]) {
+  __stcs(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
+}
+__device__ __forceinline__ void store_one(__half* to, float v) { *to = __float2half_rn(v); }
+__device__ __forceinline__ void store_one(__nv_bfloat16* to, float v) { *to = __float2bfloat16_rn(v); }
+__device__ __forceinline__ void store_one(float* to, float v) { *to = v; }
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 8)
+    dequantize_flat(__grid_constant__ FlatProblem const p, int log_block, int rounds) {
+  using Turn = DequantizeTurn<T>;
+  constexpr int kElements = Turn::kElements;
+  __shared__ __align__(128) float book[16 * 32];
+  __shared__ float nested_values[256];
+  wait_for_predecessor();
+  for (int i = threadIdx.x; i < 16 * 32; i += kThreads) book[i] = p.book[i / 32];
+  if (p.nested_codes) nested_values[threadIdx.x] = p.nested_book[threadIdx.x];
+  __syncthreads();
+  auto value = [&](uint32_t code_at_7) {  // the code in bits 7..10
+    return *reinterpret_cast<float const*>(reinterpret_cast<uint8_t const*>(book) +
+                                           ((code_at_7 & 0x780u) | threadIdx.x % 32 * 4));
+  };
+  T* out = static_cast<T*>(p.floats);
+  int64_t turns = (p.count + kElements - 1) / kElements, tile = int64_t(kThreads) * rounds;
+  for (int64_t begin = blockIdx.x * tile; begin < turns; begin += gridDim.x * tile) {
+    uint32_t codes[Turn::kRounds];
+    float absmax[Turn::kRounds];
+#pragma unroll
+    for (int r = 0; r < Turn::kRounds; ++r) {
+      int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
+      if (r >= rounds || element >= p.count) break;
+      if (element + kElements <= p.count) {
+        codes[r] = load_codes<kElements>(p.packed, element);
+      } else {
+        codes[r] = 0;
+        for (int i = 0; 2 * i < int(p.count - element); ++i) codes[r] |= uint32_t(p.packed[element / 2 + i]) << 8 * i;
+      }
+      absmax[r] = block_absmax(p, nested_values, element >> log_block);
+    }
+#pragma unroll
+    for (int r = 0; r < Turn::kRounds; ++r) {
+      int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
+      if (r >= rounds || element >= p.count) break;
+      float v[kElements];
+#pragma unroll
+      for (int i = 0; i < kElements; ++i) {
+        // Element i's nibble begins at bit 8 * (i / 2) + 4 * (i even).
+        int bit = i / 2 * 8 + (i % 2 == 0 ? 4 : 0);
+        v[i] = __fmul_rn(value(bit < 7 ? codes[r] << (7 - bit) : codes[r] >> (bit - 7)), absmax[r]);
+      }
+      if (element + kElements <= p.count) {
+        store_values(out + element, v);
+      } else {
+#pragma unroll
+        for (int i = 0; i < kElements; ++i)
+          if (element + i < p.count) store_one(out + element + i, v[i]);
+      }
+    }
+  }
+}
+
+// ---- quantise
+
+constexpr int kRanges = 128;  // 65, and one that NaN ends up in, the last
+constexpr int kTableBytes = kRanges * 32 * 8;
+
+struct Range {
+  float cut;
+  uint32_t codes;  // of v not above the cut, and, from bit 16, of v above it
+};
+
+// What a range's v can be; false if two cuts are in it.
+__device__ __forceinline__ bool make_range(FlatProblem const& p, int index, Range* out) {
+  int cuts = p.magnitudes ? 7 : 15;
+  if (index > 65) {
+    *out = {0.0f, p.codes[0] | uint32_t(p.codes[0]) << 16};  // NaN is above no cut
+    return true;
+  }
+  float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f;
+  int below = 0, inside = 0;
+  for (int i = 0; i < cuts; ++i) {
+    below += p.cuts[i] < low;
+    inside += p.cuts[i] >= low && p.cuts[i] <= high;
+  }
+  int above = below + (inside > 0);
+  *out = {inside > 0 ? p.cuts[below] : INFINITY, p.codes[below] | uint32_t(p.codes[above]) << 16};
+  return inside <= 1;
+}
+
+// Eight elements as they are stored.
+template <class T>
+struct Eight {
+  static constexpr int kWords = 2 * int(sizeof(T));
+  uint32_t words[kWords];
+
+  __device__ __forceinline__ void load(T const* from) {
+#pragma unroll
+    for (int i = 0; i < kWords / 4; ++i) {
+      uint4 v = __ldcs(reinterpret_cast<uint4 const*>(from) + i);
+      words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
+    }
+  }
+
+  __device__ __forceinline__ float value(int i) const {
+    if constexpr (sizeof(T) == 4) {
+      return __uint_as_float(words[i]);
+    } else if constexpr (std::is_same_v<T, __half>) {
+      float2 pair = __half22float2(reinterpret_cast<__half2 const&>(words[i / 2]));
+      return i % 2 ? pair.y : pair.x;
+    } else {
+      return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
+    }
+  }
+
+  // The bits of the largest magnitude, compared as integers: NaN is larger than all.
+  __device__ __forceinline__ uint32_t largest() const {
+    if constexpr (sizeof(T) == 4) {
+      uint32_t most = 0;
+#pragma unroll
+      for (uint32_t word : words) most = max(most, word & 0x7fffffffu);
+      return most;
+    } else {
+      uint32_t most = __vmaxu2(__vmaxu2(words[0] & 0x7fff7fffu, words[1] & 0x7fff7fffu),
+                               __vmaxu2(words[2] & 0x7fff7fffu, words[3] & 0x7fff7fffu));
+      return max(most >> 16, most & 0xffffu);
+    }
+  }
+};
+
+// A number from its bits.
+template <class T>
+__device__ __forceinline__ float number(uint32_t bits) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(bits);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    return __half2float(__ushort_as_half(uint16_t(bits)));
+  } else {
+    return __uint_as_float(bits << 16);
+  }
+}
+
+// The code of v by all cuts in turn.
+__device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes, float v) {
+  int below = 0;
+#pragma unroll 1
+  for (int i = 0; i < 15; ++i) below += v > cuts[i];
+  return codes[below];
+}
+
+// kChunks: pieces of 256 elements that share a block (1 where blocks are of 256 or less). A warp has kBlocks independent ones at a time.
+template <class T, int kChunks, bool kMagnitudes>
+__global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
+                                            : kChunks == 8 ? 2
+                                                           : 4)
+    quantize_flat(__grid_constant__ FlatProblem const p, int lanes, int log_block) {
+  constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
+  extern __shared__ __align__(128) uint8_t table[];
+  wait_for_predecessor();
+  int bad = 0;
+  for (int i = threadIdx.x; i < kRanges * 2; i += kThreads) {  // two threads a range, 16 lanes each
+    Range range;
+    bad |= !make_range(p, i / 2, &range);
+    uint4 twice = make_uint4(__float_as_uint(range.cut), range.codes, __float_as_uint(range.cut), range.codes);
+    uint4* row = reinterpret_cast<uint4*>(table + i * 128);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) row[(j + threadIdx.x) % 8] = twice;
+  }
+  T const* x = static_cast<T const*>(p.floats);
+  __shared__ __align__(16) T tail[8];  // the last elements, fewer than eight, and zeros
+  if (threadIdx.x < 8) {
+    int64_t element = p.count / 8 * 8 + threadIdx.x;
+    tail[threadIdx.x] = element < p.count ? x[element] : T(0.0f);
+  }
+  bool searched = __syncthreads_or(bad);
+  int lane = threadIdx.x % 32;
+  constexpr int64_t kSpan = 256 * kChunks * kBlocks;
+  int64_t warps = int64_t(gridDim.x) * (kThreads / 32), warp = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  for (int64_t begin = warp * kSpan; begin < p.count; begin += warps * kSpan) {
+    Eight<T> eights[kBlocks][kChunks];
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b)
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        Eight<T>& eight = eights[b][c];
+        int64_t element = begin + (b * kChunks + c) * 256 + lane * 8;
+        if (element + 8 <= p.count) {
+          eight.load(x + element);
+        } else {
+#pragma unroll
+          for (int i = 0; i < Eight<T>::kWords; ++i)
+            eight.words[i] = element < p.count ? reinterpret_cast<uint32_t const*>(tail)[i] : 0;
+        }
+      }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      int64_t first = begin + b * kChunks * 256 + lane * 8;
+      uint32_t largest = 0;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) largest = max(largest, eights[b][c].largest());
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2)
+        if (distance < lanes) largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
+      float absmax = number<T>(largest);
+      float reciprocal = isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
+      if ((lane & (lanes - 1)) == 0 && first < p.count) p.absmax[first >> log_block] = absmax;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        uint32_t packed = 0;
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float scaled = __fmul_rn(eights[b][c].value(i), reciprocal), key = kMagnitudes ? fabsf(scaled) : scaled;
+          uint32_t code;
+          if (kMagnitudes || !searched) {
+            uint32_t at = (__float_as_uint(fmaf(key, 32.0f, 49184.0f)) & 0x7f00u) | uint32_t(lane * 8);
+            uint2 range = *reinterpret_cast<uint2 const*>(table + at);
+            code = key > __uint_as_float(range.x) ? range.y >> 16 : range.y & 0xffffu;
+          } else {
+            code = search(p.cuts, p.codes, key);
+          }
+          if (kMagnitudes && scaled < 0.0f) code += 8;
+          packed |= code << (i / 2 * 8 + (i % 2 == 0 ? 4 : 0));
+        }
+        int64_t element = first + c * 256;
+        if (element + 8 <= p.count) {
+          __stcs(reinterpret_cast<uint32_t*>(p.packed + element / 2), packed);
+        } else if (element < p.count) {
+#pragma unroll 1
+          for (int i = 0; element + 2 * i < p.count; ++i) p.packed[element / 2 + i] = uint8_t(packed >> 8 * i);
+        }
+      }
+    }
+  }
+}
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int log2_of(int value) {
+  int log = 0;
+  while (1 << log < value) ++log;
+  return log;
+}
+
+template <class T>
+Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream stream) {
+  using Turn = DequantizeTurn<T>;
+  int64_t turns = ceil_div(p.count, Turn::kElements), most = int64_t(multiprocessors) * 8;
+  int rounds = turns > most * kThreads ? Turn::kRounds : 1;
+  int64_t blocks = ceil_div(turns, int64_t(kThreads) * rounds);
+  return launch(dequantize_flat<T>, dim3(unsigned(blocks < most ? blocks : most)), kThreads, 0, stream, p, log2_of(p.blocksize),
+                rounds);
+}
+
+template <class T, int kChunks>
+Status launch_quantize_chunks(FlatProblem const& p, int multiprocessors, Stream stream) {
+  constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
+  int64_t blocks = ceil_div(p.count, int64_t(kThreads) * 8 * kChunks * kBlocks), most = int64_t(multiprocessors) * 4;
+  dim3 grid(unsigned(blocks < most ? blocks : most));
+  int lanes = p.blocksize < 256 ? p.blocksize / 8 : 32;
+  return p.magnitudes
+             ? launch(quantize_flat<T, kChunks, true>, grid, kThreads, kTableBytes, stream, p, lanes, log2_of(p.blocksize))
+             : launch(quantize_flat<T, kChunks, false>, grid, kThreads, kTableBytes, stream, p, lanes, log2_of(p.blocksize));
+}
+
+template <class T>
+Status launch_quantize_type(FlatProblem const& p, int multiprocessors, Stream stream) {
+  switch (p.blocksize) {
+    case 512:
+      return launch_quantize_chunks<T, 2>(p, multiprocessors, stream);
+    case 1024:
+      return launch_quantize_chunks<T, 4>(p, multiprocessors, stream);
+    case 2048:
+      return launch_quantize_chunks<T, 8>(p, multiprocessors, stream);
+    case 4096:
+      return launch_quantize_chunks<T, 16>(p, multiprocessors, stream);
+    default:
+      return launch_quantize_chunks<T, 1>(p, multiprocessors, stream);
+  }
+}
+
+}  // namespace
+
+Status launch_dequantize_flat(FlatProblem const& problem, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  switch (problem.type) {
+    case DataType::kFloat16:
+      return launch_dequantize_type<__half>(problem, device.multiprocessors, stream);
+    case DataType::kBFloat16:
+      return launch_dequantize_type<__nv_bfloat16>(problem, device.multiprocessors, stream);
+    default:
+      return launch_dequantize_type<float>(problem, device.multiprocessors, stream);
+  }
+}
+
+Status launch_quantize_flat(FlatProblem const& problem, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  switch (problem.type) {
+    case DataType::kFloat16:
+      return launch_quantize_type<__half>(problem, device.multiprocessors, stream);
+    case DataType::kBFloat16:
+      return launch_quantize_type<__nv_bfloat16>(problem, device.multiprocessors, stream);
+    default:
+      return launch_quantize_type<float>(problem, device.multiprocessors, stream);
+  }
+}
+
+}  // namespace cutlass_ops
