@@ -9,6 +9,7 @@
 // 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold floor(32 * v + 32), and stand where
 // the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the
 // neighbour, so the cuts that count as inside are those within a little more than the range. Books with two cuts in a range are searched cut by cut.
+#include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
 #include "kernels/kernels.h"
@@ -87,40 +88,38 @@ __global__ void __launch_bounds__(kThreads, 8)
                                            ((code_at_7 & 0x780u) | threadIdx.x % 32 * 4));
   };
   T* out = static_cast<T*>(p.floats);
-  int64_t turns = (p.count + kElements - 1) / kElements, tile = int64_t(kThreads) * rounds;
-  for (int64_t begin = blockIdx.x * tile; begin < turns; begin += gridDim.x * tile) {
-    uint32_t codes[Turn::kRounds];
-    float absmax[Turn::kRounds];
+  int64_t begin = int64_t(blockIdx.x) * kThreads * rounds;
+  uint32_t codes[Turn::kRounds];
+  float absmax[Turn::kRounds];
 #pragma unroll
-    for (int r = 0; r < Turn::kRounds; ++r) {
-      int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
-      if (r >= rounds || element >= p.count) break;
-      if (element + kElements <= p.count) {
-        codes[r] = load_codes<kElements>(p.packed, element);
-      } else {
-        codes[r] = 0;
-        for (int i = 0; 2 * i < int(p.count - element); ++i) codes[r] |= uint32_t(p.packed[element / 2 + i]) << 8 * i;
-      }
-      absmax[r] = block_absmax(p, nested_values, element >> log_block);
+  for (int r = 0; r < Turn::kRounds; ++r) {
+    int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
+    if (r >= rounds || element >= p.count) break;
+    if (element + kElements <= p.count) {
+      codes[r] = load_codes<kElements>(p.packed, element);
+    } else {
+      codes[r] = 0;
+      for (int i = 0; 2 * i < int(p.count - element); ++i) codes[r] |= uint32_t(p.packed[element / 2 + i]) << 8 * i;
     }
+    absmax[r] = block_absmax(p, nested_values, element >> log_block);
+  }
 #pragma unroll
-    for (int r = 0; r < Turn::kRounds; ++r) {
-      int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
-      if (r >= rounds || element >= p.count) break;
-      float v[kElements];
+  for (int r = 0; r < Turn::kRounds; ++r) {
+    int64_t element = (begin + r * kThreads + threadIdx.x) * kElements;
+    if (r >= rounds || element >= p.count) break;
+    float v[kElements];
 #pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        // Element i's nibble begins at bit 8 * (i / 2) + 4 * (i even).
-        int bit = i / 2 * 8 + (i % 2 == 0 ? 4 : 0);
-        v[i] = __fmul_rn(value(bit < 7 ? codes[r] << (7 - bit) : codes[r] >> (bit - 7)), absmax[r]);
-      }
-      if (element + kElements <= p.count) {
-        store_values(out + element, v);
-      } else {
+    for (int i = 0; i < kElements; ++i) {
+      // Element i's nibble begins at bit 8 * (i / 2) + 4 * (i even).
+      int bit = i / 2 * 8 + (i % 2 == 0 ? 4 : 0);
+      v[i] = __fmul_rn(value(bit < 7 ? codes[r] << (7 - bit) : codes[r] >> (bit - 7)), absmax[r]);
+    }
+    if (element + kElements <= p.count) {
+      store_values(out + element, v);
+    } else {
 #pragma unroll
-        for (int i = 0; i < kElements; ++i)
-          if (element + i < p.count) store_one(out + element + i, v[i]);
-      }
+      for (int i = 0; i < kElements; ++i)
+        if (element + i < p.count) store_one(out + element + i, v[i]);
     }
   }
 }
@@ -132,25 +131,40 @@ constexpr int kTableBytes = kRanges * 32 * 8;
 
 struct Range {
   float cut;
-  uint32_t codes;  // of v not above the cut, and, from bit 16, of v above it
+  uint32_t codes;  // bytes: of v not above the cut, and above it; the same with the sign of magnitudes
 };
 
-// What a range's v can be; false if two cuts are in it.
-__device__ __forceinline__ bool make_range(FlatProblem const& p, int index, Range* out) {
-  int cuts = p.magnitudes ? 7 : 15;
-  if (index > 65) {
-    *out = {0.0f, p.codes[0] | uint32_t(p.codes[0]) << 16};  // NaN is above no cut
-    return true;
+// The ranges, from the cuts. False if two cuts are in one of this thread's.
+template <bool kMagnitudes>
+__device__ __forceinline__ bool make_table(FlatProblem const& p, uint8_t* table) {
+  constexpr int kCuts = kMagnitudes ? 7 : 15;
+  float cuts[kCuts];
+#pragma unroll
+  for (int i = 0; i < kCuts; ++i) cuts[i] = __ldg(p.cuts + i);
+  uint64_t first_codes = 0, last_codes = 0;
+#pragma unroll
+  for (int i = 0; i <= kCuts; ++i) (i < 8 ? first_codes : last_codes) |= uint64_t(__ldg(p.codes + i)) << i % 8 * 8;
+  auto code = [&](int i) { return uint32_t((i < 8 ? first_codes : last_codes) >> i % 8 * 8) & 0xffu; };
+  bool good = true;
+  for (int i = threadIdx.x; i < kRanges * 2; i += kThreads) {  // two threads a range, 16 lanes each
+    int index = i / 2, below = 0, inside = 0;
+    float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f, cut = INFINITY;
+#pragma unroll
+    for (int c = kCuts - 1; c >= 0; --c) {
+      bool is_below = cuts[c] < low, is_inside = !is_below && cuts[c] <= high;
+      below += is_below, inside += is_inside;
+      if (is_inside) cut = cuts[c];
+    }
+    good &= inside <= 1;
+    if (index > 65) below = inside = 0;  // NaN is above no cut
+    uint32_t choice = code(below) | code(below + (inside > 0)) << 8;
+    choice |= (choice | 0x0808u) << 16;
+    uint4 twice = make_uint4(__float_as_uint(cut), choice, __float_as_uint(cut), choice);
+    uint4* row = reinterpret_cast<uint4*>(table + i * 128);
+#pragma unroll
+    for (int j = 0; j < 8; ++j) row[(j + threadIdx.x) % 8] = twice;
   }
-  float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f;
-  int below = 0, inside = 0;
-  for (int i = 0; i < cuts; ++i) {
-    below += p.cuts[i] < low;
-    inside += p.cuts[i] >= low && p.cuts[i] <= high;
-  }
-  int above = below + (inside > 0);
-  *out = {inside > 0 ? p.cuts[below] : INFINITY, p.codes[below] | uint32_t(p.codes[above]) << 16};
-  return inside <= 1;
+  return good;
 }
 
 // Eight elements as they are stored.
@@ -213,6 +227,84 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
   return codes[below];
 }
 
+// What a warp does with kBlocks blocks of kChunks pieces of 256 elements.
+template <class T, int kChunks, int kBlocks, bool kMagnitudes>
+struct Turn {
+  FlatProblem const& p;
+  T const* x;
+  uint8_t const* table;
+  T const* tail;
+  int lanes, log_block;
+
+  // kFast: all elements are there, and the table serves.
+  template <bool kFast>
+  __device__ __forceinline__ void run(int64_t begin, bool searched) const {
+    int lane = threadIdx.x % 32;
+    begin += lane * 8;
+    Eight<T> eights[kBlocks][kChunks];
+#pragma unroll
+    for (int i = 0; i < kBlocks * kChunks; ++i) {
+      Eight<T>& eight = eights[i / kChunks][i % kChunks];
+      if (kFast || begin + i * 256 + 8 <= p.count) {
+        eight.load(x + begin + i * 256);
+      } else {
+#pragma unroll
+        for (int word = 0; word < Eight<T>::kWords; ++word)
+          eight.words[word] = begin + i * 256 < p.count ? reinterpret_cast<uint32_t const*>(tail)[word] : 0;
+      }
+    }
+#pragma unroll
+    for (int b = 0; b < kBlocks; ++b) {
+      uint32_t largest = 0;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) largest = max(largest, eights[b][c].largest());
+#pragma unroll
+      for (int distance = 1; distance < 32; distance *= 2)
+        if (distance < lanes) largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
+      float absmax = number<T>(largest);
+      float reciprocal = isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
+      int64_t first = begin + b * kChunks * 256;
+      if ((lane & (lanes - 1)) == 0 && (kFast || first < p.count)) p.absmax[first >> log_block] = absmax;
+#pragma unroll
+      for (int c = 0; c < kChunks; ++c) {
+        int64_t element = first + c * 256;
+        uint32_t packed = kFast || !searched ? look_up(eights[b][c], reciprocal) : search_all(eights[b][c], reciprocal);
+        if (kFast || element + 8 <= p.count) {
+          __stcs(reinterpret_cast<uint32_t*>(p.packed + element / 2), packed);
+        } else if (element < p.count) {
+#pragma unroll 1
+          for (int i = 0; element + 2 * i < p.count; ++i) p.packed[element / 2 + i] = uint8_t(packed >> 8 * i);
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ uint32_t look_up(Eight<T> const& eight, float reciprocal) const {
+    uint32_t nibbles[2] = {};  // bytes: codes of the even and of the odd elements
+    uint32_t const lane_bytes = threadIdx.x % 32 * 8;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      float scaled = __fmul_rn(eight.value(i), reciprocal), key = kMagnitudes ? fabsf(scaled) : scaled;
+      uint32_t at = decode::and_or(__float_as_uint(fmaf(key, 32.0f, 49184.0f)), 0x7f00u, lane_bytes);
+      uint2 range = *reinterpret_cast<uint2 const*>(table + at);
+      // The byte of range.y that becomes byte i / 2: 0 or 1, and 2 or 3 for negative numbers.
+      uint32_t const step = 1u << i / 2 * 4, keep = 0x3210u - step * uint32_t(i / 2) + step * 4;
+      uint32_t selector = key > __uint_as_float(range.x) ? keep + step : keep;
+      if (kMagnitudes && scaled < 0.0f) selector += 2 * step;
+      nibbles[i % 2] = __byte_perm(nibbles[i % 2], range.y, selector);
+    }
+    return nibbles[0] * 16 + nibbles[1];
+  }
+
+  __device__ __forceinline__ uint32_t search_all(Eight<T> const& eight, float reciprocal) const {
+    uint32_t packed = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      packed |= search(p.cuts, p.codes, __fmul_rn(eight.value(i), reciprocal)) << (i / 2 * 8 + (i % 2 == 0 ? 4 : 0));
+    return packed;
+  }
+};
+
 // kChunks: pieces of 256 elements that share a block (1 where blocks are of 256 or less). A warp has kBlocks independent ones at a time.
 template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
@@ -222,78 +314,22 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
   constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
   extern __shared__ __align__(128) uint8_t table[];
   wait_for_predecessor();
-  int bad = 0;
-  for (int i = threadIdx.x; i < kRanges * 2; i += kThreads) {  // two threads a range, 16 lanes each
-    Range range;
-    bad |= !make_range(p, i / 2, &range);
-    uint4 twice = make_uint4(__float_as_uint(range.cut), range.codes, __float_as_uint(range.cut), range.codes);
-    uint4* row = reinterpret_cast<uint4*>(table + i * 128);
-#pragma unroll
-    for (int j = 0; j < 8; ++j) row[(j + threadIdx.x) % 8] = twice;
-  }
+  bool good = make_table<kMagnitudes>(p, table);
   T const* x = static_cast<T const*>(p.floats);
   __shared__ __align__(16) T tail[8];  // the last elements, fewer than eight, and zeros
   if (threadIdx.x < 8) {
     int64_t element = p.count / 8 * 8 + threadIdx.x;
     tail[threadIdx.x] = element < p.count ? x[element] : T(0.0f);
   }
-  bool searched = __syncthreads_or(bad);
-  int lane = threadIdx.x % 32;
+  bool searched = !__syncthreads_and(good);
   constexpr int64_t kSpan = 256 * kChunks * kBlocks;
   int64_t warps = int64_t(gridDim.x) * (kThreads / 32), warp = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
+  Turn<T, kChunks, kBlocks, kMagnitudes> turn{p, x, table, tail, lanes, log_block};
   for (int64_t begin = warp * kSpan; begin < p.count; begin += warps * kSpan) {
-    Eight<T> eights[kBlocks][kChunks];
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b)
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        Eight<T>& eight = eights[b][c];
-        int64_t element = begin + (b * kChunks + c) * 256 + lane * 8;
-        if (element + 8 <= p.count) {
-          eight.load(x + element);
-        } else {
-#pragma unroll
-          for (int i = 0; i < Eight<T>::kWords; ++i)
-            eight.words[i] = element < p.count ? reinterpret_cast<uint32_t const*>(tail)[i] : 0;
-        }
-      }
-#pragma unroll
-    for (int b = 0; b < kBlocks; ++b) {
-      int64_t first = begin + b * kChunks * 256 + lane * 8;
-      uint32_t largest = 0;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) largest = max(largest, eights[b][c].largest());
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        if (distance < lanes) largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
-      float absmax = number<T>(largest);
-      float reciprocal = isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
-      if ((lane & (lanes - 1)) == 0 && first < p.count) p.absmax[first >> log_block] = absmax;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) {
-        uint32_t packed = 0;
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float scaled = __fmul_rn(eights[b][c].value(i), reciprocal), key = kMagnitudes ? fabsf(scaled) : scaled;
-          uint32_t code;
-          if (kMagnitudes || !searched) {
-            uint32_t at = (__float_as_uint(fmaf(key, 32.0f, 49184.0f)) & 0x7f00u) | uint32_t(lane * 8);
-            uint2 range = *reinterpret_cast<uint2 const*>(table + at);
-            code = key > __uint_as_float(range.x) ? range.y >> 16 : range.y & 0xffffu;
-          } else {
-            code = search(p.cuts, p.codes, key);
-          }
-          if (kMagnitudes && scaled < 0.0f) code += 8;
-          packed |= code << (i / 2 * 8 + (i % 2 == 0 ? 4 : 0));
-        }
-        int64_t element = first + c * 256;
-        if (element + 8 <= p.count) {
-          __stcs(reinterpret_cast<uint32_t*>(p.packed + element / 2), packed);
-        } else if (element < p.count) {
-#pragma unroll 1
-          for (int i = 0; element + 2 * i < p.count; ++i) p.packed[element / 2 + i] = uint8_t(packed >> 8 * i);
-        }
-      }
+    if (begin + kSpan <= p.count && (kMagnitudes || !searched)) {
+      turn.template run<true>(begin, false);
+    } else {
+      turn.template run<false>(begin, searched);
     }
   }
 }
@@ -312,8 +348,7 @@ Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream 
   int64_t turns = ceil_div(p.count, Turn::kElements), most = int64_t(multiprocessors) * 8;
   int rounds = turns > most * kThreads ? Turn::kRounds : 1;
   int64_t blocks = ceil_div(turns, int64_t(kThreads) * rounds);
-  return launch(dequantize_flat<T>, dim3(unsigned(blocks < most ? blocks : most)), kThreads, 0, stream, p, log2_of(p.blocksize),
-                rounds);
+  return launch(dequantize_flat<T>, dim3(unsigned(blocks)), kThreads, 0, stream, p, log2_of(p.blocksize), rounds);
 }
 
 template <class T, int kChunks>
