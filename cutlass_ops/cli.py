@@ -327,6 +327,9 @@ def reorder_command(
         bool | None,
         typer.Option("--symmetric/--asymmetric", help="Without or with a zero point for each group.  [default: symmetric]"),
     ] = None,
+    clip: Annotated[
+        str | None, typer.Option(metavar="mse", help="Search the range of each group that has the least squared error.")
+    ] = None,
     include: Annotated[str | None, typer.Option(metavar="REGEX", help="Pack only the layers whose name has a match.")] = None,
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Keep these layers as float tensors; overrides --include.")
@@ -362,8 +365,10 @@ def reorder_command(
     interrupted is completed by the same command.
     """
     with _reported():
-        if bits is None and (group_size is not None or symmetric is not None):
-            raise ValueError("--group-size and --symmetric/--asymmetric say how to quantise float weights: give --bits too")
+        if bits is None and (group_size is not None or symmetric is not None or clip is not None):
+            raise ValueError(
+                "--group-size, --symmetric/--asymmetric and --clip say how to quantise float weights: give --bits too"
+            )
         one_file = output.suffix == ".safetensors"
         if one_file and ranks > 1:
             raise ValueError(f"--tp {ranks} makes a directory for each rank; {output} names one file")
@@ -373,6 +378,7 @@ def reorder_command(
             symmetric=symmetric is not False,
             include=include,
             exclude=exclude,
+            clip=clip,
         )
         start = time.perf_counter()
         checkpoint = _load(source, zero_offset)

@@ -338,6 +338,7 @@ def reorder_checkpoint(
     symmetric: bool = True,
     include: str | None = None,
     exclude: str | None = None,
+    clip: str | None = None,
     jobs: int = 1,
     dry_run: bool = False,
     progress: Progress | None = None,
@@ -349,7 +350,7 @@ def reorder_checkpoint(
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`.
         path: the file to write.
-        bits, group_size, symmetric, include, exclude: as in :class:`cutlass_ops.plan.Options`.
+        bits, group_size, symmetric, include, exclude, clip: as in :class:`cutlass_ops.plan.Options`.
         jobs: tensors that are worked on, and held in memory, at a time.
         dry_run: plan and write nothing.
         progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
@@ -360,7 +361,7 @@ def reorder_checkpoint(
         OSError: the file cannot be written.
     """
     path = Path(path)
-    options = Options(bits, group_size, symmetric, include, exclude)
+    options = Options(bits, group_size, symmetric, include, exclude, clip)
     items = _items(checkpoint, options, 1, ())
     for file in checkpoint.files:
         if path.exists() and file.samefile(path):

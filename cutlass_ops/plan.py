@@ -45,6 +45,7 @@ class Options:
         include: a regular expression, searched in module names: only these are packed; replaces
             ``DEFAULT_EXCLUDE``.
         exclude: a regular expression: these are not packed but stored as tensors.
+        clip: of float matrices: None or "mse".
 
     Raises:
         ValueError: one that is out of range or not a regular expression.
@@ -55,11 +56,14 @@ class Options:
     symmetric: bool = True
     include: str | None = None
     exclude: str | None = None
+    clip: str | None = None
 
     def __post_init__(self) -> None:
         if self.bits is not None:
             formats.check_bits(self.bits)
             formats.check_group_size(self.group_size)
+        if self.clip not in (None, "mse"):
+            raise ValueError(f"clip is {self.clip!r}; None and 'mse' are accepted")
         for option in ("include", "exclude"):
             pattern(option, getattr(self, option))
 
@@ -113,7 +117,9 @@ def plan(checkpoint: Checkpoint, options: Options) -> list[Step]:
                 Step(
                     entry,
                     module,
-                    to_quantize(checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric),
+                    to_quantize(
+                        checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric, options.clip
+                    ),
                 )
             )
         else:
@@ -151,12 +157,14 @@ def as_tensors(entry: Entry) -> list[Step]:
     return steps
 
 
-def to_quantize(path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool) -> Quantized:
+def to_quantize(
+    path: Path, entry: Entry, bias: Entry | None, bits: int, group_size: int, symmetric: bool, clip: str | None
+) -> Quantized:
     """A float matrix as a quantised weight, made when it is read."""
 
     def read() -> QuantizedWeight:
         try:
-            weight = quantize(entry.values(), bits, group_size, symmetric)
+            weight = quantize(entry.values(), bits, group_size, symmetric, clip=clip)
         except CheckpointError:
             raise
         except ValueError as error:

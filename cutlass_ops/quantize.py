@@ -12,10 +12,17 @@ _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
 _PIECE = 1 << 24
+#: With a search: its many passes are made over what stays in the cache.
+_SEARCHED_PIECE = 1 << 19
 
 
 def quantize(
-    weight: Tensor, bits: int = 4, group_size: int = 128, symmetric: bool = True, book: str | None = None
+    weight: Tensor,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = True,
+    book: str | None = None,
+    clip: str | None = None,
 ) -> QuantizedWeight:
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
 
@@ -27,13 +34,16 @@ def quantize(
         point.
         book: "nf4" or "fp4" takes the values of 4-bit codes from that code book (``reference.quantize_book``), the scale of
             a group being its largest magnitude; ``symmetric`` has no meaning then.
+        clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
+            some twenty times the work. None takes all of it.
 
     Returns:
         The weight in canonical form, on the same device.
 
     Raises:
         TypeError: weight is no tensor, or of another dtype.
-        ValueError: weight is not a matrix, holds NaN or inf, or bits, group_size or book is not supported.
+        ValueError: weight is not a matrix, holds NaN or inf, or bits, group_size, book or clip is not
+            supported.
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}; a torch.Tensor is expected")
@@ -46,9 +56,11 @@ def quantize(
     formats.check_group_size(group_size)
     if book is not None and bits != 4:
         raise ValueError(f"bits is {bits}; a code book has values for 4")
-    rows = max(1, _PIECE // weight.shape[1])
+    if book is not None and clip is not None:
+        raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
+    rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
     pieces = [
-        reference.quantize_weight(piece, bits, group_size, symmetric)
+        reference.quantize_weight(piece, bits, group_size, symmetric, clip)
         if book is None
         else reference.quantize_weight_book(piece, group_size, book)
         for piece in torch.split(weight.detach(), rows)

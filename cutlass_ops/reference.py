@@ -26,6 +26,9 @@ Activation: TypeAlias = "str | tuple[str, float, float] | None"
 #: Below this, the range of a block or group counts as zero: its reciprocal could overflow.
 SMALLEST_RANGE = 2.0**-100
 
+#: By which the range of a group of weights may be clipped.
+CLIP_FACTORS = tuple(i / 40 for i in range(40, 19, -1))
+
 #: fp32 holds every integer up to this.
 _EXACT_IN_FP32 = 2**24
 
@@ -147,7 +150,7 @@ def _rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(nearest.float() < scales, above, nearest)
 
 
-def quantize_weight(weight: Tensor, bits: int, group_size: int, symmetric: bool) -> QuantizedWeight:
+def quantize_weight(weight: Tensor, bits: int, group_size: int, symmetric: bool, clip: str | None = None) -> QuantizedWeight:
     """Quantise a weight by rounding to nearest, one scale (and zero point) for each row and group of K.
 
     In fp32; amax, lo = min(0, w) and hi = max(0, w) are those of the group.
@@ -165,41 +168,67 @@ def quantize_weight(weight: Tensor, bits: int, group_size: int, symmetric: bool)
     A group whose range (amax or hi - lo) is below 2^-100 has scale 1 and codes of value 0. One whose range
     is not finite has a NaN scale and codes of value 0.
 
+    With ``clip="mse"`` the range of each group shrinks by the one of ``CLIP_FACTORS`` (amax, or lo and hi, times it) at
+    which the sum of ``(w - s * (q - z))^2`` is smallest (the terms in fp32, the sum in fp64); of equal ones by the first.
+    Weights outside of it get the outermost codes.
+
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         bits: 4 or 8.
         group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
         symmetric: whether there are no zero points.
+        clip: None or "mse".
 
     Raises:
-        TypeError, ValueError: weight is not such a matrix, or bits or group_size is not supported.
+        TypeError, ValueError: weight is not such a matrix, or bits, group_size or clip is not supported.
     """
     _check_matrix("weight", weight, _FLOAT_TYPES)
     formats.check_bits(bits)
     formats.check_group_size(group_size)
+    if clip not in (None, "mse"):
+        raise ValueError(f"clip is {clip!r}; None and 'mse' are accepted")
     k = weight.shape[1]
     values = _blocks(weight.float(), group_size)
     lo = values.amin(-1).clamp(max=0)
     hi = values.amax(-1).clamp(min=0)
-    middle, largest = formats.midpoint(bits), 2**bits - 1
-    span, steps = (torch.maximum(hi, -lo), middle - 1) if symmetric else (hi - lo, largest)
+    span = torch.maximum(hi, -lo) if symmetric else hi - lo
     regular = span.isfinite() & (span >= SMALLEST_RANGE)
-    scales = _rounded_up(torch.where(regular, _quotient(span, steps, span), 1.0), weight.dtype)
-    codes = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values).round(), 0.0)
-    if symmetric:
-        zeros = None
-        codes = codes.clamp(1 - middle, middle - 1) + middle
-    else:
-        zeros = torch.where(regular, _quotient(-lo, scales.float(), lo).round(), 0.0)
-        codes = (codes + zeros[..., None]).clamp(0, largest)
-        zeros = zeros.to(torch.uint8)
+    codes, scales, zeros = _weight_codes(values, lo, hi, regular, bits, symmetric, weight.dtype)
+    if clip is not None:
+        error = _squared_error(values, codes, scales, zeros)
+        for factor in CLIP_FACTORS[1:]:
+            clipped = _weight_codes(values, lo * factor, hi * factor, regular, bits, symmetric, weight.dtype)
+            clipped_error = _squared_error(values, *clipped)
+            better = clipped_error < error  # never where one of them is NaN
+            error = torch.where(better, clipped_error, error)
+            codes = torch.where(better[..., None], clipped[0], codes)
+            scales, zeros = torch.where(better, clipped[1], scales), torch.where(better, clipped[2], zeros)
     return QuantizedWeight(
         codes=codes.to(torch.uint8).flatten(1)[:, :k].contiguous(),
         scales=torch.where(span.isfinite(), scales, torch.nan),
-        zeros=zeros,
+        zeros=None if symmetric else zeros.to(torch.uint8),
         bits=bits,
         group_size=group_size,
     )
+
+
+def _weight_codes(
+    values: Tensor, lo: Tensor, hi: Tensor, regular: Tensor, bits: int, symmetric: bool, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes and zero points of :func:`quantize_weight`, integers in fp32, and its scales, for blocks with these ranges."""
+    middle, largest = formats.midpoint(bits), 2**bits - 1
+    span, steps = (torch.maximum(hi, -lo), middle - 1) if symmetric else (hi - lo, largest)
+    scales = _rounded_up(torch.where(regular, _quotient(span, steps, span), 1.0), dtype)
+    codes = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values).round(), 0.0)
+    if symmetric:
+        return codes.clamp(1 - middle, middle - 1) + middle, scales, torch.full_like(lo, middle)
+    zeros = torch.where(regular, _quotient(-lo, scales.float(), lo).round(), 0.0)
+    return (codes + zeros[..., None]).clamp(0, largest), scales, zeros
+
+
+def _squared_error(values: Tensor, codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
+    """Of each block: differences and squares in fp32, their sum in fp64, so that its order decides nothing."""
+    return (values - scales.float()[..., None] * (codes - zeros[..., None])).square().sum(-1, dtype=torch.float64)
 
 
 # ---- code books

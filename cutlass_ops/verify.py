@@ -179,7 +179,8 @@ def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: Qu
         bias = checkpoint.entries.get(f"{module}.bias") if packed.bias is not None else None
         # A slice may have shorter groups than the matrix was quantised in.
         group_size = info.options.get("group_size", packed.group_size)
-        weight = to_quantize(checkpoint.path, entry, bias, packed.bits, group_size, symmetric=packed.symmetric).read()
+        clip = info.options.get("clip")
+        weight = to_quantize(checkpoint.path, entry, bias, packed.bits, group_size, packed.symmetric, clip).read()
     slices = info.slices
     if slices is None:
         return weight

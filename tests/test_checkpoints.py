@@ -475,6 +475,24 @@ def test_a_gguf_of_floats_is_quantised_on_request(tmp_path: Path) -> None:
     assert done.tensors == ("model.embed_tokens.weight",)
 
 
+def test_the_search_for_a_range_is_remembered(tmp_path: Path) -> None:
+    w = torch.from_numpy(RANDOM.standard_normal((32, 256)).astype(np.float32))
+    save_file({"a.weight": w}, tmp_path / "m.safetensors")
+    source = load_checkpoint(tmp_path / "m.safetensors")
+    path = tmp_path / "p.safetensors"
+    errors = []
+    for clip in (None, "mse"):
+        reorder_checkpoint(source, path, bits=4, group_size=64, clip=clip)
+        packed = load_packed(path)["a"]
+        assert isinstance(packed, PackedWeight)
+        errors.append(float((reference.dequantize_weight(packed.unpack(), torch.float32) - w).square().sum()))
+        assert verify_packed(path, source).problems == []
+        assert packed_info(path).options["clip"] == clip
+    assert errors[1] < 0.98 * errors[0]
+    with pytest.raises(ValueError, match="clip is 'mean'"):
+        reorder_checkpoint(source, path, bits=4, clip="mean")
+
+
 def test_the_header_is_read_as_gguf_reads_it(tmp_path: Path) -> None:
     tensors = {
         "token_embd.weight": (blocks(Type.Q8_0, 50, 64), Type.Q8_0),

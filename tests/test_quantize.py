@@ -44,6 +44,79 @@ def test_a_weight_in_pieces_is_the_same_weight(symmetric: bool, bits: int, monke
         assert equal(quantize(w, bits, 64, symmetric), whole)
 
 
+def heavy_tailed(n: int, k: int) -> torch.Tensor:
+    random = torch.Generator().manual_seed(2)
+    return torch.randn(n, k, generator=random) * torch.randn(n, k, generator=random).exp()
+
+
+def test_clipping_by_hand() -> None:
+    # Thirty-one weights of 3.5 beside one of 7: with a scale of 1 the many are off by a half each (rint(3.5) is 4). With
+    # 35/40 of it they are exact, and the one is off by 7 / 8.
+    w = torch.full((1, 32), 3.5)
+    w[0, 5] = 7
+    assert quantize(w, group_size=32).scales.item() == 1
+    clipped = quantize(w, group_size=32, clip="mse")
+    assert clipped.scales.item() == 0.875
+    assert clipped.codes.tolist() == [[12] * 5 + [15] + [12] * 26]
+    # Ten of the large ones make that too dear, 10 * 0.875^2, and 38/40 best: 10 * 0.35^2 + 22 * 0.3^2, against 22 / 4.
+    w[0, :10] = 7
+    assert quantize(w, group_size=32, clip="mse").scales.item() == pytest.approx(0.95)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, -1), (8, 128)])
+def test_no_other_range_has_a_smaller_error(dtype: torch.dtype, symmetric: bool, bits: int, group_size: int) -> None:
+    w = heavy_tailed(6, 300).to(dtype)
+    found = quantize(w, bits, group_size, symmetric, clip="mse")
+    size = 300 if group_size == -1 else group_size
+    clipped = False
+    for row in range(6):
+        for group in range(found.groups):
+            x = w[row, group * size : (group + 1) * size].double()
+            ours = dequantize_weight(found, torch.float64)[row, group * size : (group + 1) * size]
+            errors = []
+            for i in range(40, 19, -1):
+                lo, hi = min(0.0, float(x.min())) * i / 40, max(0.0, float(x.max())) * i / 40
+                steps = 2 ** (bits - 1) - 1 if symmetric else 2**bits - 1
+                span = torch.tensor((max(hi, -lo) if symmetric else hi - lo) / steps, dtype=torch.float64)
+                scale = span.to(dtype)
+                if dtype != torch.float32 and scale < span:  # they are rounded up
+                    scale = (scale.view(torch.int16) + 1).view(dtype)
+                scale = scale.double()
+                zero = 0.0 if symmetric else (-lo / scale).round()
+                low, high = (-steps, steps) if symmetric else (-zero, steps - zero)
+                errors.append(float((x - scale * (x / scale).round().clamp(low, high)).square().sum()))
+            error = float((x - ours).square().sum())
+            assert error <= min(errors) * (1 + 1e-4) + 1e-12
+            clipped |= error < errors[0] * 0.99
+    assert clipped or bits == 8
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_clipped_pieces_are_the_same_weight(symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    w = heavy_tailed(50, 192)
+    whole = quantize(w, 4, 64, symmetric, clip="mse")
+    for piece in (1, 192 * 7):
+        monkeypatch.setattr(module, "_SEARCHED_PIECE", piece)
+        assert equal(quantize(w, 4, 64, symmetric, clip="mse"), whole)
+
+
+def test_clipping_leaves_zeros_and_refuses_nan() -> None:
+    w = torch.zeros(2, 64)
+    assert equal(quantize(w, 4, 32, False, clip="mse"), quantize(w, 4, 32, False))
+    w[1, 40] = torch.nan
+    with pytest.raises(ValueError, match="row 1, group 1"):
+        quantize(w, 4, 32, clip="mse")
+
+
+def test_how_clip_is_refused() -> None:
+    with pytest.raises(ValueError, match="clip is 'mae'; None and 'mse'"):
+        quantize(torch.zeros(1, 32), clip="mae")
+    with pytest.raises(ValueError, match="both book and clip"):
+        quantize(torch.zeros(1, 32), book="nf4", clip="mse")
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_one_code_at_a_time(symmetric: bool) -> None:
     """Every code of a small weight, by scalar fp32 arithmetic."""
