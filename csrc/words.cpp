@@ -1,6 +1,7 @@
 #include "cutlass_ops/words.h"
 
 #include <algorithm>
+#include <cstring>
 #include <limits>
 #include <stdexcept>
 #include <string>
@@ -13,9 +14,8 @@
 namespace cutlass_ops {
 namespace {
 
-// A tile is 64 bytes of words along either axis, a cache line, so that both strided reads and strided writes use all they fetch.
-constexpr int kLineWords = 16;
-constexpr int64_t kBatch = 16;            // tiles that a thread takes at a time
+constexpr int64_t kBatch = 4;             // tiles that a thread takes at a time
+constexpr int64_t kRowBatch = 16;         // the same of rows
 constexpr int64_t kPieceBytes = 1 << 16;  // bytes of two codes that a thread takes at a time
 
 void check(int64_t n, int64_t k, int bits, int threads) {
@@ -31,96 +31,6 @@ void check(int64_t n, int64_t k, int bits, int threads) {
 }
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-// A row of sixteen words along K to its codes.
-template <int kBits>
-void expand_row(uint32_t const (&words)[kLineWords], uint8_t* codes) {
-  for (int i = 0; i < kLineWords; i += 4) {
-    Bytes const v = load(words + i);
-    if constexpr (kBits == 8) {
-      store(codes + 4 * i, v);
-    } else {
-      Bytes const low = v & splat(0x0f), high = v >> 4;
-      store(codes + 8 * i, zip_low(low, high));
-      store(codes + 8 * i + 16, zip_high(low, high));
-    }
-  }
-}
-
-template <int kBits>
-void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k,
-                         int64_t index) {
-  constexpr int kPerWord = 32 / kBits, kColumns = kLineWords * kPerWord;
-  int64_t const tiles = ceil_div(k, kColumns);
-  int64_t const first_row = index / tiles * kLineWords, first_k = index % tiles * kColumns;
-  int const rows = int(std::min<int64_t>(kLineWords, n - first_row));
-  int const columns = int(std::min<int64_t>(kColumns, k - first_k));
-  int const count = int(ceil_div(columns, kPerWord));
-  words += first_row * n_stride + first_k / kPerWord * k_stride;
-  uint32_t tile[kLineWords][kLineWords] = {};
-  if (k_stride == 1) {
-    for (int row = 0; row < rows; ++row) std::copy_n(words + row * n_stride, count, tile[row]);
-  } else {
-    for (int j = 0; j < count; ++j) {
-      for (int row = 0; row < rows; ++row) tile[row][j] = words[row * n_stride + j * k_stride];
-    }
-  }
-  for (int row = 0; row < rows; ++row) {
-    uint8_t* destination = codes + (first_row + row) * k + first_k;
-    if (columns == kColumns) {
-      expand_row<kBits>(tile[row], destination);
-    } else {
-      uint8_t whole[kColumns];
-      expand_row<kBits>(tile[row], whole);
-      std::copy_n(whole, columns, destination);
-    }
-  }
-}
-
-// Bytes 0, 1, 2, 3 of sixteen words.
-void split_bytes(Bytes const (&v)[4], Bytes (&bytes)[4]) {
-  Bytes const even_low = even(v[0], v[1]), even_high = even(v[2], v[3]);
-  Bytes const odd_low = odd(v[0], v[1]), odd_high = odd(v[2], v[3]);
-  bytes[0] = even(even_low, even_high);
-  bytes[1] = even(odd_low, odd_high);
-  bytes[2] = odd(even_low, even_high);
-  bytes[3] = odd(odd_low, odd_high);
-}
-
-constexpr int kTileK = 64;
-
-void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes,
-                         int64_t n, int64_t k, int64_t index) {
-  int64_t const tiles = ceil_div(k, kTileK);
-  int64_t const first_word = index / tiles * kLineWords, first_k = index % tiles * kTileK;
-  int const count = int(std::min<int64_t>(kLineWords, n / 8 - first_word));
-  int const columns = int(std::min<int64_t>(kTileK, k - first_k));
-  words += first_word * n_stride + first_k * k_stride;
-  uint32_t tile[kLineWords][kTileK];
-  for (int column = 0; column < columns; ++column) {
-    for (int i = 0; i < count; ++i) tile[i][column] = words[i * n_stride + column * k_stride];
-  }
-  for (int i = 0; i < count; ++i) {
-    uint8_t* rows = codes + (first_word + i) * 8 * k + first_k;
-    std::fill(tile[i] + columns, tile[i] + kTileK, 0u);
-    for (int column = 0; column < columns; column += 16) {
-      Bytes v[4], bytes[4];
-      for (int j = 0; j < 4; ++j) v[j] = load(tile[i] + column + 4 * j);
-      split_bytes(v, bytes);
-      for (int p = 0; p < 8; ++p) {
-        Bytes const sixteen = p % 2 ? bytes[p / 2] >> 4 : bytes[p / 2] & splat(0x0f);
-        uint8_t* destination = rows + order[p] * k + column;
-        if (column + 16 <= columns) {
-          store(destination, sixteen);
-        } else {
-          uint8_t part[16];
-          store(part, sixteen);
-          std::copy_n(part, columns - column, destination);
-        }
-      }
-    }
-  }
-}
 
 // `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and high[0 .. count - 1].
 template <bool kInTurn>
@@ -144,14 +54,137 @@ void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t*
   }
 }
 
+// k codes along K, in words side by side.
+template <int kBits>
+void expand_run(uint32_t const* words, uint8_t* codes, int64_t k) {
+  auto const* bytes = reinterpret_cast<uint8_t const*>(words);
+  if constexpr (kBits == 8) {
+    std::memcpy(codes, bytes, size_t(k));
+  } else {
+    expand_bytes<true>(bytes, k / 2, false, codes, codes + 1);
+    if (k % 2 != 0) codes[k - 1] = bytes[k / 2] & 0x0f;
+  }
+}
+
+// Words that do not lie side by side along K are turned a tile at a time: 512 rows by 64 codes, one cache line of the result
+// each. Measured: longer pieces of the result are slower, as are fewer rows, whose words are shorter pieces of the source.
+constexpr int kTileRows = 512;
+constexpr int kTileK = 64;
+
+template <int kBits>
+void unpack_tile_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k,
+                         int64_t index) {
+  constexpr int kWords = kTileK * kBits / 32;
+  int64_t const tiles = ceil_div(k, kTileK);
+  int64_t const first_row = index / tiles * kTileRows, first_word = index % tiles * kWords;
+  int const rows = int(std::min<int64_t>(kTileRows, n - first_row));
+  int const columns = int(std::min<int64_t>(kTileK, k - index % tiles * kTileK));
+  int const count = int(ceil_div(columns * kBits, 32));
+  words += first_row * n_stride + first_word * k_stride;
+  codes += first_row * k + index % tiles * kTileK;
+  uint32_t tile[kWords][kTileRows];
+  if (count < kWords || rows < kTileRows) std::memset(tile, 0, sizeof tile);
+  for (int j = 0; j < count; ++j) {
+    uint32_t const* source = words + j * k_stride;
+    if (n_stride == 1) {
+      std::copy_n(source, rows, tile[j]);
+    } else {
+      for (int row = 0; row < rows; ++row) tile[j][row] = source[row * n_stride];
+    }
+  }
+  for (int row = 0; row < rows; row += 4) {
+    int const together = std::min(4, rows - row);
+    uint8_t lines[4][kTileK];
+    bool const whole = columns == kTileK;
+    for (int j = 0; j < kWords; j += 4) {
+      Bytes v[4];
+      for (int i = 0; i < 4; ++i) v[i] = load(&tile[j + i][row]);
+      transpose_words(v);  // four words of each of four rows
+      for (int r = 0; r < together; ++r) {
+        uint8_t* to = (whole ? codes + (row + r) * k : lines[r]) + j * 32 / kBits;
+        if constexpr (kBits == 8) {
+          store(to, v[r]);
+        } else {
+          Bytes const low = v[r] & splat(0x0f), high = v[r] >> 4;
+          store(to, zip_low(low, high));
+          store(to + 16, zip_high(low, high));
+        }
+      }
+    }
+    for (int r = 0; r < (whole ? 0 : together); ++r) std::copy_n(lines[r], columns, codes + (row + r) * k);
+  }
+}
+
+// Bytes 0, 1, 2, 3 of sixteen words.
+void split_bytes(Bytes const* v, Bytes (&bytes)[4]) {
+  Bytes const even_low = even(v[0], v[1]), even_high = even(v[2], v[3]);
+  Bytes const odd_low = odd(v[0], v[1]), odd_high = odd(v[2], v[3]);
+  bytes[0] = even(even_low, even_high);
+  bytes[1] = even(odd_low, odd_high);
+  bytes[2] = odd(even_low, even_high);
+  bytes[3] = odd(odd_low, odd_high);
+}
+
+// The same with words along N: 64 of them, of 512 rows.
+constexpr int kTileWords = kTileRows / 8;
+
+void unpack_tile_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, int const (&order)[8], uint8_t* codes,
+                         int64_t n, int64_t k, int64_t index) {
+  int64_t const tiles = ceil_div(k, kTileK);
+  int64_t const first_word = index / tiles * kTileWords, first_k = index % tiles * kTileK;
+  int const count = int(std::min<int64_t>(kTileWords, n / 8 - first_word));
+  int const columns = int(std::min<int64_t>(kTileK, k - first_k));
+  words += first_word * n_stride + first_k * k_stride;
+  uint32_t tile[kTileK][kTileWords];
+  if (columns < kTileK || count < kTileWords) std::memset(tile, 0, sizeof tile);
+  for (int column = 0; column < columns; ++column) {
+    uint32_t const* source = words + column * k_stride;
+    if (n_stride == 1) {
+      std::copy_n(source, count, tile[column]);
+    } else {
+      for (int i = 0; i < count; ++i) tile[column][i] = source[i * n_stride];
+    }
+  }
+  for (int word = 0; word < count; word += 4) {
+    int const together = std::min(4, count - word);
+    Bytes turned[4][kTileK / 4];  // of each of four words, all k of the tile
+    for (int j = 0; j < kTileK / 4; ++j) {
+      Bytes v[4];
+      for (int i = 0; i < 4; ++i) v[i] = load(&tile[4 * j + i][word]);
+      transpose_words(v);
+      for (int i = 0; i < 4; ++i) turned[i][j] = v[i];
+    }
+    for (int i = 0; i < together; ++i) {
+      Bytes bytes[kTileK / 16][4];
+      for (int j = 0; j < kTileK / 16; ++j) split_bytes(&turned[i][4 * j], bytes[j]);
+      uint8_t* rows = codes + (first_word + word + i) * 8 * k + first_k;
+      // A line at a time: rows lie a power of two apart, so that few of their lines are in the cache at once.
+      for (int p = 0; p < 8; ++p) {
+        uint8_t line[kTileK];
+        bool const whole = columns == kTileK;
+        uint8_t* to = whole ? rows + order[p] * k : line;
+        for (int j = 0; j < kTileK / 16; ++j) {
+          store(to + 16 * j, p % 2 ? bytes[j][p / 2] >> 4 : bytes[j][p / 2] & splat(0x0f));
+        }
+        if (!whole) std::copy_n(line, columns, rows + order[p] * k);
+      }
+    }
+  }
+}
+
 }  // namespace
 
 void unpack_along_k(uint32_t const* words, int64_t n_stride, int64_t k_stride, uint8_t* codes, int64_t n, int64_t k, int bits,
                     int threads) {
   check(n, k, bits, threads);
   prefer_large_pages(codes, size_t(n) * k);
-  int64_t const tiles = ceil_div(n, kLineWords) * ceil_div(k, kLineWords * 32 / bits);
-  for_each_index(tiles, kBatch, threads, [=](int64_t index) {
+  if (k_stride == 1) {
+    return for_each_index(n, kRowBatch, threads, [=](int64_t row) {
+      uint32_t const* run = words + row * n_stride;
+      return bits == 4 ? expand_run<4>(run, codes + row * k, k) : expand_run<8>(run, codes + row * k, k);
+    });
+  }
+  for_each_index(ceil_div(n, kTileRows) * ceil_div(k, kTileK), kBatch, threads, [=](int64_t index) {
     return bits == 4 ? unpack_tile_along_k<4>(words, n_stride, k_stride, codes, n, k, index)
                      : unpack_tile_along_k<8>(words, n_stride, k_stride, codes, n, k, index);
   });
@@ -165,7 +198,7 @@ void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, i
   for (int row : order) seen |= row >= 0 && row < 8 ? 1u << row : 0u;
   if (seen != 0xff) throw std::invalid_argument("order is no permutation of 0 .. 7");
   prefer_large_pages(codes, size_t(n) * k);
-  int64_t const tiles = ceil_div(n / 8, kLineWords) * ceil_div(k, kTileK);
+  int64_t const tiles = ceil_div(n / 8, kTileWords) * ceil_div(k, kTileK);
   for_each_index(tiles, kBatch, threads,
                  [&](int64_t index) { unpack_tile_along_n(words, n_stride, k_stride, order, codes, n, k, index); });
 }
@@ -209,7 +242,7 @@ void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t 
 void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k, int32_t const* perm, int threads) {
   check(n, k, 8, threads);
   prefer_large_pages(permuted, size_t(n) * k);
-  for_each_index(n, kBatch, threads, [=](int64_t row) {
+  for_each_index(n, kRowBatch, threads, [=](int64_t row) {
     uint8_t const* source = codes + row * k;
     uint8_t* destination = permuted + row * k;
     for (int64_t i = 0; i < k; ++i) destination[i] = source[perm[i]];
