@@ -107,4 +107,10 @@ __device__ __forceinline__ uint64_t operand_descriptor(void const* shared) {
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
 }
 
+// The same where `shared` is the same in all lanes, kept in uniform registers, which is where wgmma takes it from.
+__device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* shared) {
+  uint32_t address = __shfl_sync(~0u, (cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff, 0);
+  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | address;
+}
+
 }  // namespace cutlass_ops

@@ -12,7 +12,7 @@
 //         192 | warpgroup 2               |
 //             +---------------------------+
 //
-// Warpgroup 0 loads: one thread the weights, one the tokens, each waiting for a free stage. Warpgroups 1 and 2 run C::consume, each on its own, so
+// Warpgroup 0 loads: one warp the weights, one the tokens, each waiting for a free stage. Warpgroups 1 and 2 run C::consume, each on its own, so
 // that one keeps the tensor cores busy while the other promotes.
 #pragma once
 
@@ -104,11 +104,12 @@ struct Barriers {
   uint64_t full[C::kStages], empty[C::kStages];
 };
 
-// One thread starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
+// One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
 template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
+  bool leader = cute::elect_one_sync();
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -124,17 +125,20 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       uint64_t* full = &barriers.full[ring.stage];
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-      TransactionBarrier::arrive_and_expect_tx(full, bytes);
-#pragma unroll 1
-      for (int slab = 0; slab < slabs; ++slab) {
-        Copy::copy(p.weight.codes + int64_t(chunk + slab * p.k_tiles) * kChunk, full, stage + C::kWeights + slab * kChunk,
-                   kChunk);
+      if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, bytes);
+#pragma unroll
+        for (int slab = 0; slab < C::kWarpgroups; ++slab) {
+          if (slab < slabs)
+            Copy::copy(p.weight.codes + int64_t(chunk + slab * p.k_tiles) * kChunk, full, stage + C::kWeights + slab * kChunk,
+                       kChunk);
+        }
+        if (C::kLoadScales && slabs > 0) {
+          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
+                     slabs * kRowsPerSlab * p.scale_bytes);
+        }
+        if (C::kZeros && slabs > 0) Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, slabs * kRowsPerSlab);
       }
-      if (C::kLoadScales && slabs > 0) {
-        Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
-                   slabs * kRowsPerSlab * p.scale_bytes);
-      }
-      if (C::kZeros && slabs > 0) Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, slabs * kRowsPerSlab);
       ++chunk;
       if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
     }
@@ -148,6 +152,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   constexpr int kHalf = C::kTokens / C::kCluster;
   constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
   wait_for_predecessor();
+  bool leader = cute::elect_one_sync();
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -159,16 +164,18 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       uint64_t* full = &barriers.full[ring.stage];
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-      TransactionBarrier::arrive_and_expect_tx(full, C::kColumnPanels * C::kPanelBytes + scale_bytes);
+      if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, C::kColumnPanels * C::kPanelBytes + scale_bytes);
 #pragma unroll
-      for (int panel = 0; panel < C::kColumnPanels; ++panel) {
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-            &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-            stage + C::kActivations + panel * C::kPanelBytes + rank * kHalf * C::kSwizzleBytes,
-            k * kKPerTile + panel * C::kPanelColumns, m0 + rank * kHalf);
+        for (int panel = 0; panel < C::kColumnPanels; ++panel) {
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
+              &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+              stage + C::kActivations + panel * C::kPanelBytes + rank * kHalf * C::kSwizzleBytes,
+              k * kKPerTile + panel * C::kPanelColumns, m0 + rank * kHalf);
+        }
+        if (scale_bytes)
+          cute::SM90_BULK_COPY_G2S::copy(p.x.scales + int64_t(k) * p.x.stride + m0, full, stage + C::kTokenScales, scale_bytes);
       }
-      if (scale_bytes)
-        cute::SM90_BULK_COPY_G2S::copy(p.x.scales + int64_t(k) * p.x.stride + m0, full, stage + C::kTokenScales, scale_bytes);
     }
   }
 }
@@ -272,8 +279,11 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, Par
   cute::cluster_wait();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<40>();
-    if (threadIdx.x == 0) produce_weights<C>(stages, barriers, p, rank);
-    if (threadIdx.x == 32) produce_tokens<C>(stages, barriers, p, map, rank);
+    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take them from.
+    // Otherwise every copy becomes a loop over the lanes that might differ, and its instructions slow down the MMAs beside it.
+    int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+    if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
+    if (warp == 1) produce_tokens<C>(stages, barriers, p, map, rank);
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
     wait_for_predecessor();

@@ -1,7 +1,7 @@
 // fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads and its stores are
 // device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
-//   decode   the stage's weights, which were loaded while the previous sums were promoted, to code minus zero point: exact in fp16 and bf16
+//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point: exact in fp16 and bf16
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
 #include "device/decode.cuh"
@@ -25,16 +25,50 @@ struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, kZeros, wgmma
                                  hopper::Place<Config> const& at);
 };
 
-// The eight operands of 16 columns each.
+// A warpgroup's weights of a stage as they lie in shared memory, and their scales and zero points for a thread's rows g and g + 8. Scales become
+// floats only where they are used: a load takes long while an MMA reads shared memory, and nothing should wait for it before the MMAs are done.
 template <class C>
-__device__ __forceinline__ void decode_weights(hopper::RawWeights<C> const& raw, uint32_t (&a)[C::kPieces][4]) {
+struct StoredWeights {
+  static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
+  uint32_t words[4 * kLoads], scales[2];
+  int8_t zeros[2];
+
+  __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
 #pragma unroll
-  for (int i = 0; i < C::kPieces; ++i) {
-    if constexpr (C::kZeros) {
-      C::Decode::fragment(raw.words + i * C::Decode::kWords, C::Decode::zero_constants(raw.zero[0], raw.zero[1]), a[i]);
-    } else {
-      C::Decode::fragment(raw.words + i * C::Decode::kWords, a[i]);
+    for (int i = 0; i < kLoads; ++i) {
+      uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
+      words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
     }
+    if (C::kZeros) {
+      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
+      zeros[0] = z.x, zeros[1] = z.y;
+    }
+    scales[0] = *reinterpret_cast<uint32_t const*>(stage + at.scales);
+    if (p.weight.scale_type == DataType::kFloat32) scales[1] = *reinterpret_cast<uint32_t const*>(stage + at.scales + 4);
+  }
+
+  // The eight operands of 16 columns each.
+  __device__ __forceinline__ void decode(uint32_t (&a)[C::kPieces][4]) const {
+#pragma unroll
+    for (int i = 0; i < C::kPieces; ++i) {
+      if constexpr (C::kZeros) {
+        C::Decode::fragment(words + i * C::Decode::kWords, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
+      } else {
+        C::Decode::fragment(words + i * C::Decode::kWords, a[i]);
+      }
+    }
+  }
+};
+
+// What StoredWeights::scales hold, as numbers.
+__device__ __forceinline__ void scale_values(uint32_t const (&stored)[2], DataType type, float (&values)[2]) {
+  if (type == DataType::kFloat32) {
+    values[0] = __uint_as_float(stored[0]), values[1] = __uint_as_float(stored[1]);
+  } else {
+    float2 half = __half22float2(reinterpret_cast<__half2 const&>(stored[0]));
+    bool is_half = type == DataType::kFloat16;
+    values[0] = is_half ? half.x : __uint_as_float(stored[0] << 16);
+    values[1] = is_half ? half.y : __uint_as_float(stored[0] & 0xffff0000u);
   }
 }
 
@@ -51,15 +85,15 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume
     int row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kSums], sums[C::kSums] = {};
-    hopper::RawWeights<C> raw;
+    StoredWeights<C> weights;
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    raw.load(stages + ring.stage * C::kStageBytes, p, at);
+    weights.load(stages + ring.stage * C::kStageBytes, p, at);
+#pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      uint8_t const* stage = stages + ring.stage * C::kStageBytes;
-      uint32_t a[C::kPieces][4];
-      decode_weights<C>(raw, a);
-      float scale[2] = {raw.scale[0], raw.scale[1]};
-      uint64_t tokens = operand_descriptor(stage + C::kActivations);
+      int stage = ring.stage;
+      uint32_t a[C::kPieces][4], stored_scales[2] = {weights.scales[0], weights.scales[1]};
+      weights.decode(a);
+      uint64_t tokens = uniform_operand_descriptor(stages + stage * C::kStageBytes + C::kActivations);
 #pragma unroll
       for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[piece]);
       fence_registers(products);
@@ -72,13 +106,16 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume
       }
       cute::warpgroup_commit_batch();
       fence_registers(products);
-      cute::warpgroup_wait<0>();
-      if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[ring.stage], at.lane, true);
       ring.advance();
       if (i + 1 < count) {
         TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-        raw.load(stages + ring.stage * C::kStageBytes, p, at);
+        weights.load(stages + ring.stage * C::kStageBytes, p, at);
       }
+      cute::warpgroup_wait<0>();
+      fence_registers(products);
+      if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+      float scale[2];
+      scale_values(stored_scales, p.weight.scale_type, scale);
 #pragma unroll
       for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
     }

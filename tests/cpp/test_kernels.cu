@@ -13,6 +13,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <set>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -488,6 +489,34 @@ TEST_P(Products, SplitK) {
     EXPECT_GT(chosen.splits, 1);
     multiply(w, packed, x, m, true);
   }
+}
+
+// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The counts of tokens reach each of their tiles, on 66
+// clusters with K split or not; elsewhere the portable kernels answer.
+TEST_P(Products, OfTheShapesThatHopperTakes) {
+  struct Case {
+    int n, k, m;
+    Format format;
+  };
+  Device device;
+  finish(current_device(&device));
+  std::set<std::pair<std::string, int>> tiles;
+  for (Case const& c :
+       {Case{520, 712, 40, kFormats[0]}, Case{520, 712, 40, kFormats[1]}, Case{520, 712, 40, kFormats[2]},
+        Case{4160, 136, 300, kFormats[1]}, Case{8320, 136, 300, kFormats[0]}, Case{8320, 136, 170, kFormats[0]}}) {
+    SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
+    Weight const w(c.n, c.k, bits, c.format, true);
+    DeviceWeight const packed(w);
+    std::vector<float> const x = exact_floats(c.m, c.k, input.act_quant, input.symmetric);
+    DeviceBytes const from(stored(x, input.type));
+    Plan chosen;
+    finish(plan(problem(packed.view, from, c.m, input), device, &chosen));
+    tiles.insert({chosen.kernel, chosen.tile_tokens});
+    multiply(w, packed, x, c.m, true);
+    if (HasFatalFailure()) return;
+  }
+  // Of 64, 128 and 160 or 176 tokens, and 96 for int8.
+  if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric) EXPECT_GE(tiles.size(), 3u);
 }
 
 TEST_P(Products, OfRowsThatAreApart) {
