@@ -28,14 +28,13 @@ def randn(*shape: int, seed: int = 1) -> Tensor:
 
 
 def words(codes: Tensor, bits: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Integers ``[R, C]`` to int32 words along the last axis, one after another, with no regard for overlaps."""
+    """Integers ``[R, C]`` to int32 words along the last axis, each row one long run of bits."""
     rows, columns = codes.shape
-    out = [[0] * -(-columns * bits // 32) for _ in range(rows)]
-    for row, values in enumerate(codes.tolist()):
-        for column in range(columns):
-            place = column if order is None else column // 8 * 8 + order[column % 8]
-            out[row][column * bits // 32] |= values[place] << (column * bits % 32)
-    return torch.tensor(out, dtype=torch.int64).to(torch.int32)
+    count = -(-columns * bits // 32)
+    places = range(columns) if order is None else [at // 8 * 8 + order[at % 8] for at in range(columns)]
+    runs = [sum(row[place] << (bits * at) for at, place in enumerate(places)) for row in codes.tolist()]
+    out = [[run >> (32 * word) & 0xFFFFFFFF for word in range(count)] for run in runs]
+    return torch.tensor(out, dtype=torch.int64).view(rows, count).to(torch.int32)
 
 
 def save(folder: Path, tensors: dict[str, Tensor], config: dict[str, Any] | None, name: str = "config.json") -> Path:
@@ -183,6 +182,8 @@ def test_groups_that_the_kernels_lack(tmp_path: Path) -> None:
 
 def gptq_zeros(zeros: Tensor, bits: int, version: int) -> Tensor:
     """Zero points ``[N, G]`` as GPTQModel stores them: version 1 is one less in each code, subtracted from the word."""
+    if bits == 3:
+        return words((zeros.t() - (2 - version)) % 8, 3)
     packed = words(zeros.t(), bits).long()
     ones = sum(1 << at for at in range(0, 32, bits))
     return (packed - ones if version == 1 else packed).to(torch.int32)
@@ -255,6 +256,35 @@ def test_zero_points_that_autogptq_destroyed_are_refused(tmp_path: Path, word: i
     assert zeros[7, 0] == 15
 
 
+@pytest.mark.parametrize("place", range(32))
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_zero_point_that_autogptq_wrote_over_others(tmp_path: Path, bits: int, place: int) -> None:
+    """As AutoGPTQ packs: one less, as uint32, shifted and joined; codes that straddle words are masked."""
+    z = [2] * 32
+    z[place] = 0
+    packed = [0] * bits
+    harmed = False
+    for i in range(32):
+        word, shift = divmod(i * bits, 32)
+        stored = (z[i] - 1) & 0xFFFFFFFF
+        packed[word] |= stored << shift & 0xFFFFFFFF
+        if shift + bits > 32:
+            packed[word + 1] |= (stored & ((1 << bits) - 1)) >> (32 - shift)
+        elif i == place:
+            harmed = shift + bits < 32
+    tensors = {
+        "m.qweight": words(randint(1 << bits, 32, 32), bits).t(),
+        "m.qzeros": torch.tensor([packed], dtype=torch.int64).to(torch.int32),
+        "m.scales": torch.ones(1, 32, dtype=torch.float16),
+    }
+    checkpoint = load_checkpoint(save(tmp_path, tensors, gptq_config(bits=bits, sym=False)))
+    assert ("1 words of qzeros" in checkpoint.entries["m"].problem) == harmed
+    if not harmed:
+        zeros = checkpoint["m"].zeros
+        assert zeros is not None
+        assert (zeros[:, 0].long() - {2: 6, 3: 4, 4: 0, 8: 0}[bits]).tolist() == z
+
+
 @pytest.mark.parametrize("stored", [7, 8])
 @pytest.mark.parametrize("stated", ["gptq", "gptq_v2", None])
 @pytest.mark.parametrize("sym", [True, None, False])
@@ -277,13 +307,14 @@ def test_gptq_metadata_that_lies(tmp_path: Path, stored: int, stated: str | None
 
 
 @pytest.mark.parametrize("version", [1, 2])
-@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
 @pytest.mark.parametrize("size", [32, 128, -1])
 def test_gptq_asymmetric(tmp_path: Path, bits: int, version: int, size: int) -> None:
     n, k = 32, 192
     groups = -(-k // size) if size > 0 else 1
     codes, zeros = randint(1 << bits, n, k), randint(1 << bits, n, groups, seed=3)
-    zeros[15::16] = 2  # the last of every word: without a borrow from those below it that would be ambiguous
+    for row in (9, 10, 15, 20, 21, 30, 31):  # among the last of the words: a 0 there would be ambiguous
+        zeros[row] = 2
     scales = randn(n, groups).half()
     config = gptq_config(bits=bits, sym=False, group_size=size, checkpoint_format=("gptq", "gptq_v2")[version - 1])
     for name in ("config.json", "quantize_config.json"):

@@ -1,4 +1,4 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: codes of 2, 4 or 8 bits in groups along K, in act order or not.
+"""GPTQ, as AutoGPTQ and GPTQModel write it: codes of 2, 3, 4 or 8 bits in groups along K, in act order or not.
 
 Source: ``gptqmodel/utils/model.py`` (``convert_gptq_v1_to_v2_format_module``) of GPTQModel, the packing of
 AutoGPTQ, and vLLM's ``auto_gptq.py``.
@@ -14,9 +14,10 @@ tensor           dtype, shape                holds
 
 Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from the whole
 word, so that a zero point of 0 borrows from the next. It is undone in the same way, by an addition with carry.
+(At 3 bits, where codes straddle words, each code is less one by itself, modulo 8.)
 AutoGPTQ itself subtracted before it packed: a zero point of 0 became -1, whose ones covered all that stood
 above it in the word. A word that ends in two codes of all ones is what that leaves; such a module is refused
-unless the user gives ``zero_offset=1``, which reads it with the carry.
+unless the user gives ``zero_offset=1``, which reads it as the others write it.
 
 Which version a file has is its ``checkpoint_format`` ("gptq" or nothing: 1, "gptq_v2": 2), but some lie. A
 symmetric module shows it: all its zero points are 8 (at 4 bits), stored as 7 in version 1. So where every
@@ -47,7 +48,9 @@ from .directory import Source
 from .grouped import Stored
 from .words import unpack_along_k
 
-_BITS = (4, 8, 2)
+_BITS = (4, 8, 3, 2)
+#: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words in turn.
+_LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
 _OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}
 
 
@@ -223,16 +226,17 @@ def _offset(raw: Tensor, bits: int, settings: _Settings) -> int:
 
 def _lost(words: Tensor, bits: int) -> int:
     """How many words end, at their high bits, in two codes of all ones."""
-    return int(((words >> (32 - 2 * bits)) == -1).sum())
+    begins = _LAST_TWO[bits]
+    return sum(int(((words[:, i :: len(begins)] >> begin) == -1).sum()) for i, begin in enumerate(begins))
 
 
 def _zeros(zeros: Entry, n: int, bits: int, offset: int) -> Tensor:
     """The zero points, uint8 ``[G, N]``."""
     words = zeros.values()
-    if offset == 1:
-        ones = ((1 << 32) - 1) // ((1 << bits) - 1)  # 0x11111111 at 4 bits; the carry out of a word is dropped
-        words = words + ones
-    return unpack_along_k(words, n, bits)
+    if bits == 3:
+        return (unpack_along_k(words, n, bits) + offset) & 7
+    # 0x11111111 at 4 bits; the carry out of a word is dropped.
+    return unpack_along_k(words + offset * (((1 << 32) - 1) // ((1 << bits) - 1)), n, bits)
 
 
 def _read(codes: Entry, zeros: Entry, scales: Entry, shape: tuple[int, int], bits: int, offset: int, has_zeros: bool) -> Stored:
