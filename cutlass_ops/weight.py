@@ -188,8 +188,11 @@ class QuantizedWeight:
         _check("packed", packed, (-(-n * k // 2),), (torch.uint8,), packed.device)
         _check("absmax", absmax, (-(-n * k // blocksize),), _FLOAT_TYPES, packed.device)
         group_size = flat_group_size(n, k, blocksize)
-        first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)
-        block = (torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize
+        if group_size == blocksize and k % blocksize == 0:
+            scales = absmax.view(n, -1)
+        else:
+            first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)
+            scales = absmax[(torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize]
         if packed.device.type == "cpu":
             packed = packed.contiguous()
             flat = torch.empty(2 * len(packed), dtype=torch.uint8)
@@ -197,7 +200,7 @@ class QuantizedWeight:
         else:
             flat = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)
         codes = flat[: n * k].view(n, k)
-        return cls(codes=codes, scales=absmax[block], bits=4, group_size=group_size, bias=bias, book=book)
+        return cls(codes=codes, scales=scales, bits=4, group_size=group_size, bias=bias, book=book)
 
     @property
     def n(self) -> int:

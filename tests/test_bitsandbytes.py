@@ -312,5 +312,7 @@ def test_int8_in_another_order(tmp_path: Path) -> None:
     turing = {**INT8, "m.weight_format": torch.tensor(2, dtype=torch.uint8)}
     with pytest.raises(CheckpointError, match="weight_format 2, an order of older GPUs"):
         load_checkpoint(write(tmp_path, turing))["m"]
+    with pytest.raises(CheckpointError, match=r"'m\.weight': is missing"):
+        load_checkpoint(write(tmp_path, {**INT8, "m.weight": None}))
     with pytest.raises(CheckpointError, match=r"'m\.SCB': is F32 \[3\]"):
         load_checkpoint(write(tmp_path, {**INT8, "m.SCB": torch.ones(3)}))

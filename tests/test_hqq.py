@@ -27,7 +27,9 @@ def text(value: str) -> torch.Tensor:
     return torch.tensor(list(value.encode()), dtype=torch.uint8)
 
 
-def state(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int], **other: Any) -> dict[str, Any]:
+def state(
+    codes: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor, shape: tuple[int, int], **other: Any
+) -> dict[str, Any]:
     """A module's state by hand, 4 bits along rows unless ``other`` says something else; None takes a part away."""
     made = {
         "W_q": codes,
@@ -171,6 +173,7 @@ def test_what_cannot_be_packed(tmp_path: Path, change: dict[str, Any], match: st
 @pytest.mark.parametrize(
     ("change", "match"),
     [
+        ({"codes": None}, r"'m\.W_q': is missing"),
         ({"zero": None}, r"'m\.zero': is missing"),
         ({"packing": None}, r"'m\.packing': is missing"),
         ({"shape": (2, 32)}, r"'m\.W_q': has 64 bytes; 2 x 32 codes of 4 bits take 32"),

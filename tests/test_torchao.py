@@ -300,6 +300,14 @@ def test_metadata_that_contradicts_the_tensors(
         load_checkpoint(path)
 
 
+@pytest.mark.parametrize("part", ["scale", "zero_point", "scale_and_zero"])
+def test_parts_without_codes(tmp_path: Path, part: str) -> None:
+    path = save_by_hand(tmp_path / "m.safetensors", {part: torch.ones(4, 2)}, "Int4Tensor", block_size=[1, 32], shape=[4, 64])
+    (tmp_path / "config.json").write_text('{"quantization_config": {"quant_method": "torchao"}}')
+    with pytest.raises(CheckpointError, match=r"'m\._weight_qdata': is missing"):
+        load_checkpoint(path)
+
+
 @pytest.mark.parametrize("value", [9, -9])
 @pytest.mark.parametrize("part", ["qdata", "zero_point"])
 def test_values_beyond_their_bits(tmp_path: Path, part: str, value: int) -> None:

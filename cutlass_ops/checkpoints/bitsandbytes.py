@@ -62,7 +62,7 @@ def read(source: Source) -> Checkpoint:
     Raises:
         CheckpointError: a state that is missing or contradicts its tensors.
     """
-    modules = dict.fromkeys(source.modules("weight.absmax"))
+    modules = dict.fromkeys(name.removesuffix(".weight") for name in source.modules(*_PARTS) if name.endswith(".weight"))
     modules |= dict.fromkeys(name.split(f".weight.{_STATE}")[0] for name in source.tensors if f".weight.{_STATE}" in name)
     entries = [_four_bits(source, module) for module in modules]
     return source.checkpoint("bitsandbytes", [*entries, *(_eight_bits(source, module) for module in _rows(source))])
@@ -172,7 +172,11 @@ def _absmax(source: Source, name: str, nested: tuple[int, float] | None) -> Tens
         source.tensors[f"{name}.{part}"].values().reshape(-1).float() for part in ("nested_quant_map", "nested_absmax")
     )
     blocksize, offset = nested
-    return book[absmax.int()] * outer.repeat_interleave(blocksize)[: len(absmax)] + torch.tensor(offset, dtype=torch.float32)
+    values = book[absmax.int()]
+    whole = len(values) // blocksize * blocksize  # all blocks but a short last one
+    values[:whole].view(-1, blocksize).mul_(outer[: whole // blocksize, None])
+    values[whole:].mul_(outer[-1])
+    return values.add_(torch.tensor(offset, dtype=torch.float32))
 
 
 def _book(source: Source, name: str) -> Tensor:
@@ -202,13 +206,13 @@ def _values(source: Source, name: str, shape: tuple[int, ...], blocksize: int, n
 
 
 def _rows(source: Source) -> list[str]:
-    """The modules of 8 bits."""
-    modules = source.modules("SCB")
-    return [m for m in modules if f"{m}.weight" in source.tensors and source.tensors[f"{m}.weight"].dtype == torch.int8]
+    """The modules of 8 bits, and those that lack their codes."""
+    weights = ((module, source.tensors.get(f"{module}.weight")) for module in source.modules("SCB"))
+    return [module for module, weight in weights if weight is None or weight.dtype == torch.int8]
 
 
 def _eight_bits(source: Source, module: str) -> Entry:
-    weight = source.tensors[f"{module}.weight"]
+    weight = _part(source, f"{module}.weight", (torch.int8,))
     parts = [name for part in ("weight", "SCB", "weight_format") if (name := f"{module}.{part}") in source.tensors]
     entry = Entry(
         name=module,

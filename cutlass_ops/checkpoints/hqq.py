@@ -75,7 +75,7 @@ def read(source: Source) -> Checkpoint:
     Raises:
         CheckpointError: a module whose state is incomplete or contradicts itself.
     """
-    return source.checkpoint("hqq", [_entry(source, module) for module in source.modules("W_q")])
+    return source.checkpoint("hqq", [_entry(source, module) for module in source.modules("W_q", "nbits")])
 
 
 def _entry(source: Source, module: str) -> Entry:

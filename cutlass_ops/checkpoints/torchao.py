@@ -28,6 +28,7 @@ those with an ``act_pre_scale`` (a scale of the activations) are listed and not 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -123,6 +124,9 @@ def read(source: Source) -> Checkpoint:
     described = {_NAMES}
     for tensor in source.tensors:
         module, _, part = tensor.rpartition(".")
+        found = re.fullmatch(r"_\w+?_(scale|zero_point|scale_and_zero|act_\w+)", part) if module else None
+        if found and (codes := f"{tensor.removesuffix(found[1])}qdata") not in source.tensors:
+            raise CheckpointError(source.path, f"is missing; {tensor!r} belongs to it", codes)
         if module and part.startswith("_") and part.endswith(_QDATA):
             name = f"{module}.{part[1:].removesuffix(_QDATA)}"
             entries.append(_entry(_stored(source, name, f"{module}.{part.removesuffix('qdata')}")))
