@@ -13,7 +13,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .model_directory import QUANT_METHOD, weight_format
+from .model_directory import QUANT_METHOD, WeightFormat, weight_format
 from .nn import FusedPart, MixedLinear
 from .reorder import packed_problem, packed_specs
 from .weight import PARTS, PackedWeight
@@ -24,21 +24,38 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """The ``quantization_config`` of a packed model, as ``model_directory.py`` describes it: each key an attribute.
 
     Raises:
-        ValueError: a layout that is not known, or a format that means nothing.
+        ValueError: a layout that is not known, a format that means nothing, or another value of a wrong kind.
     """
 
     def __init__(self, **fields: Any) -> None:
-        weight_format({**fields, "modules_to_not_convert": ()}, "")
+        for key, kind in (("modules", dict), ("modules_to_not_convert", list), ("act_symmetric", bool), ("act_quant", str)):
+            if not isinstance(fields.get(key, kind()), kind):
+                raise ValueError(f"quantization_config: {key} is {fields[key]!r:.100}; a {kind.__name__} is expected")
+        weight_format({**fields, "modules_to_not_convert": []}, "")
         self.__dict__.update(fields)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+
+
+def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
+    """A packed weight in place of a layer's, of tensors that have shapes and dtypes alone."""
+    dtypes = dict(form.tensors)
+    if linear.bias is not None:
+        dtypes.setdefault("bias", linear.bias.dtype)
+    if unknown := dtypes.keys() - set(PARTS):
+        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    n, k = linear.out_features, linear.in_features
+    parts: dict[str, Any] = dict.fromkeys(PARTS)
+    for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes).items():
+        parts[part] = torch.empty(shape, dtype=dtype, device="meta")
+    return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size)
 
 
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks what was loaded.
 
-    Models are packed by ``cutlass-ops reorder``, never on the way. Weights that are ``from_pretrained``'s alone (a
-    ``dtype``, say) do not touch scales and zero points: they are the checkpoint's.
+    Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of ``from_pretrained`` is that of x, norms
+    and embeddings; scales and zero points keep the checkpoint's.
     """
 
     requires_calibration = True  # so that transformers refuses a model that is not packed
@@ -56,29 +73,20 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
-            raise ValueError(
-                f"these files are rank {part['rank']} of {part['size']} of a model that was split; reorder it unsplit"
-            )
-        # An output head that is the word embedding's own matrix has no tensors in the file.
-        tied = {name.removesuffix(".weight") for name in model.all_tied_weights_keys}
+            raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
+        named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear) or name in tied:
+            if not isinstance(module, nn.Linear):
                 continue
             # A model without its head knows its modules by shorter names than the file does.
-            prefix = f"{model.base_model_prefix}."
-            named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
-            of_file = f"{prefix}{name}" if name not in named and f"{prefix}{name}" in named else name
-            form = weight_format(config, of_file)
+            whole = f"{model.base_model_prefix}.{name}"
+            form = weight_format(config, whole if name not in named and whole in named else name)
             if form is None:
                 continue
-            dtypes = dict(form.tensors)
-            if module.bias is not None:
-                dtypes.setdefault("bias", module.bias.dtype)
-            n, k = module.out_features, module.in_features
-            parts: dict[str, Any] = dict.fromkeys(PARTS)
-            for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes).items():
-                parts[part] = torch.empty(shape, dtype=dtype, device="meta")
-            weight = PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size)
+            try:
+                weight = _without_values(module, form)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"quantization_config of {name!r}: {error}") from error
             layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
             model.set_submodule(name, layer)
         return model

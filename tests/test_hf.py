@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops import formats
+from cutlass_ops import formats, hf
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
 
@@ -267,20 +267,41 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
     folder = rewrite(tmp_path / "saved", tmp_path / "less", {"model.norm.weight": None})
     with pytest.raises(ValueError, match=r"the file lacks model\.norm\.weight$"):
         co.load_model(folder)
-    config = json.loads((tmp_path / "saved" / "config.json").read_text())
-    config["quantization_config"]["layout_version"] = 9
-    (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"layout 'cutlass_ops.slab64', version 9; known is"):
-        co.load_model(folder)
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
         co.load_model(tmp_path / "float")
 
 
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"layout_version": 9}, r"layout 'cutlass_ops.slab64', version 9; known is"),
+        ({"bits": 5}, "bits is 5"),
+        ({"modules": []}, r"modules is \[\]; a dict is expected"),
+        ({"modules": {"model.layers.0.mlp.up_proj": 4}}, "4 is no weight's format"),
+        ({"modules_to_not_convert": "lm_head"}, "modules_to_not_convert is 'lm_head'; a list is expected"),
+        ({"act_quant": "row"}, "act_quant is 'row'; supported are"),
+        ({"act_quant": 1}, "act_quant is 1; a str is expected"),
+        ({"act_symmetric": "no"}, "act_symmetric is 'no'; a bool is expected"),
+        ({"tensors": {"scales": "int8"}}, r"quantization_config of '.*': scales has dtype int8"),
+        ({"tensors": {}}, r"quantization_config of '.*': scales is a NoneType"),
+        ({"tensors": {"scales": "float16", "weights": "float16"}}, "tensors names weights; known are codes, scales"),
+        ({"tensor_parallel": 3}, "one rank of a model that was split"),
+    ],
+)
+def test_configs_that_mean_nothing(act_order: Path, tmp_path: Path, change: dict[str, Any], match: str) -> None:
+    co.load_model(act_order, fuse=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"].update(change)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=match):
+        co.load_model(tmp_path)
+
+
 def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
     tiny(intermediate_size=128).save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), ranks=2)
-    with pytest.raises(ValueError, match="rank 0 of 2 of a model that was split"):
+    with pytest.raises(ValueError, match=r"one rank of a model that was split .*'rank': 0"):
         co.load_model(tmp_path / "packed" / "rank-0-of-2")
 
 
@@ -302,21 +323,30 @@ def test_compiles_into_one_graph(act_order: Path) -> None:
     assert (found - logits(model)).abs().max() <= 1e-5 * logits(model).square().mean().sqrt()
 
 
-@pytest.mark.parametrize("first", ["cutlass_ops", "transformers.quantizers"])
-def test_registered_whichever_is_imported_first(first: str) -> None:
-    second = "transformers.quantizers" if first == "cutlass_ops" else "cutlass_ops"
-    code = f"""
-        import sys, {first}
-        lazy = "transformers" not in sys.modules
-        import {second}, transformers.quantizers
-        from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING, AUTO_QUANTIZER_MAPPING
-        assert "cutlass_ops" in AUTO_QUANTIZER_MAPPING and "cutlass_ops" in AUTO_QUANTIZATION_CONFIG_MAPPING
-        print(lazy)
+def test_registered_once_transformers_is_imported() -> None:
+    code = """
+        import sys, cutlass_ops
+        assert "transformers" not in sys.modules
+        import transformers.quantizers.auto as tables
+        assert "cutlass_ops" in tables.AUTO_QUANTIZER_MAPPING and "cutlass_ops" in tables.AUTO_QUANTIZATION_CONFIG_MAPPING
     """
     command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == str(first == "cutlass_ops")  # cutlass_ops alone does not import transformers
+
+
+def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.quantizers import auto
+
+    tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
+    for table in tables:
+        monkeypatch.delitem(table, "cutlass_ops")
+    monkeypatch.setitem(sys.modules, "cutlass_ops.hf_quantizer", None)  # it does not import
+    with pytest.warns(UserWarning, match="this transformers cannot load packed models of cutlass_ops"):
+        hf.register_when_imported()
+    monkeypatch.delitem(sys.modules, "cutlass_ops.hf_quantizer")
+    hf.register_when_imported()
+    assert all("cutlass_ops" in table for table in tables)
 
 
 # ---- every dialect, written by hand: a module's tensors and the values that the dialect gives them
