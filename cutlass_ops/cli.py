@@ -52,6 +52,9 @@ app = typer.Typer(
 )
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+_ZeroOffset = Annotated[
+    str, typer.Option(metavar="auto|0|1", help="GPTQ: what to add to stored zero points, where its metadata lies.")
+]
 
 
 def main() -> None:
@@ -141,6 +144,7 @@ def inspect(
     act_quant: Annotated[
         str, typer.Option(metavar="none|token|block", help="How the kernels' activations are quantised.")
     ] = "none",
+    zero_offset: _ZeroOffset = "auto",
     as_json: _Json = False,
 ) -> None:
     """List what a checkpoint or a packed model holds, from headers alone, and which kernel would multiply by it.
@@ -149,7 +153,7 @@ def inspect(
     """
     with _reported():
         gpus = gpu or _gpus_here() or ["sm_80", "sm_90"]
-        described = _describe_packed(packed_info(path)) if is_packed(path) else _describe(load_checkpoint(path))
+        described = _describe_packed(packed_info(path)) if is_packed(path) else _describe(_load(path, zero_offset))
         _add_kernels(described["tensors"], gpus, act_quant)
     if as_json:
         _print_json(described)
@@ -334,9 +338,7 @@ def reorder_command(
     exclude: Annotated[
         str | None, typer.Option(metavar="REGEX", help="Keep these layers as float tensors; overrides --include.")
     ] = None,
-    zero_offset: Annotated[
-        str, typer.Option(metavar="auto|0|1", help="GPTQ: what to add to stored zero points, where its metadata lies.")
-    ] = "auto",
+    zero_offset: _ZeroOffset = "auto",
     ranks: Annotated[int, typer.Option("--tp", metavar="R", help="Split the layers over R GPUs: a directory for each.")] = 1,
     split: Annotated[
         list[str] | None,

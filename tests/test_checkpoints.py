@@ -569,6 +569,49 @@ def test_shards(sharded: Path) -> None:
     assert verify_packed(sharded / "packed.out", load_checkpoint(sharded)).problems == []
 
 
+def test_which_file_of_a_directory_is_read(tmp_path: Path) -> None:
+    """model.safetensors among several, the only index, and model.safetensors.index.json among several."""
+    for name in ("model", "consolidated", "adapter"):
+        save_file({f"{name}.weight": torch.ones(1)}, tmp_path / f"{name}.safetensors")
+    assert list(load_checkpoint(tmp_path).entries) == ["model.weight"]
+    for name, shard in (("gptq_model-4bit", "consolidated"), ("model", "adapter"), ("other", "model")):
+        index = {"weight_map": {f"{shard}.weight": f"{shard}.safetensors"}}
+        (tmp_path / f"{name}.safetensors.index.json").write_text(json.dumps(index))
+        if name == "gptq_model-4bit":
+            assert list(load_checkpoint(tmp_path).entries) == ["consolidated.weight"]
+    assert list(load_checkpoint(tmp_path).entries) == ["adapter.weight"]
+    (tmp_path / "model.safetensors.index.json").unlink()
+    with pytest.raises(CheckpointError, match=r"2 json files and no model\.safetensors\.index\.json"):
+        load_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("config", "match"),
+    [
+        ({"quantization_config": 3}, "quantization_config is 3; an object is expected"),
+        ({"text_config": {"compression_config": []}}, r"compression_config is \[\]; an object"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised by 'fp8'; known are awq, "),
+        ([], "is a JSON list; an object is expected"),
+    ],
+)
+def test_configs_that_are_refused(tmp_path: Path, config: object, match: str) -> None:
+    """Above all: tensors that some method quantised never pass for plain ones."""
+    save_file({"a.weight": torch.ones(1)}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=match):
+        load_checkpoint(tmp_path)
+
+
+def test_the_config_is_handed_on(tmp_path: Path) -> None:
+    save_file({"a.weight": torch.ones(1)}, tmp_path / "model.safetensors", {"format": "pt"})
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "quantization_config": None}))
+    for path in (tmp_path, tmp_path / "model.safetensors"):
+        checkpoint = load_checkpoint(path)
+        assert checkpoint.config["model_type"] == "llama"
+        assert checkpoint.metadata == {"format": "pt"}
+        assert checkpoint.others["a.weight"].values().tolist() == [1.0]
+
+
 def edit(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     def apply(folder: Path) -> None:
         index = folder / "model.safetensors.index.json"

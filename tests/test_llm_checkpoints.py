@@ -10,8 +10,9 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
+from typer.testing import CliRunner
 
-from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint
+from cutlass_ops import CheckpointError, QuantizedWeight, cli, load_checkpoint
 from cutlass_ops.checkpoints import Checkpoint
 from cutlass_ops.reference import dequantize_weight
 from cutlass_ops.reorder import reorder
@@ -219,13 +220,13 @@ def test_gptq_golden_words(tmp_path: Path) -> None:
     assert (weight.bits, weight.symmetric) == (8, True)
 
 
-def carried(tmp_path: Path, word: int, **config: Any) -> Path:
+def carried(folder: Path, word: int, **config: Any) -> Path:
     tensors = {
         "m.qweight": words(randint(16, 8, 32), 4).t(),
         "m.qzeros": torch.tensor([[word]], dtype=torch.int64).to(torch.int32),
         "m.scales": torch.ones(1, 8, dtype=torch.float16),
     }
-    return save(tmp_path, tensors, gptq_config(sym=False, **config))
+    return save(folder, tensors, gptq_config(sym=False, **config))
 
 
 def test_gptq_zero_points_carry(tmp_path: Path) -> None:
@@ -686,3 +687,40 @@ def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     config = ct_config({"targets": [target], "weights": ct_weights()}, {"weights": ct_weights(num_bits=8)})
     with pytest.raises(CheckpointError, match=r"the target"):
         load_checkpoint(save(tmp_path, tensors, config))
+
+
+# ---- through the command line
+
+
+def run(*args: object) -> Any:
+    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
+
+
+def test_from_a_directory_to_a_verified_one(tmp_path: Path) -> None:
+    """Act order, a bias and whatever is not quantised, from a GPTQ model to a packed one that is equal to it."""
+    index = torch.arange(64).flip(0) // 32
+    index[[0, 40]] = index[[40, 0]]
+    tensors = gptq(randint(16, 32, 64), randint(16, 32, 2, seed=3), randn(32, 2).half(), 4, 2) | {"m.g_idx": index.int()}
+    config = gptq_config(sym=False, desc_act=True, checkpoint_format="gptq_v2")
+    source = save(tmp_path / "source", tensors | {"m.bias": randn(32).half(), "norm.weight": torch.ones(2)}, config)
+    shown = json.loads(run("inspect", source, "--json").stdout)
+    assert shown["kind"] == "gptq"
+    assert shown["metadata"]["zero_offset"] == "0 in 1 modules"
+    assert {tensor["name"] for tensor in shown["tensors"]} == {"m", "norm.weight"}
+    done = run("reorder", source, "-o", tmp_path / "packed")
+    assert done.exit_code == 0, done.output
+    verified = run("verify", tmp_path / "packed", "--against", source)
+    assert verified.exit_code == 0, verified.output
+
+
+def test_zero_points_by_the_users_word(tmp_path: Path) -> None:
+    source = carried(tmp_path / "source", 0xFFFFFFF2)
+    assert "1 words of qzeros" in run("inspect", source, "--json").stdout
+    refused = run("reorder", source, "-o", tmp_path / "packed")
+    assert refused.exit_code == 2
+    assert "--zero-offset 1" in refused.output.replace("\n", " ")
+    assert "1 words of qzeros" not in run("inspect", source, "--zero-offset", 1, "--json").stdout
+    done = run("reorder", source, "-o", tmp_path / "packed", "--zero-offset", 1)
+    assert done.exit_code == 0, done.output
+    verified = run("verify", tmp_path / "packed", "--against", source)
+    assert verified.exit_code == 0, verified.output
