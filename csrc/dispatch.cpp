@@ -48,11 +48,15 @@ constexpr Row kTable[] = {
      "where 160 would leave a wave of blocks less full"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<8, 64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
+    {"book_gemm_a16", kCodeBook, kFloatInput, kShortGroups | kIrregularInput, 80, kLater, 0, 8, book_gemm_a16_tile(8), LAUNCHER((launch_book_gemm_a16<8>)),
+     "the weights are read once, straight to registers, and looked up in shared memory; K is split until the grid fills the GPU"},
+    {"book_gemm_a16", kCodeBook, kFloatInput, kShortGroups | kIrregularInput, 80, kLater, 9, 16, book_gemm_a16_tile(16), LAUNCHER((launch_book_gemm_a16<16>)),
+     "as for 8 tokens"},
+    {"mma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(4, 16), LAUNCHER((launch_mma_gemm_a16<4, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
+    {"mma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kAllFeatures, 80, kLater, 17, 32, mma_gemm_a16_tile(4, 32), LAUNCHER((launch_mma_gemm_a16<4, 32>)),
      "as for 16 tokens, every decoded weight used twice as often"},
-    {"mma_gemm_a16", kWeights4, kFloatInput, kAllFeatures, 80, kLater, 33, kAnyM, mma_gemm_a16_tile(4, 64), LAUNCHER((launch_mma_gemm_a16<4, 64>)),
+    {"mma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kAllFeatures, 80, kLater, 33, kAnyM, mma_gemm_a16_tile(4, 64), LAUNCHER((launch_mma_gemm_a16<4, 64>)),
      "the largest tile whose sums leave registers for two blocks a multiprocessor"},
     {"mma_gemm_a16", kWeights8, kFloatInput, kAllFeatures, 80, kLater, 0, 16, mma_gemm_a16_tile(8, 16), LAUNCHER((launch_mma_gemm_a16<8, 16>)),
      "the weights are read once; K is split until the grid fills the GPU"},
@@ -204,11 +208,11 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
     return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
   }
   unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
-  unsigned weight = w.bits == 4 ? kWeights4 : kWeights8;
+  unsigned weight = w.book ? kCodeBook : w.bits == 4 ? kWeights4 : kWeights8;
   bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
                       (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0) |
-                      (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0) | (w.book ? kCodeBook : 0);
+                      (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
   Row const* best = nullptr;
   int64_t best_cost = 0;
   for (Row const& candidate : kTable) {

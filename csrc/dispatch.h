@@ -22,8 +22,8 @@ struct Tile {
 // null if plan.splits is 1.
 using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-constexpr unsigned kWeights4 = 1, kWeights8 = 2;     // Row::weights
-constexpr unsigned kFloatInput = 1, kInt8Input = 2;  // Row::inputs
+constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
+constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
 constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
@@ -31,9 +31,8 @@ constexpr unsigned kWeightZeros = 2;
 constexpr unsigned kWeightOffsets = 4;
 constexpr unsigned kActivationZeros = 8;
 constexpr unsigned kIrregularInput =
-    16;                                // floats whose columns are gathered (act order) or whose rows do not start on 16 bytes
-constexpr unsigned kAllFeatures = 31;  // of integer formats
-constexpr unsigned kCodeBook = 32;     // values from a code book
+    16;  // floats whose columns are gathered (act order) or whose rows do not start on 16 bytes
+constexpr unsigned kAllFeatures = 31;
 
 struct Row {
   char const* kernel;

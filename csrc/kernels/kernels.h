@@ -13,6 +13,11 @@ constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few tokens.
+constexpr Tile book_gemm_a16_tile(int tokens) { return {512, tokens, 2, 2, (tokens == 8 ? 64 : 96) * 1024}; }
+template <int Tokens>
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // mma_gemm_a8.cu: int8 activations, likewise.
 constexpr Tile mma_gemm_a8_tile(int bits, int tokens) {
   return {128, tokens, tokens == 64 || bits == 8 ? 3 : 4, tokens == 32 ? 3 : 2, 99 * 1024};

@@ -4,7 +4,7 @@
 // stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
-//   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly
+//   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or a code book's value, looked up
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and step
 //
@@ -18,18 +18,19 @@
 namespace cutlass_ops {
 namespace {
 
-// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points.
-template <class Element_, int kBits_, int kTokens, bool kGeneral_>
+// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kBook: values from a code book.
+template <class Element_, int kBits_, int kTokens, bool kGeneral_, bool kBook_ = false>
 struct Config : BlockTile<kTokens> {
   using Tile = BlockTile<kTokens>;
   using Element = Element_;
-  using Decode = decode::ToFloat<kBits_, Element>;
+  static constexpr bool kBook = kBook_;
+  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits_, Element>>;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kStepPieces = kGeneral ? 2 : Tile::kColumns / 16;  // of 16 columns
-  static constexpr int kStages = mma_gemm_a16_tile(kBits, kTokens).stages;
+  static constexpr int kStages = kBook && kTokens == 64 ? 2 : mma_gemm_a16_tile(kBits, kTokens).stages;
   static constexpr int kMinBlocks = mma_gemm_a16_tile(kBits, kTokens).resident;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
@@ -40,7 +41,8 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kZeros = kScales + kGroups * Tile::kRows * 4;
   static constexpr int kOffsets = kZeros + kGroups * Tile::kRows;
   static constexpr int kStageBytes = kOffsets + (kGeneral ? kGroups * Tile::kRows * 4 : 0);
-  static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
+  static constexpr int kSharedBytes = kTable + (kBook ? decode::Int4Book::kTableBytes : 0);
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
   static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes,
                 "the dispatch table promises less shared memory");
@@ -110,9 +112,11 @@ struct StepRows {
   // `group`: row of the stage's vectors.
   __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group) : offsets() {
     int index = group * C::kRows + at.group_index, codes[4];
-    load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
+    if constexpr (!C::kBook) {
+      load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
 #pragma unroll
-    for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
+      for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
+    }
     load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
     if (C::kGeneral && p.weight.offsets) load_float4(stage + C::kOffsets, p.weight.offset_type, index, offsets);
   }
@@ -149,8 +153,8 @@ __device__ __forceinline__ void promote(Place<C> const& at, int pair, StepRows<C
 
 // One step: its pieces of 16 columns begin with `first` of the warp's.
 template <class C, bool kOffsets>
-__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, Place<C> const& at, int first,
-                                         typename C::Sums& sums) {
+__device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
+                                         int first, typename C::Sums& sums) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
   // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
@@ -169,7 +173,11 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
       uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
+      if constexpr (C::kBook) {
+        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, table, threadIdx.x % 32, a[i][rb]);
+      } else {
+        Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
+      }
     }
   };
   auto promote_batch = [&](int begin) {
@@ -206,13 +214,14 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
 
 // One tile of K out of shared memory.
 template <class C>
-__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums) {
+__device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
+                                        typename C::Sums& sums) {
 #pragma unroll
   for (int first = 0; first < C::kColumns / 16; first += C::kStepPieces) {
-    if (C::kGeneral && p.weight.offsets) {
-      add_step<C, C::kGeneral>(stage, p, at, first, sums);
+    if (C::kGeneral && !C::kBook && p.weight.offsets) {
+      add_step<C, C::kGeneral>(stage, table, p, at, first, sums);
     } else {
-      add_step<C, false>(stage, p, at, first, sums);
+      add_step<C, false>(stage, table, p, at, first, sums);
     }
   }
 }
@@ -229,6 +238,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__gri
 #pragma unroll
   for (int i = 0; i < C::kStages - 1; ++i)
     if (i < range.count) copies.weights(shared + i * C::kStageBytes);
+  if constexpr (C::kBook)
+    decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
   wait_for_predecessor();
 #pragma unroll
   for (int i = 0; i < C::kStages - 1; ++i) {
@@ -246,7 +257,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__gri
       copies.copy_rest(shared + next, p, m0, range.first + ahead);
     }
     commit_copies();
-    compute<C>(shared + now, p, at, sums);
+    compute<C>(shared + now, shared + C::kTable, p, at, sums);
     next = now;
     now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
   }
@@ -286,6 +297,13 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 template <int kBits, int kTokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
+  if constexpr (kBits == 4) {
+    if (w.book) {
+      return problem.x_type == DataType::kFloat16
+                 ? launch_config<Config<__half, 4, kTokens, true, true>>(problem, plan, partials, stream)
+                 : launch_config<Config<__nv_bfloat16, 4, kTokens, true, true>>(problem, plan, partials, stream);
+    }
+  }
   bool general = w.offsets || w.group_size == 32 || w.group_size == 64;
   if (problem.x_type == DataType::kFloat16) {
     return general ? launch_config<Config<__half, kBits, kTokens, true>>(problem, plan, partials, stream)
