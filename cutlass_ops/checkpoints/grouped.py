@@ -143,7 +143,7 @@ def entry(
     if has_zeros:
         dtypes["zeros"] = torch.uint8
     if order.perm is not None:
-        dtypes["perm"] = torch.int32
+        dtypes["perm"] = torch.int64
     return replace(
         found,
         quantized=Quantized(
@@ -162,7 +162,7 @@ class Order:
     Attributes:
         group_size: as in QuantizedWeight.
         groups: int64: the file's group at each group of the weight.
-        perm: int32 ``[K]``, or None: the input feature at each column.
+        perm: int64 ``[K]``, or None: the input feature at each column.
     """
 
     group_size: int
@@ -182,7 +182,7 @@ def express(index: Tensor, size: int) -> Order | None:
     # Stable, so that inputs of one group keep their order.
     by_group, perm = torch.sort(index, stable=True)
     order = _in_runs(by_group, size)
-    return None if order is None else replace(order, perm=perm.to(torch.int32))
+    return None if order is None else replace(order, perm=perm)
 
 
 def _in_runs(index: Tensor, size: int) -> Order | None:
