@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import formats, ops
 from .reorder import reorder
 from .weight import PARTS, PackedWeight
 
@@ -267,7 +267,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
             reason = _reason_against(parent, new, dict(zip(children, parts, strict=True)))
             if not reason:
                 try:
-                    packed = reorder([part.packed.unpack() for part in parts])
+                    packed = _as_one([part.packed for part in parts])
                 except ValueError as error:
                     reason = str(error)
             if reason:
@@ -282,6 +282,25 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
                 setattr(parent, child, FusedPart(shared, index).train(first.training))
             layers[name] = tuple(f"{parent_name}.{child}" if parent_name else child for child in children)
     return Fused(layers, refused)
+
+
+def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
+    """What :func:`cutlass_ops.reorder` makes of the canonical weights as a list; ValueError if they cannot be one."""
+    first = weights[0]
+    dtypes = {part: tensor.dtype for part, tensor in first.tensors().items()}
+    alike = all(
+        (w.k, w.bits, w.group_size, w.device) == (first.k, first.bits, first.group_size, first.device)
+        and {part: tensor.dtype for part, tensor in w.tensors().items()} == dtypes
+        and all(torch.equal(getattr(w, part), getattr(first, part)) for part in ("perm", "book") if part in dtypes)
+        for w in weights
+    )
+    # Slabs of rows are the outermost order, so whole ones need not be unpacked.
+    if not alike or any(w.n % formats.ROWS_PER_SLAB for w in weights[:-1]):
+        return reorder([w.unpack() for w in weights])
+    joined: dict[str, Any] = {
+        part: torch.cat([getattr(w, part) for w in weights], dim=-1) for part in dtypes if part not in ("perm", "book")
+    }
+    return replace(first, n=sum(w.n for w in weights), **joined)
 
 
 def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module]) -> str:

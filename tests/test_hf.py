@@ -541,3 +541,14 @@ def test_gguf(tmp_path: Path) -> None:
     writer.close()
     # v is of another format than q and k
     assert_loads(tmp_path / "model.gguf", tmp_path / "packed", model, fused=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("act_quant", ["none", "block"])
+def test_gpu_model(act_order: Path, act_quant: str) -> None:
+    expected = logits(co.load_model(act_order, act_quant=act_quant))
+    model = co.load_model(act_order, device="cuda", dtype=torch.float16, act_quant=act_quant)
+    assert {layer.packed.device.type for layer in mixed(model).values()} == {"cuda"}
+    with torch.inference_mode():
+        found = model(input_ids=TOKENS.cuda()).logits.float().cpu()
+    assert (found - expected).norm() < 0.03 * expected.norm()  # x is rounded to 11 bits, and its codes may be neighbours

@@ -323,6 +323,41 @@ def test_fused_layers_compile_into_one_graph_with_one_product() -> None:
         assert sum("mixed_gemm" in str(node.target) for node in graph.graph.nodes) == 1
 
 
+@pytest.mark.parametrize("rows", [(64, 128, 64), (64, 64, 30), (64, 40, 64)])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "book"])
+def test_the_shared_weight_is_that_of_reorder(kind: str, rows: tuple[int, ...]) -> None:
+    random = torch.Generator().manual_seed(0)
+    weights = {
+        name: co.quantize(torch.randn(n, K, generator=random), 4, 32, kind != "zeros")
+        for name, n in zip(PROJECTIONS, rows, strict=True)
+    }
+    extra = {"perm": torch.randperm(K, generator=random), "book": torch.rand(16, generator=random) if kind == "book" else None}
+    weights = {name: replace(w, bias=torch.randn(w.n, generator=random), **extra) for name, w in weights.items()}
+    model = Attention(weights)
+    assert not co.fuse_linears(model).refused
+    expected = co.reorder(list(weights.values()))
+    assert model.qkv_proj.packed.shape == expected.shape
+    assert tensors(model.qkv_proj).keys() == expected.tensors().keys()
+    for name, tensor in expected.tensors().items():
+        assert torch.equal(tensors(model.qkv_proj)[name], tensor)
+
+
+def test_weights_of_whole_slabs_that_differ_are_told_so() -> None:
+    weights = {name: co.quantize(activations(64, K), 4, 32) for name in PROJECTIONS}
+    other = {"group_size": co.quantize(activations(64, K), 4, 64), "bits": co.quantize(activations(64, K), 8, 32)}
+    other["dtype"] = co.quantize(activations(64, K).half(), 4, 32)
+    first = replace(weights["q_proj"], perm=torch.arange(K))
+    for name, weight in other.items():
+        refused = co.fuse_linears(Attention({**weights, "v_proj": weight})).refused["qkv_proj"]
+        assert ("scales is float16" if name == "dtype" else name) in refused
+    assert (
+        "act orders"
+        in co.fuse_linears(
+            Attention({"q_proj": first, "k_proj": replace(first, perm=torch.arange(K).flip(0)), "v_proj": first})
+        ).refused["qkv_proj"]
+    )
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

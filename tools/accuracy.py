@@ -2,11 +2,11 @@
 """Say what quantisation costs a real model: perplexity and logit error for every format, and the error of each kind of layer.
 
     tools/accuracy.py --out results/accuracy.json --draw results/accuracy.svg          the models of the README's table
-    tools/accuracy.py my-model.gguf some/transformers/folder --device cuda             others; on a GPU, through the kernels
+    tools/accuracy.py my-model.gguf some/transformers/folder                           others
     tools/accuracy.py --read results/accuracy.json --draw results/accuracy.svg         print and draw what was measured before
 
-Every linear layer but the output head is quantised by rounding to nearest and run through ``cutlass_ops.MixedLinear``: on a CPU
-that is the reference. "as stored" keeps the codes of a GGUF file, so that its error is that of the activations alone.
+Every linear layer but the output head is quantised by rounding to nearest and run through ``cutlass_ops.MixedLinear`` on the
+CPU, which is the reference. "as stored" keeps the codes of a GGUF file, so that its error is that of the activations alone.
 
 The text is prose of Python's language reference as the module ``pydoc_data.topics`` of the standard library ships it (PSF
 licence), cut into windows. A causal model's logits are compared with those of the same model in fp32; an encoder, which has no
@@ -123,7 +123,7 @@ def whole_model(
             packed = stored
         for name, linear in linears.items():
             model.set_submodule(name, linear)
-        co.replace_linears(model, {name: weight.to(tokens.device) for name, weight in packed.items()})
+        co.replace_linears(model, packed)
         for name in activations:
             co.set_activations(model, *ACTIVATIONS[name])
             row = {**weights, "activations": name, **compared(outputs(model, tokens), expected, tokens, causal)}
@@ -190,7 +190,7 @@ def kinds_of_layers(model: nn.Module, linears: Linears, tokens: Tensor, rows: in
 # ---- models and text
 
 
-def load(path: Path, device: str) -> tuple[nn.Module, Any, dict[str, co.PackedWeight], bool]:
+def load(path: Path) -> tuple[nn.Module, Any, dict[str, co.PackedWeight], bool]:
     """The fp32 model, its tokenizer, the weights that its file quantised, and whether it predicts the next token."""
     if path.is_file():
         source: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
@@ -202,18 +202,18 @@ def load(path: Path, device: str) -> tuple[nn.Module, Any, dict[str, co.PackedWe
     causal = path.is_file() or "ForCausalLM" in json.dumps(json.loads((path / "config.json").read_text())["architectures"])
     kind = AutoModelForCausalLM if causal else AutoModel
     model: nn.Module = kind.from_pretrained(**source, dtype=torch.float32)
-    return model.to(device).eval(), tokenizer, stored, causal
+    return model.eval(), tokenizer, stored, causal
 
 
-def measure(path: Path, windows: int, length: int, rows: int, device: str) -> dict[str, Any]:
+def measure(path: Path, windows: int, length: int, rows: int) -> dict[str, Any]:
     """All results of one model."""
     begin = time.perf_counter()
-    model, tokenizer, stored, causal = load(path, device)
+    model, tokenizer, stored, causal = load(path)
     text = "\n\n".join(topics[name] for name in TOPICS)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * length:
         raise SystemExit(f"the text has {len(ids)} tokens; {windows} windows of {length} are asked for")
-    tokens = torch.tensor(ids[: windows * length], device=device).view(windows, length)
+    tokens = torch.tensor(ids[: windows * length]).view(windows, length)
     linears = {
         name: module
         for name, module in model.named_modules()
@@ -352,7 +352,6 @@ def main() -> None:
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
     parser.add_argument("--rows", type=int, default=128, help="rows of x with which kinds of layers are looked at")
-    parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--read", type=Path, help="a JSON file to print and draw instead of measuring")
@@ -364,7 +363,7 @@ def main() -> None:
     else:
         commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
         results = {
-            "device": arguments.device,
+            "device": "cpu",
             "cutlass_ops": co.__version__,
             "commit": commit.stdout.strip() if commit.returncode == 0 else None,
             "torch": torch.__version__,
@@ -374,7 +373,7 @@ def main() -> None:
             "models": [],
         }
         for path in arguments.models or default_models():
-            results["models"].append(measure(path, arguments.windows, arguments.length, arguments.rows, arguments.device))
+            results["models"].append(measure(path, arguments.windows, arguments.length, arguments.rows))
             if arguments.out:
                 arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     for result in results["models"]:
