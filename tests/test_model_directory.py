@@ -243,6 +243,17 @@ def test_a_lost_shard_is_made_again_and_meanwhile_nothing_looks_whole(source: Pa
     assert done.files[1].read_bytes() == before
 
 
+def test_a_shard_that_one_rank_lost_is_made_again(source: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    done = reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
+    for file in done.files:
+        before = file.read_bytes()
+        file.unlink()
+        again = reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
+        assert again.found == 0
+        assert file.read_bytes() == before
+
+
 def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     with pytest.raises(ValueError, match="directory of the checkpoint itself"):
@@ -262,8 +273,15 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
             reorder_model(checkpoint, out, other)
     with pytest.raises(ValueError, match="is of another"):
         reorder_model(checkpoint, out, OPTIONS, shard_bytes=60_000)
+    changed = float_tensors()
+    changed["model.embed_tokens.weight"][3, 5] += 1
+    with pytest.raises(ValueError, match="is of another checkpoint"):
+        reorder_model(load_checkpoint(save_model(tmp_path / "changed", changed)), out, OPTIONS)
     assert {name: (out / name).read_bytes() for name in listing(out)} == before
-    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(out)!r}, os.O_RDONLY), 2); print(1, flush=True); sys.stdin.read()"
+    (out / "model.safetensors").write_bytes(before["model.safetensors"][:-1])
+    with pytest.raises(ValueError, match="is of another"):
+        reorder_model(checkpoint, out, OPTIONS)
+    code = f"import fcntl, os, sys; fcntl.flock(os.open({str(out)!r}, os.O_RDONLY), 1); print(1, flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other_process:
         assert other_process.stdout is not None
         other_process.stdout.readline()
@@ -350,6 +368,15 @@ def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks
         assert changed[name][0].startswith(words[0])
         assert words[-1] in changed[name][0]
         flip(place, tensor, position)
+    assert verify_packed(out, checkpoint).problems == []
+
+
+def test_verify_knows_groups_that_the_ranks_made_shorter(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    reorder_model(checkpoint, out, Options(bits=4, group_size=64), ranks=2)
+    down = load_packed(out / "rank-1-of-2")[DOWN0]
+    assert isinstance(down, PackedWeight)
+    assert (down.k, down.group_size) == (96, 32)
     assert verify_packed(out, checkpoint).problems == []
 
 
