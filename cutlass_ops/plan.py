@@ -182,7 +182,8 @@ def to_quantize(
 def sha256(path: Path) -> str:
     """Hexadecimal digest of a file, read piece by piece."""
     digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while piece := file.read(1 << 20):
-            digest.update(piece)
+    piece = memoryview(bytearray(1 << 18))
+    with path.open("rb", buffering=0) as file:
+        while size := file.readinto(piece):
+            digest.update(piece[:size])
     return digest.hexdigest()
