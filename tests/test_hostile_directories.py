@@ -170,6 +170,17 @@ def test_a_model_with_another_tensor(
     refused_or_read(write(tmp_path, tensors, config))
 
 
+@pytest.mark.parametrize("size", [0, -1, -5, 1 << 31, 1 << 64, 10**400])
+@pytest.mark.parametrize("name", ["ct packed", "gptq act order"])
+def test_a_stated_size_that_fits_nothing(tmp_path: Path, name: str, size: int) -> None:
+    """With act order a size is but a wish: the groups are those of the tensor."""
+    config = copy.deepcopy(MODELS[name][1])
+    holder = config["config_groups"]["group_0"]["weights"] if name == "ct packed" else config
+    holder["group_size"] = size
+    config.pop("dynamic", None)
+    assert refused_or_read(write(tmp_path, FILES[name], config))
+
+
 @MANY
 @given(
     text=st.one_of(

@@ -612,6 +612,11 @@ def test_compressed_tensors_in_blocks(tmp_path: Path) -> None:
     weights = ct_weights(num_bits=8, strategy="block", block_structure=[32, 64], group_size=None)
     checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized")))
     check(checkpoint, "m", expected(codes, scales.repeat_interleave(32, 0)[:n], 128, 64))
+    # Blocks beyond the weight end with it.
+    weights["block_structure"] = [1 << 40, 1 << 70]
+    tensors["m.weight_scale"] = scales[:1, :1]
+    checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": weights}, format="int-quantized")))
+    check(checkpoint, "m", expected(codes, scales[:1, :1].expand(n, 1), 128, k))
 
 
 def ct_module(**changes: Tensor | None) -> dict[str, Tensor]:

@@ -244,14 +244,14 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
     if not 1 <= b <= 8:
         return _unsupported(source, codes, module, codes.shape, f"has codes of {b} bits")
     scales = grouped.float_scales(source, f"{module}.weight_scale")
-    block = scheme.block if scheme else None
+    block = (min(scheme.block[0], n), min(scheme.block[1], k)) if scheme and scheme.block else None
     if block and scales.shape != (-(-n // block[0]), -(-k // block[1])):
         block = None
     vector = _vector(source, scales, n, k, block)
     zeros = source.tensors.get(f"{module}.weight_zero_point")
     if zeros is not None:
         grouped.checked(source, zeros.name, (torch.int8,), scales.shape)
-    size = min(block[1], k) if block else _size(source, scales, k, vector[1], groups, False)
+    size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
     return _entry(
         source,
         module,

@@ -124,6 +124,7 @@ def entry(
         index: reads the group of each input, int64 ``[K]``; None where every group is a run of ``size``.
     """
     parts = tuple(parts)
+    size = min(size, shape[1])
     known = partial(uniform, shape[1], size) if index is None else index
     found = Entry(
         name=module,
