@@ -32,6 +32,8 @@ def signature(function: ast.FunctionDef) -> str:
     text = f"({ast.unparse(function.args)}) -> {ast.unparse(function.returns or ast.Constant(None))}"
     # pybind11 3 tells from what an int or a float may be converted.
     text = re.sub(r"typing\.Supports(Int|Float)( \| typing\.SupportsIndex)?", lambda m: m[1].lower(), text)
+    # It also tells how long an array must be.
+    text = re.sub(r"typing\.Annotated\[(?:collections\.abc\.)?(Sequence\[\w+\]), 'FixedSize\(\d+\)'\]", r"\1", text)
     return text.replace("cutlass_ops._C.", "")
 
 
