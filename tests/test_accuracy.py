@@ -62,9 +62,17 @@ def test_an_outlier_hurts_its_own_block_alone(accuracy: ModuleType) -> None:
     assert kind["errors"]["x block 32"] < 0.5 * kind["errors"]["x token"]
     rows = accuracy.whole_model(model, {"layers.0": model.layers[0]}, {}, torch.arange(64).view(2, 32), causal=False)
     assert rows[0]["error"] == 0
-    errors = {(row["bits"], row["group_size"], row["activations"]): row["error"] for row in rows[1:] if row["symmetric"]}
+    errors = {
+        (row["bits"], row["group_size"], row["activations"]): row["error"]
+        for row in rows[1:]
+        if row.get("symmetric") and "clip" not in row
+    }
     assert errors[8, 32, "8 block"] < errors[8, 32, "8 token"]
     assert errors[8, 32, "16"] < 0.2 * errors[4, 32, "16"]
+    searched = {(row["symmetric"], row["group_size"]): row["error"] for row in rows[1:] if "clip" in row}
+    assert searched.keys() == {(symmetric, group) for symmetric in (True, False) for group in (32, 64, 128)}
+    assert searched[True, 128] < 1.2 * errors[4, 128, "16"]
+    assert [accuracy.label(row) for row in rows if "book" in row] == [f"NF4, groups of {group}" for group in (32, 64, 128)]
     assert isinstance(model.layers[0], nn.Linear)  # the model is left as it was
 
 

@@ -5,8 +5,9 @@
     tools/accuracy.py my-model.gguf some/transformers/folder                           others
     tools/accuracy.py --read results/accuracy.json --draw results/accuracy.svg         print and draw what was measured before
 
-Every linear layer but the output head is quantised by rounding to nearest and run through ``cutlass_ops.MixedLinear`` on the
-CPU, which is the reference. "as stored" keeps the codes of a GGUF file, so that its error is that of the activations alone.
+Every linear layer but the output head is quantised by rounding to nearest (or as a row says) and run through
+``cutlass_ops.MixedLinear`` on the CPU, which is the reference. "as stored" keeps the codes of a GGUF file, so that its error is
+that of the activations alone.
 
 The text is prose of Python's language reference as the module ``pydoc_data.topics`` of the standard library ships it (PSF
 licence), cut into windows. A causal model's logits are compared with those of the same model in fp32; an encoder, which has no
@@ -105,6 +106,12 @@ def formats(stored: dict[str, co.PackedWeight]) -> list[dict[str, Any]]:
             for group in GROUPS:
                 chosen = [name for name, (_, of_x) in ACTIVATIONS.items() if name == "16" or of_x == symmetric]
                 result.append({"bits": bits, "group_size": group, "symmetric": symmetric, "activations": chosen})
+    # What else 4 bits can be, with x as it is: the range of each group searched for, and a code book.
+    for group in GROUPS:
+        for symmetric in (True, False):
+            searched = {"bits": 4, "group_size": group, "symmetric": symmetric, "clip": "mse"}
+            result.append({**searched, "activations": ["16"]})
+        result.append({"bits": 4, "group_size": group, "book": "nf4", "activations": ["16"]})
     return result
 
 
@@ -244,7 +251,10 @@ def label(row: dict[str, Any]) -> str:
     """The weights of a row in words."""
     if "bits" not in row:
         return str(row["weights"])
-    return f"{row['bits']} bits, {'symmetric' if row['symmetric'] else 'asymmetric'}, groups of {row['group_size']}"
+    if "book" in row:
+        return f"{row['book'].upper()}, groups of {row['group_size']}"
+    symmetric = "symmetric" if row["symmetric"] else "asymmetric"
+    return f"{row['bits']} bits, {symmetric}, {'searched range, ' if 'clip' in row else ''}groups of {row['group_size']}"
 
 
 def percent(value: float) -> str:
@@ -322,7 +332,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
         }
         places = [(bits, group) for bits in (8, 4) for group in reversed(GROUPS)]
         for i, (name, (colour, text)) in enumerate(series.items()):
-            rows = [row for row in model["rows"] if row.get("symmetric") and row["activations"] == name]
+            rows = [row for row in model["rows"] if row.get("symmetric") and "clip" not in row and row["activations"] == name]
             found = {(row["bits"], row["group_size"]): 100 * row["error"] for row in rows}
             heights = [found[place] for place in places]
             right.bar([j + 0.27 * (i - 1) for j in range(len(places))], heights, 0.27, color=colour, label=text)
