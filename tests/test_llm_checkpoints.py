@@ -153,6 +153,7 @@ def test_awq_without_a_config(tmp_path: Path) -> None:
         ({"version": "gemv"}, "not the shapes of gemv"),
         ({"version": {}}, "version is {}"),
         ({"group_size": 1.5}, "group_size is 1.5"),
+        ({"group_size": 64}, r"is \[2, 8\] for \[8, 64\] codes in groups of 64"),
         ({"quant_method": "awk"}, "is quantised by 'awk'; known are awq"),
         ({"quant_method": []}, "is quantised by"),
     ],
@@ -375,7 +376,7 @@ def test_gptq_dynamic_overrides(tmp_path: Path) -> None:
     two = (randint(256, 32, 320), randint(256, 32, 3, seed=3) // 2, randn(32, 3).half())
     tensors = gptq(*one, 4, 1) | {k.replace("m.", "n."): v for k, v in gptq(*two, 8, 1).items()}
     tensors["o.weight"] = randn(4, 4).half()
-    dynamic = {"+:n.*": {"bits": 8, "group_size": 128}, "-:o": {}}
+    dynamic = {"+:n.*": {"bits": 8, "group_size": 128}, "-:o": None}
     checkpoint = load_checkpoint(save(tmp_path, tensors, gptq_config(sym=False, dynamic=dynamic)))
     assert check(checkpoint, "m", expected(*one[::2], one[1], 32)).bits == 4
     assert check(checkpoint, "n", expected(*two[::2], two[1], 128)).bits == 8

@@ -167,9 +167,7 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
 
     raw = unpack_along_k(zeros.values(), n, bits)
     offset = _offset(raw, bits, settings)
-    lost = (
-        _lost(zeros.values(), bits) if offset == 1 and not settings.forced and not _all(raw, formats.midpoint(bits) - 1) else 0
-    )
+    lost = _lost(zeros.values(), bits) if offset == 1 and not settings.forced else 0
     has_zeros = not _all(_zeros(zeros, n, bits, offset), formats.midpoint(bits))
     entry = grouped.entry(
         source,
