@@ -188,7 +188,7 @@ class QuantizedWeight:
         _check("packed", packed, (-(-n * k // 2),), (torch.uint8,), packed.device)
         _check("absmax", absmax, (-(-n * k // blocksize),), _FLOAT_TYPES, packed.device)
         group_size = flat_group_size(n, k, blocksize)
-        if group_size == blocksize and k % blocksize == 0:
+        if group_size == blocksize:  # blocks do not go on from one row to the next
             scales = absmax.view(n, -1)
         else:
             first = torch.arange(0, k, k if group_size == -1 else group_size, device=packed.device)

@@ -82,6 +82,20 @@ def test_nested_absmax_by_hand(tmp_path: Path) -> None:
     assert weight.scales.tolist() == [[3 / 256 * 4 + 0.25], [200 / 256 * 4 + 0.25]]
 
 
+def test_a_short_last_block_of_nested_absmax(tmp_path: Path) -> None:
+    nested = {
+        **NESTED,
+        "m.weight": torch.zeros(96, dtype=torch.uint8),
+        "m.weight.absmax": torch.tensor([64, 128, 192], dtype=torch.uint8),
+        "m.weight.nested_absmax": torch.tensor([4.0, 8.0]),
+        "m.weight.quant_state.bitsandbytes__nf4": json_tensor(
+            {**STATE, "shape": [3, 64], "nested_blocksize": 2, "nested_offset": -0.5}
+        ),
+    }
+    weight = load_checkpoint(write(tmp_path, {**BY_HAND, **nested}))["m"]
+    assert weight.scales.tolist() == [[0.25 * 4 - 0.5], [0.5 * 4 - 0.5], [0.75 * 8 - 0.5]]
+
+
 def test_the_book_is_the_files_own(tmp_path: Path) -> None:
     book = torch.arange(16) / 8 - 1
     weight = load_checkpoint(write(tmp_path, {**BY_HAND, "m.weight.quant_map": book}))["m"]
