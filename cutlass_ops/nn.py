@@ -119,6 +119,7 @@ def replace_linears(
 
     A layer's own bias is kept where the packed weight has none. Every name is checked before the first layer is
     replaced, so that an error leaves the model as it was. A packed weight stays on its device; move the model after.
+    :func:`fuse_linears` then makes one of those that multiply the same x.
 
     Args:
         model: any module; changed in place.

@@ -77,6 +77,12 @@ def assert_same_logits(found: Any, expected: Any) -> None:
     assert (a - b).abs().max() <= 2e-5 * b.square().mean().sqrt()
 
 
+def assert_same_text(found: Any, expected: Any) -> None:
+    """Token by token, with a cache."""
+    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    assert torch.equal(found.generate(TOKENS, **options), expected.generate(TOKENS, **options))
+
+
 def mixed(model: nn.Module) -> dict[str, co.MixedLinear]:
     return {name: module for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
 
@@ -100,10 +106,7 @@ def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Pat
     assert mixed(model).keys() == linears(expected).keys()
     assert not model.training
     assert_same_logits(model, expected)
-    assert torch.equal(
-        model.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0),
-        expected.generate(TOKENS, max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0),
-    )
+    assert_same_text(model, expected)
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored(family: tuple[Any, Path, Path]) -> None:
@@ -121,6 +124,7 @@ def test_load_model_fuses_what_shares_x(family: tuple[Any, Path, Path]) -> None:
     names = {name.rpartition(".")[2] for name in mixed(model)}
     assert names == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
     assert_same_logits(model, expected)
+    assert_same_text(model, expected)
     plain = co.load_model(packed, fuse=False, act_quant="block", act_symmetric=False)
     assert mixed(plain).keys() == linears(expected).keys()
     assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(plain).values()} == {("block", False)}
