@@ -361,11 +361,16 @@ def reorder_command(
         ),
     ] = None,
     act_quant: Annotated[
-        str, typer.Option(metavar="none|token|block", help="What config.json tells loaders of activations.")
-    ] = "none",
+        str | None,
+        typer.Option(
+            metavar="none|token|block",
+            help="How config.json tells loaders to quantise activations.  [default: as the checkpoint says, else none]",
+        ),
+    ] = None,
     act_symmetric: Annotated[
-        bool, typer.Option("--act-symmetric/--act-asymmetric", help="Quantised activations without or with zero points.")
-    ] = True,
+        bool | None,
+        typer.Option("--act-symmetric/--act-asymmetric", help="And without or with zero points.  [default: symmetric]"),
+    ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Tensors to work on, and to hold in memory, at a time.")] = 2,
     shard_gb: Annotated[
         float, typer.Option("--shard-size", metavar="GB", min=0.001, help="The most that a file of a directory holds.")

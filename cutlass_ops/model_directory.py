@@ -401,8 +401,8 @@ def reorder_model(
     *,
     ranks: int = 1,
     splits: Sequence[tuple[str, str]] = (),
-    act_quant: str = "none",
-    act_symmetric: bool = True,
+    act_quant: str | None = None,
+    act_symmetric: bool | None = None,
     jobs: int = 1,
     shard_bytes: int = SHARD_BYTES,
     dry_run: bool = False,
@@ -419,7 +419,8 @@ def reorder_model(
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
         ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.
         splits: layers split otherwise than by the table of ``tensor_parallel.py``, as :func:`split_style` takes them.
-        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by default.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by default. None takes what the
+            checkpoint says that it was made for, else "none" and True.
         jobs: tensors that are worked on, and held in memory, at a time.
         shard_bytes: the most that the tensors of one file take, except where one tensor takes more.
         dry_run: plan and write nothing.
@@ -435,6 +436,9 @@ def reorder_model(
     for name, number in (("ranks", ranks), ("jobs", jobs), ("shard_bytes", shard_bytes)):
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; integers of at least 1 are accepted")
+    stated = checkpoint.activations or ("none", True)
+    act_quant = stated[0] if act_quant is None else act_quant
+    act_symmetric = stated[1] if act_symmetric is None else act_symmetric
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
     options = options or Options()

@@ -541,9 +541,10 @@ def _slices(path: Path, metadata: Mapping[str, str]) -> Slices | None:
     size: Any = value.get("size")
     styles: Any = value.get("styles")
     fits = type(rank) is int and type(size) is int and 0 <= rank < size and isinstance(styles, dict)
-    if not fits or any(not isinstance(style, str) for style in styles.values()):
+    if not fits or any(style not in ("colwise", "rowwise") for style in styles.values()):
         raise CheckpointError(
-            path, f"metadata 'tensor_parallel' is {reprlib.repr(value)}; a rank below size and styles are expected"
+            path,
+            f"'tensor_parallel' is {reprlib.repr(value)}; a rank below size and colwise or rowwise styles are expected",
         )
     return Slices(rank, size, styles)
 

@@ -324,6 +324,25 @@ def test_a_directory_that_lies(source: Path, tmp_path: Path) -> None:
     refused(r"has no config\.json")
 
 
+@pytest.mark.parametrize(
+    ("value", "match"),
+    [
+        ("[]", "'tensor_parallel' is a JSON list"),
+        ('{"rank": 2, "size": 2, "styles": {}}', "a rank below size"),
+        ('{"rank": -1, "size": 2, "styles": {}}', "a rank below size"),
+        ('{"rank": true, "size": 2, "styles": {}}', "a rank below size"),
+        ('{"rank": 0, "size": 2, "styles": {"m": 3}}', "a rank below size"),
+        ('{"rank": 0, "size": 2, "styles": {"m": "rows"}}', "a rank below size"),
+    ],
+)
+def test_slices_that_mean_nothing(tmp_path: Path, value: str, match: str) -> None:
+    path = tmp_path / "p.safetensors"
+    layout = {"layout": "cutlass_ops.slab64", "layout_version": "1", "weights": "{}"}
+    save_file({"x": torch.zeros(2)}, path, {**layout, "tensor_parallel": value})
+    with pytest.raises(CheckpointError, match=match):
+        packed_info(path)
+
+
 # ---- verify and diff
 
 
@@ -525,3 +544,107 @@ def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="act order"):
         slice_weight(ordered, "rowwise", 0, 2)
     assert slice_weight(ordered, "colwise", 1, 2).perm is ordered.perm
+
+
+# ---- the dialects
+
+
+def words_along(codes: torch.Tensor) -> torch.Tensor:
+    """4-bit codes ``[R, C]`` to words ``[R, C / 8]``, the first in the lowest bits."""
+    places = 4 * torch.arange(8)
+    return (codes.long().view(codes.shape[0], -1, 8) << places).sum(-1).to(torch.int32)
+
+
+def quantized_tensors(dialect: str, act_order: bool = False) -> dict[str, torch.Tensor]:
+    """The model in AWQ's or GPTQ's tensors, every linear layer of random codes in groups of 32."""
+    random = torch.Generator().manual_seed(5)
+    awq = torch.tensor([0, 2, 4, 6, 1, 3, 5, 7])
+    tensors: dict[str, torch.Tensor] = {}
+    for name, value in float_tensors().items():
+        if ".layers." not in name or name.endswith("norm.weight") or value.dim() == 1:
+            tensors[name] = value
+            continue
+        (n, k), module = value.shape, name.removesuffix(".weight")
+        codes = torch.randint(0, 16, (n, k), generator=random)
+        zeros = torch.randint(1, 16, (k // 32, n), generator=random)
+        tensors[f"{module}.scales"] = torch.randn(k // 32, n, generator=random).half()
+        if dialect == "awq":
+            tensors[f"{module}.qweight"] = words_along(codes.t().reshape(k, -1, 8)[:, :, awq].reshape(k, n))
+            tensors[f"{module}.qzeros"] = words_along(zeros.view(-1, n // 8, 8)[:, :, awq].reshape(-1, n))
+        else:
+            tensors[f"{module}.qweight"] = words_along(codes).t().contiguous()
+            tensors[f"{module}.qzeros"] = words_along(zeros - 1)
+            index = torch.arange(k) // 32
+            tensors[f"{module}.g_idx"] = (index[torch.randperm(k, generator=random)] if act_order else index).int()
+    return tensors
+
+
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False, "checkpoint_format": "gptq"}
+
+
+def save_quantized(path: Path, tensors: dict[str, torch.Tensor], quantization: dict[str, Any]) -> Path:
+    save_model(path, tensors)
+    (path / "config.json").write_text(json.dumps({**CONFIG, "quantization_config": quantization}))
+    return path
+
+
+@pytest.mark.parametrize("dialect", ["awq", "gptq"])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_quantised_models(tmp_path: Path, dialect: str, ranks: int) -> None:
+    config = AWQ if dialect == "awq" else GPTQ
+    checkpoint = load_checkpoint(save_quantized(tmp_path / "source", quantized_tensors(dialect), config))
+    done = reorder_model(checkpoint, tmp_path / "out", ranks=ranks, jobs=2, shard_bytes=60_000)
+    assert len(done.weights) == 14
+    found = verify_packed(tmp_path / "out", checkpoint)
+    assert (found.problems, found.weights, found.same_source) == ([], 14 * ranks, True)
+    assert found.largest_difference == 0
+    directories = {file.parent for file in done.files}
+    assert len(directories) == ranks
+    for directory in directories:
+        written = json.loads((directory / "config.json").read_text())["quantization_config"]
+        assert (written["bits"], written["group_size"]) == (4, 32)
+        assert written["modules_to_not_convert"] == ["lm_head", "model.embed_tokens"]
+
+
+def test_act_order_is_not_split_along_k(tmp_path: Path) -> None:
+    source = save_quantized(tmp_path / "source", quantized_tensors("gptq", act_order=True), GPTQ | {"desc_act": True})
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    with pytest.raises(ValueError, match=r"down_proj' cannot be rowwise: it has an act order"):
+        reorder_model(checkpoint, out, ranks=2)
+    assert not out.exists()
+    done = reorder_model(checkpoint, out, ranks=2, splits=(("o_proj|down_proj", "replicate"),))
+    assert set(done.styles.values()) == {"colwise"}
+    assert verify_packed(out, checkpoint).problems == []
+    whole = checkpoint[DOWN0]
+    for rank in range(2):
+        down = load_packed(out / f"rank-{rank}-of-2")[DOWN0]
+        assert isinstance(down, PackedWeight)
+        assert down.perm is not None
+        assert torch.equal(dequantize(down, torch.float32), dequantize(whole, torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("activations", "expected"),
+    [
+        ({"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True, "symmetric": False}, ("token", False)),
+        ({"num_bits": 8, "type": "int", "strategy": "group", "group_size": 128, "dynamic": True}, ("block", True)),
+        ({"num_bits": 8, "type": "int", "strategy": "tensor", "dynamic": False, "symmetric": True}, ("none", True)),
+        ({"num_bits": 8, "type": "float", "strategy": "token", "dynamic": True}, ("none", True)),
+        (None, ("none", True)),
+    ],
+)
+def test_activations_as_the_checkpoint_was_made_for(
+    tmp_path: Path, activations: dict[str, Any] | None, expected: tuple[str, bool]
+) -> None:
+    weights = {"num_bits": 8, "type": "int", "strategy": "channel", "symmetric": True}
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": activations}
+    config = {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"group_0": group}}
+    tensors = {"m.weight": torch.ones(8, 32, dtype=torch.int8), "m.weight_scale": torch.ones(8, 1)}
+    checkpoint = load_checkpoint(save_quantized(tmp_path / "source", {**tensors, "norm.weight": torch.ones(2)}, config))
+    reorder_model(checkpoint, tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())["quantization_config"]
+    assert (written["act_quant"], written["act_symmetric"]) == expected
+    reorder_model(checkpoint, tmp_path / "other", act_quant="block", act_symmetric=False)
+    written = json.loads((tmp_path / "other" / "config.json").read_text())["quantization_config"]
+    assert (written["act_quant"], written["act_symmetric"]) == ("block", False)

@@ -80,6 +80,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
         metadata: short facts from the header, for people.
         config: what the model's ``config.json`` holds; {} where there is none.
         options: those of :func:`load_checkpoint` that it was read with.
+        activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it was made, or None.
     """
 
     path: Path
@@ -89,6 +90,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    activations: tuple[str, bool] | None = None
 
     def __getitem__(self, name: str) -> QuantizedWeight:
         """The weight of module ``name``.

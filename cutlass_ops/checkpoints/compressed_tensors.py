@@ -29,7 +29,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -91,7 +91,7 @@ def read(source: Source) -> Checkpoint:
     for module in source.modules("weight"):
         if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype == torch.int8:
             entries.append(_plain(source, module, groups, deadline))
-    return source.checkpoint("compressed-tensors", entries)
+    return replace(source.checkpoint("compressed-tensors", entries), activations=_activations(source))
 
 
 # ---- the config
@@ -122,6 +122,20 @@ def _groups(source: Source) -> Iterator[_Group]:
             size=grouped.setting(source, weights, ("group_size",), None),
             block=None if block is None else (block[0], block[1]),
         )
+
+
+def _activations(source: Source) -> tuple[str, bool] | None:
+    """What all config groups say of activations, if that is int8 with scales found online for each token or block."""
+    found = set()
+    for group in source.quantization.get("config_groups", {}).values():
+        settings = group.get("input_activations")
+        if not isinstance(settings, dict):
+            return None
+        online = settings.get("dynamic") is True and settings.get("num_bits") == 8 and settings.get("type", "int") == "int"
+        strategy = settings.get("strategy")
+        mode = {"token": "token", "group": "block"}.get(strategy) if isinstance(strategy, str) and online else None
+        found.add(None if mode is None else (mode, settings.get("symmetric", True) is not False))
+    return found.pop() if len(found) == 1 else None
 
 
 def _is_block(block: Any) -> bool:
