@@ -298,3 +298,6 @@ def test_a_file_that_shrinks(tmp_path: Path) -> None:
     (tmp_path / "llm.mnn.weight").write_bytes(b"abc")
     with pytest.raises(CheckpointError, match="the file changed while it was read"):
         checkpoint[NAME]
+    (tmp_path / "llm.mnn.weight").unlink()
+    with pytest.raises(CheckpointError, match=r"'/layers.3/mlp/up_proj/Linear': No such file"):
+        checkpoint[NAME]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -233,14 +233,22 @@ def _values(
         with path.open("rb") as file:
             if _identity(os.fstat(file.fileno())) != identity:
                 raise CheckpointError(path, "the file changed while it was read", name)
-            first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-            # A copy on write, as torch has no tensors that are read-only.
-            data = mmap.mmap(file.fileno(), start + nbytes - first, access=mmap.ACCESS_COPY, offset=first)
+            raw = mapped(file, start, nbytes, dtype.itemsize)
     except OSError as error:
         raise CheckpointError(path, error.strerror or str(error), name) from error
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=nbytes, offset=start - first)
-    # The format does not align tensors; torch's do have to be.
-    return (raw if start % dtype.itemsize == 0 else raw.clone()).view(dtype).view(shape)
+    return raw.view(dtype).view(shape)
+
+
+def mapped(file: BinaryIO, start: int, size: int, alignment: int) -> Tensor:
+    """A part of a file, uint8 ``[size]``, over a map of its own, which goes with it; at least 1 byte, all in the file.
+
+    Files do not align tensors, torch has to: what does not start at a multiple of ``alignment`` is copied.
+    """
+    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+    # A copy on write, as torch has no tensors that are read-only.
+    data = mmap.mmap(file.fileno(), start + size - first, access=mmap.ACCESS_COPY, offset=first)
+    raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start - first)
+    return raw if start % alignment == 0 else raw.clone()
 
 
 # ---- the index

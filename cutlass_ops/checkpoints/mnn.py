@@ -42,7 +42,7 @@ from torch import Tensor
 from .. import formats
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
-from .directory import json_object
+from .directory import json_object, mapped
 from .words import unpack_bytes
 
 _JSON, _WEIGHT = ".mnn.json", ".mnn.weight"
@@ -94,18 +94,16 @@ class _Blob:
     path: Path
     size: int
 
-    def read(self, name: str, start: int, size: int) -> Tensor:
-        """``size`` bytes."""
-        data = bytearray(size)
-        with self.path.open("rb", buffering=0) as file:
-            file.seek(start)
-            view, at = memoryview(data), 0
-            while at < size:
-                count = file.readinto(view[at:])
-                if not count:
+    def read(self, name: str, start: int, count: int, dtype: torch.dtype) -> Tensor:
+        """``count`` numbers."""
+        size = count * dtype.itemsize
+        try:
+            with self.path.open("rb") as file:
+                if file.seek(0, 2) != self.size:
                     raise CheckpointError(self.path, "the file changed while it was read", name)
-                at += count
-        return torch.frombuffer(data, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+                return mapped(file, start, size, dtype.itemsize).view(dtype) if size else torch.empty(0, dtype=dtype)
+        except OSError as error:
+            raise CheckpointError(self.path, error.strerror or str(error), name) from error
 
 
 def _operators(path: Path, content: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
@@ -158,7 +156,7 @@ def _floats(path: Path, blob: _Blob, name: str, source: str, at: int, shape: tup
         shape=shape,
         nbytes=size,
         dtype=dtype,
-        values=lambda: blob.read(source, at, size).view(dtype).view(shape),
+        values=lambda: blob.read(source, at, math.prod(shape), dtype).view(shape),
     )
 
 
@@ -214,7 +212,7 @@ class _Linear:
         """Codes uint8 [N, K], scales and offsets [N, blocks]."""
         n, k = self.shape
         count = n * k
-        packed = self.blob.read(self.name, self.codes, (count * self.index_bits + 7) // 8)
+        packed = self.blob.read(self.name, self.codes, (count * self.index_bits + 7) // 8, torch.uint8)
         if self.index_bits == 4:
             packed = unpack_bytes(packed[None], len(packed), in_turn=True, high_first=True)[0, :count]
         first = formats.midpoint(self.bits) + self.values[0]
@@ -226,10 +224,8 @@ class _Linear:
         if len(self.values) < 1 << self.index_bits and (largest := int(packed.max())) >= len(self.values):
             raise CheckpointError(self.blob.path, f"holds index {largest} of {len(self.values)} values", self.name)
         codes = table[packed.int()] if table is not None else packed + first if first else packed
-        each = self.alpha_type.itemsize
         parts = 1 if self.low is None else 2
-        alpha = self.blob.read(self.name, self.alpha, n * self.blocks * parts * each).view(self.alpha_type)
-        alpha = alpha.view(n, self.blocks, parts)
+        alpha = self.blob.read(self.name, self.alpha, n * self.blocks * parts, self.alpha_type).view(n, self.blocks, parts)
         if self.factor != 1:
             alpha = alpha.float() * torch.tensor(self.factor, dtype=torch.float32)
         scales = alpha[..., -1].contiguous()
@@ -241,7 +237,7 @@ class _Linear:
     def weight(self) -> QuantizedWeight:
         """The weight with its bias."""
         codes, scales, offsets = self.tensors()
-        bias = None if self.bias is None else self.blob.read(self.name, self.bias, 4 * self.shape[0]).view(torch.float32)
+        bias = None if self.bias is None else self.blob.read(self.name, self.bias, self.shape[0], torch.float32)
         return read_weight(
             self.blob.path,
             self.name,
@@ -353,7 +349,7 @@ def _head(
     path: Path, blob: _Blob, name: str, first: int, size: int, shape: tuple[int, int], wide: bool
 ) -> tuple[int, tuple[int, ...], int]:
     """Bits of an index, the sorted values, and the bytes before the indices."""
-    head = bytes(blob.read(name, first, min(size, _MAX_HEADER)).tolist())
+    head = bytes(blob.read(name, first, min(size, _MAX_HEADER), torch.uint8).tolist())
     each = 4 if wide else 2
     dimensions = head[0] if head else 0
     values_at = 1 + dimensions * each
