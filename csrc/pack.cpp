@@ -37,6 +37,12 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
   for (int row = 0; row < kRowsPerSlab; row += row % 8 == 7 ? 9 : 1) {
     uint8_t const* low = codes + row * stride;
     uint8_t const* high = low + 8 * stride;
+    // The next tile's, of two cache lines each: 64 rows are more streams than processors foresee. Measured: a quarter less
+    // time. Behind the last tile the address is another row's or nobody's, which a prefetch takes in silence.
+    for (uint8_t const* next : {low, high}) {
+      __builtin_prefetch(next + kKPerTile);
+      __builtin_prefetch(next + kKPerTile + 64);
+    }
     uint8_t* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
     if constexpr (kBits == 4) {
       for (int k = 0; k < kKPerTile; k += 64, lanes += kUnitBytes) {
