@@ -15,7 +15,7 @@ struct EpilogueParams {
   void const* residual;
   int64_t residual_stride;
   int m, n;
-  float low, high;  // clamp
+  float low, high;  // clamp; relu is the one from 0 to infinity
   float limit;      // of the output's magnitude: its type's largest number where it saturates, or infinity
   DataType out_type, bias_type, residual_type;
   Activation activation;
@@ -33,7 +33,9 @@ struct EpilogueParams {
         m(p.m),
         n(p.weight.n),
         low(p.activation == Activation::kClamp ? p.clamp_low : 0.0f),
-        high(p.activation == Activation::kRelu6 ? 6.0f : p.clamp_high),
+        high(p.activation == Activation::kClamp   ? p.clamp_high
+             : p.activation == Activation::kRelu6 ? 6.0f
+                                                  : HUGE_VALF),
         limit(p.saturate ? largest(p.out_type) : HUGE_VALF),
         out_type(p.out_type),
         bias_type(p.bias_type),
@@ -42,12 +44,18 @@ struct EpilogueParams {
         vector_store(int64_t(p.weight.n) * size_of(p.out_type) % 16 == 0 && reinterpret_cast<uintptr_t>(p.out) % 16 == 0) {}
 };
 
+// A sum that is not finite is NaN from the start: a NaN or infinity in x shows in its whole row, also after relu.
+__device__ __forceinline__ float nan_unless_finite(float x) { return fmaf(x, 0.0f, x); }
+
+// Comparisons are written so that NaN falls through them: nothing turns a NaN into a number.
+__device__ __forceinline__ float clamp_keeping_nan(float x, float low, float high) {
+  return x < low ? low : x > high ? high : x;
+}
+
 // Eight neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all eight.
 __device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, EpilogueParams const& p) {
-  // Comparisons are written so that NaN falls through them: nothing turns a NaN into a number. A sum that is not finite is NaN from the
-  // start: a NaN or infinity in x shows in its whole row, also after relu.
 #pragma unroll
-  for (float& x : v) x = fmaf(x, 0.0f, x);
+  for (float& x : v) x = nan_unless_finite(x);
   if (p.bias) {
 #pragma unroll
     for (int i = 0; i < 8; ++i)
@@ -57,13 +65,10 @@ __device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, Epilog
     case Activation::kNone:
       break;
     case Activation::kRelu:
-#pragma unroll
-      for (float& x : v) x = x < 0.0f ? 0.0f : x;
-      break;
     case Activation::kRelu6:
     case Activation::kClamp:
 #pragma unroll
-      for (float& x : v) x = x < p.low ? p.low : x > p.high ? p.high : x;
+      for (float& x : v) x = clamp_keeping_nan(x, p.low, p.high);
       break;
     case Activation::kGelu:
 #pragma unroll
@@ -81,7 +86,7 @@ __device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, Epilog
   }
   if (p.limit < HUGE_VALF) {
 #pragma unroll
-    for (float& x : v) x = x > p.limit ? p.limit : x < -p.limit ? -p.limit : x;
+    for (float& x : v) x = clamp_keeping_nan(x, -p.limit, p.limit);
   }
 }
 

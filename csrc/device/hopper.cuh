@@ -87,6 +87,15 @@ __device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, 
   wgmma_expand<typename FloatWgmma<Element, kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
 }
 
+// Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency shows.
+__device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&v)[4]) {
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
+}
+
+__device__ __forceinline__ void load_shared(uint32_t address, float (&v)[4]) {
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];" : "=f"(v[0]), "=f"(v[1]), "=f"(v[2]), "=f"(v[3]) : "r"(address));
+}
+
 // Keep the compiler from moving uses of registers that an MMA in flight reads or writes.
 template <int kCount>
 __device__ __forceinline__ void fence_registers(uint32_t (&registers)[kCount]) {

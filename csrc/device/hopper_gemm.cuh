@@ -12,8 +12,9 @@
 //         192 | warpgroup 2               |
 //             +---------------------------+
 //
-// Warpgroup 0 loads: one warp the weights, one the tokens, each waiting for a free stage. Warpgroups 1 and 2 run C::consume, each on its own, so
-// that one keeps the tensor cores busy while the other promotes.
+// Warpgroup 0 loads: one warp the weights, one the tokens, each waiting for a free stage; where stages bring token scales, a third brings them into
+// the order of the accumulators. Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy while the other
+// promotes.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -27,13 +28,15 @@
 namespace cutlass_ops::hopper {
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
-//   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
-template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kZeros_, int kStages_>
+//   kElementBytes: of an activation; kScales, kTokenScales, kTokenZeros: whether every stage brings them; kZeros: likewise the weights' zero points
+template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
+          int kStages_>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kLoadScales = kScales_;
   static constexpr bool kLoadTokenScales = kTokenScales_;
+  static constexpr bool kLoadTokenZeros = kTokenZeros_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr int kWarpgroups = 2;  // that multiply
@@ -49,15 +52,22 @@ struct TileConfig {
   static constexpr int kActivations = 0;
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * chunk_bytes(kBits);
-  static constexpr int kScales = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
+  static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
+  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
+  static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
   static constexpr int kZeroPoints = kScales + kRows * 4;
   static constexpr int kStageBytes =
       (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
   static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
-  static constexpr int kStoreBytes = kWarpgroups * kStoreTokens * kStoreStride * 4;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + 256;
+  static constexpr int kLineBytes = kRowsPerSlab * 2;    // a token's 16-bit outputs
+  static constexpr int kStoreBytes =
+      kWarpgroups *
+      ((kStoreStride * 4 * kStoreTokens > kLineBytes * kTokens ? kStoreStride * 4 * kStoreTokens : kLineBytes * kTokens));
+  // int8 tokens whose one scale and zero point are applied at the end: [warpgroup][2][token] floats behind the staged outputs.
+  static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kTokens : 0;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kWarpgroups * kEndScales * 8 + 256;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kTokens / kCluster % 8 == 0, "a half tile of tokens is whole swizzle atoms");
 };
@@ -68,8 +78,9 @@ struct Params {
   EpilogueParams epilogue;
   float* partials;
   int row_pairs, token_tiles, k_tiles, n_pad, splits;
-  int group_tiles;  // tiles of K that share a weight scale
-  int scale_bytes;  // of one weight scale
+  int group_tiles;    // tiles of K that share a weight scale
+  int scale_bytes;    // of one weight scale
+  bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
 
 // The stage and phase of a ring's position.
@@ -102,6 +113,7 @@ struct Work {
 template <class C>
 struct Barriers {
   uint64_t full[C::kStages], empty[C::kStages];
+  uint64_t prepared[C::kStages];  // where stages bring token scales: they are in the accumulators' order
 };
 
 // One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
@@ -158,14 +170,15 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     Work work(index, p);
     int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
-    int scale_bytes = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) * 4 : 0;
+    int scaled = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) : 0;
+    int bytes = C::kColumnPanels * C::kPanelBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       uint64_t* full = &barriers.full[ring.stage];
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
       if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, C::kColumnPanels * C::kPanelBytes + scale_bytes);
+        TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int panel = 0; panel < C::kColumnPanels; ++panel) {
           cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
@@ -173,9 +186,39 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
               stage + C::kActivations + panel * C::kPanelBytes + rank * kHalf * C::kSwizzleBytes,
               k * kKPerTile + panel * C::kPanelColumns, m0 + rank * kHalf);
         }
-        if (scale_bytes)
-          cute::SM90_BULK_COPY_G2S::copy(p.x.scales + int64_t(k) * p.x.stride + m0, full, stage + C::kTokenScales, scale_bytes);
+        int64_t vector = int64_t(k) * p.x.stride + m0;
+        if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
+        if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
       }
+    }
+  }
+}
+
+// A warp brings every stage's token scales into the accumulators' order, so that a thread has those of its four tokens of 16 by one load, and
+// likewise, behind them, the products -scale * zero point. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
+template <class C>
+__device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits, lane = threadIdx.x % 32;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    Work work(index, p);
+#pragma unroll 1
+    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+#pragma unroll
+      for (int first = 0; first < C::kTokens; first += 32) {
+        int token = first + lane, place = token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2;
+        if (C::kTokens % 32 == 0 || token < C::kTokens) {
+          float scale = reinterpret_cast<float const*>(stage + C::kTokenScales)[token];
+          factors[place] = scale;
+          if (C::kLoadTokenZeros)
+            factors[C::kTokens + place] = -scale * float(reinterpret_cast<int8_t const*>(stage + C::kTokenZeros)[token]);
+        }
+      }
+      __syncwarp();
+      if (lane == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }
   }
 }
@@ -185,7 +228,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
 template <class C>
 struct Place {
   int rank, warpgroup, warp, lane;
-  int units, scales, zeros;  // bytes from a stage's start
+  int units, scales, zeros, token_factors;  // bytes from a stage's start
 
   __device__ __forceinline__ Place(Params const& p, int rank, int warpgroup)
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
@@ -193,46 +236,67 @@ struct Place {
     units = C::kWeights + warpgroup * chunk_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
     scales = C::kScales + row * p.scale_bytes;
     zeros = C::kZeroPoints + row;
-    asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros));
+    token_factors = C::kTokenFactors + lane % 4 * 16;
+    asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(token_factors));
   }
 };
 
-// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and g + 8.
-template <class C>
-struct RawWeights {
-  static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
-  uint32_t words[4 * kLoads];
-  float scale[2];
-  int8_t zero[2];
-
-  __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, Place<C> const& at) {
+// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's 64 outputs side
+// by side, in the 128-byte swizzle, and one thread's copy takes them away while the next tile is begun. The general way below takes many times
+// as long, and meanwhile the ring of stages stands still for both blocks.
+template <class C, class Value>
+__device__ __forceinline__ void store_halves(Value const& value, float* staging, CUtensorMap const& map, Params const& p,
+                                             Place<C> const& at, int row0, int m0) {
+  EpilogueParams const& e = p.epilogue;
+  int n = row0 + at.warpgroup * kRowsPerSlab, barrier = 1 + at.warpgroup;
+  bool copies = at.warp == 0 && at.lane == 0;
+  uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + at.warpgroup * C::kTokens * C::kLineBytes;
+  // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight tokens, then of the next eight. The lane gives the address of one line of one.
+  int matrix = (at.lane / 16 * 8 + at.lane % 8) * C::kLineBytes + ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16;
+  float bias[2] = {};
+  if (e.bias) {
 #pragma unroll
-    for (int i = 0; i < kLoads; ++i) {
-      uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
-      words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
-    }
-    if (C::kLoadScales) {
-      if (p.weight.scale_type == DataType::kFloat32) {
-        float2 v = *reinterpret_cast<float2 const*>(stage + at.scales);
-        scale[0] = v.x, scale[1] = v.y;
-      } else {
-        uint32_t v = *reinterpret_cast<uint32_t const*>(stage + at.scales);
-        float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
-        bool is_half = p.weight.scale_type == DataType::kFloat16;
-        scale[0] = is_half ? half.x : __uint_as_float(v << 16), scale[1] = is_half ? half.y : __uint_as_float(v & 0xffff0000u);
-      }
-    }
-    if (C::kZeros) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
-      zero[0] = z.x, zero[1] = z.y;
+    for (int h = 0; h < 2; ++h) {
+      int row = n + at.warp * 16 + at.lane / 4 + h * 8;
+      if (row < e.n) bias[h] = load_float(e.bias, e.bias_type, row);
     }
   }
-};
+  bool clamped = e.activation != Activation::kNone;
+  float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
+  bool bounded = clamped || e.limit < HUGE_VALF, is_half = e.out_type == DataType::kFloat16;
+  if (copies) cute::tma_store_wait<0>();  // the lines of the tile before have been read
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+#pragma unroll
+  for (int j = 0; j < C::kTokens / 16; ++j) {
+    uint32_t pairs[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float v[2];
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        v[k] = nan_unless_finite(value(8 * j + 2 * i + k)) + bias[i % 2];
+        if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
+      }
+      __half2 half = __floats2half2_rn(v[0], v[1]);
+      __nv_bfloat162 bfloat = __floats2bfloat162_rn(v[0], v[1]);
+      pairs[i] = is_half ? reinterpret_cast<uint32_t&>(half) : reinterpret_cast<uint32_t&>(bfloat);
+    }
+    cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                  *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
+  }
+  cute::tma_store_fence();
+  cutlass::arch::NamedBarrier::sync(128, barrier);
+  if (copies && n < e.n) {
+    cute::SM90_TMA_STORE_2D::copy(&map, lines, n, m0);
+    cute::tma_store_arrive();
+  }
+}
 
 // Out through shared memory, kStoreTokens at a time, so that whole lines are stored. `value(i)` is the sum in register i.
 template <class C, class Value>
-__device__ __forceinline__ void store(Value const& value, float* staging, Params const& p, Place<C> const& at, int row0, int m0,
-                                      int split) {
+__device__ __forceinline__ void store(Value const& value, float* staging, CUtensorMap const& map, Params const& p,
+                                      Place<C> const& at, int row0, int m0, int split) {
+  if (p.store_halves) return store_halves<C>(value, staging, map, p, at, row0, m0);
   int n = row0 + at.warpgroup * kRowsPerSlab, thread = at.warp * 32 + at.lane, barrier = 1 + at.warpgroup;
   staging += at.warpgroup * C::kStoreTokens * C::kStoreStride;
   float* partials = p.partials ? p.partials + int64_t(split) * p.epilogue.m * p.n_pad : nullptr;
@@ -264,14 +328,15 @@ __device__ __forceinline__ void store(Value const& value, float* staging, Params
 
 // The body of a kernel; `stages` is its dynamic shared memory.
 template <class C>
-__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, Params const& p) {
+__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUtensorMap const& out_map, Params const& p) {
   auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
-  auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kStages * C::kStageBytes + C::kStoreBytes);
+  auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
+      ClusterBarrier::init(&barriers.prepared[i], 1);
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -284,18 +349,21 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, Par
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1) produce_tokens<C>(stages, barriers, p, map, rank);
+    if (C::kLoadTokenScales && warp == 2) prepare_tokens<C>(stages, barriers, p);
   } else {
     cutlass::arch::warpgroup_reg_alloc<232>();
     wait_for_predecessor();
-    C::consume(stages, staging, barriers, p, Place<C>(p, rank, warpgroup - 1));
+    C::consume(stages, staging, barriers, out_map, p, Place<C>(p, rank, warpgroup - 1));
+    cute::tma_store_wait<0>();
   }
   // A block's barriers must outlive its neighbour's arrivals and copies.
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
 }
 
-// A tensor map of tokens [m][k], rows `stride_bytes` apart, read in boxes of 128 bytes x box_tokens; zeros beyond m and k.
-inline Status encode_tokens(void const* x, int element_bytes, int m, int k, int64_t stride_bytes, int box_tokens,
+// A tensor map of tokens [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_tokens and the 128-byte swizzle; loads bring zeros
+// from beyond m and the columns, stores write nothing there.
+inline Status encode_tokens(void const* x, int element_bytes, int m, int columns, int64_t stride_bytes, int box_tokens,
                             CUtensorMap* map) {
   static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   if (!encode) {
@@ -305,7 +373,7 @@ inline Status encode_tokens(void const* x, int element_bytes, int m, int k, int6
     if (error != cudaSuccess) return cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
     encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }
-  cuuint64_t dims[2] = {cuuint64_t(k), cuuint64_t(m)}, strides[1] = {cuuint64_t(stride_bytes)};
+  cuuint64_t dims[2] = {cuuint64_t(columns), cuuint64_t(m)}, strides[1] = {cuuint64_t(stride_bytes)};
   cuuint32_t box[2] = {cuuint32_t(128 / element_bytes), cuuint32_t(box_tokens)}, steps[2] = {1, 1};
   CUresult result = encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
                            const_cast<void*>(x), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
@@ -315,8 +383,8 @@ inline Status encode_tokens(void const* x, int element_bytes, int m, int k, int6
 }
 
 template <class C>
-Status launch_persistent(void (*kernel)(CUtensorMap, Params), GemmProblem const& problem, Plan const& plan, float* partials,
-                         CUtensorMap const& map, Stream stream) {
+Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmProblem const& problem, Plan const& plan,
+                         float* partials, CUtensorMap const& map, Stream stream) {
   PackedWeight const& w = problem.weight;
   int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   Params p{w,
@@ -329,12 +397,20 @@ Status launch_persistent(void (*kernel)(CUtensorMap, Params), GemmProblem const&
            n_pad,
            plan.splits,
            w.group_size == -1 ? k_tiles : w.group_size / kKPerTile,
-           size_of(w.scale_type)};
+           size_of(w.scale_type),
+           false};
+  EpilogueParams const& e = p.epilogue;
+  p.store_halves = !partials && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
+                   e.activation != Activation::kGelu && e.activation != Activation::kSilu;
+  CUtensorMap out_map = {};
+  if (p.store_halves) {
+    if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kTokens, &out_map); !status.ok()) return status;
+  }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   int work = p.row_pairs * p.token_tiles * p.splits, clusters = device.multiprocessors / C::kCluster;
   int grid = (work < clusters ? work : clusters) * C::kCluster;
-  return launch_clusters(kernel, dim3(grid), C::kCluster, C::kThreads, C::kSharedBytes, stream, map, p);
+  return launch_clusters(kernel, dim3(grid), C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
 }
 
 }  // namespace cutlass_ops::hopper

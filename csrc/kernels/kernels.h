@@ -29,7 +29,7 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* p
 // Costs: microseconds for K = 4096 on an H200.
 constexpr Tile wgmma_gemm_a8_tile(int tokens) {
   return {
-      256, tokens, tokens < 128 ? 6 : 4, 1, 227 * 1024, 2, tokens == 176 ? 30 : tokens == 128 ? 24 : tokens == 96 ? 20 : 16};
+      256, tokens, tokens < 128 ? 6 : 4, 1, 227 * 1024, 2, tokens == 176 ? 26 : tokens == 128 ? 22 : tokens == 96 ? 18 : 15};
 }
 template <int Bits, int Tokens>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);

@@ -14,15 +14,15 @@ namespace {
 using hopper::Params;
 
 template <class Element_, int kBits, int kTokens, bool kZeros>
-struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages> {
+struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages> {
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
   static constexpr int kPieces = kKPerTile / 16;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a16_tile(kTokens).shared_bytes,
                 "the dispatch table promises less shared memory");
 
-  static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, Params const& p,
-                                 hopper::Place<Config> const& at);
+  static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
+                                 CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
 };
 
 // A warpgroup's weights of a stage as they lie in shared memory, and their scales and zero points for a thread's rows g and g + 8. Scales become
@@ -75,7 +75,7 @@ __device__ __forceinline__ void scale_values(uint32_t const (&stored)[2], DataTy
 template <class Element, int kBits, int kTokens, bool kZeros>
 __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume(uint8_t* stages, float* staging,
                                                                                  hopper::Barriers<Config>& barriers,
-                                                                                 Params const& p,
+                                                                                 CUtensorMap const& out_map, Params const& p,
                                                                                  hopper::Place<Config> const& at) {
   using C = Config;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
@@ -119,16 +119,17 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume
 #pragma unroll
       for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
     }
-    hopper::store<C>([&](int i) { return sums[i]; }, staging, p, at, row0, m0, work.split);
+    hopper::store<C>([&](int i) { return sums[i]; }, staging, out_map, p, at, row0, m0, work.split);
   }
 }
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    wgmma_gemm_a16(__grid_constant__ CUtensorMap const map, __grid_constant__ Params const p) {
+    wgmma_gemm_a16(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
+                   __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];
-  hopper::run<C>(stages, map, p);
+  hopper::run<C>(stages, map, out_map, p);
 #endif
 }
 
