@@ -195,7 +195,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
 }
 
 // A warp brings every stage's token scales into the accumulators' order, so that a thread has those of its four tokens of 16 by one load, and
-// likewise, behind them, the products -scale * zero point. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
+// likewise, behind them, zero points as int32. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
@@ -211,10 +211,11 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
       for (int first = 0; first < C::kTokens; first += 32) {
         int token = first + lane, place = token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2;
         if (C::kTokens % 32 == 0 || token < C::kTokens) {
-          float scale = reinterpret_cast<float const*>(stage + C::kTokenScales)[token];
-          factors[place] = scale;
-          if (C::kLoadTokenZeros)
-            factors[C::kTokens + place] = -scale * float(reinterpret_cast<int8_t const*>(stage + C::kTokenZeros)[token]);
+          factors[place] = reinterpret_cast<float const*>(stage + C::kTokenScales)[token];
+          if (C::kLoadTokenZeros) {
+            int zero = reinterpret_cast<int8_t const*>(stage + C::kTokenZeros)[token];
+            reinterpret_cast<int*>(factors)[C::kTokens + place] = zero;
+          }
         }
       }
       __syncwarp();

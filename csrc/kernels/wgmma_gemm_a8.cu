@@ -4,8 +4,7 @@
 //   decode   the stage's weights, which were loaded while the previous sums were promoted
 //   multiply exact int32 sums of 128 columns, which never leave registers
 //   promote  sum = fma(float(I), token scale * weight scale, sum), once a group and block
-//   shift    with zero points za of the activations: sum -= za * token scale * weight scale * (sum of the weights' codes), which the warpgroup adds
-//            up while its products run
+//   shift    with zero points za of the activations: I -= za * (sum of the weights' codes), which the warpgroup adds up while its products run
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -94,12 +93,12 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
   }
 }
 
-// Scales, or scales times zero points, of the tile's tokens: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
-template <class C>
+// Scales or zero points of the tile's tokens: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
+template <class C, class T>
 struct TokenFactors {
   static constexpr int kAhead = 2;
   uint32_t address;
-  float sixteens[C::kTokens / 16][4];
+  T sixteens[C::kTokens / 16][4];
 
   __device__ __forceinline__ explicit TokenFactors(uint32_t address) : address(address) {
 #pragma unroll
@@ -129,11 +128,11 @@ __device__ __forceinline__ void promote(int j, float const* token, uint32_t cons
 }
 
 // This lane's part of the sums of 128 weights of rows g and g + 8: with them a product of codes becomes one of codes minus zero points.
-__device__ __forceinline__ void add_weights(uint32_t const (&a)[4][4], int (&sum)[2]) {
+__device__ __forceinline__ void add_weights(uint32_t const (&a)[4][4], uint32_t (&sum)[2]) {
 #pragma unroll
   for (int piece = 0; piece < 4; ++piece) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sum[i % 2] = __dp4a(int(a[piece][i]), 0x01010101, sum[i % 2]);
+    for (int i = 0; i < 4; ++i) sum[i % 2] = uint32_t(__dp4a(int(a[piece][i]), 0x01010101, int(sum[i % 2])));
   }
 }
 
@@ -161,7 +160,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     float sums[kChannel ? 1 : C::kSums] = {};
     // With zero points: what is subtracted for a zero point of 1, for rows g and g + 8; this lane's part until the end.
     float row_sums[2] = {};
-    int row_integers[2] = {};
+    uint32_t row_integers[2] = {};
     RawWeights<C> raw;
     // One scale and zero point a token come last; they are on their way until then.
     float end_scale[(C::kEndScales + 127) / 128 + 1], end_zero[(C::kEndScales + 127) / 128 + 1];
@@ -190,14 +189,13 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       cute::warpgroup_commit_batch();
       fence_registers(integers);
       // While the products run.
-      float row_factor[2];
+      uint32_t weights[2] = {};
       if constexpr (kAsymmetric) {
-        int weights[2] = {};
         add_weights(a, kChannel ? row_integers : weights);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          if (kBlock) row_factor[h] = scale[h] * float(sum_of_row(weights[h]));
-          if (!kBlock && !kChannel) row_sums[h] = fmaf(scale[h], float(weights[h]), row_sums[h]);
+          if (kBlock) weights[h] = sum_of_row(weights[h]);
+          if (!kBlock && !kChannel) row_sums[h] = fmaf(scale[h], float(int(weights[h])), row_sums[h]);
         }
       }
       if (kBlock) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
@@ -209,27 +207,26 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         raw.load_scales(next, p, at);
       }
       uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
-      TokenFactors<C> token_scales(factors);
+      TokenFactors<C, float> token_scales(factors);
+      if constexpr (kBlock && kAsymmetric) {
+        TokenFactors<C, uint32_t> token_zeros(factors + C::kTokens * 4);
+        cute::warpgroup_wait<0>();
+        fence_registers(integers);
+#pragma unroll
+        for (int j = 0; j < C::kSums / 4; ++j) {
+          if (j % 2 == 0) token_zeros.load(j / 2 + token_zeros.kAhead);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) integers[4 * j + e] -= token_zeros.sixteens[j / 2][j % 2 * 2 + e % 2] * weights[e / 2];
+        }
+      }
       cute::warpgroup_wait<0>();
       fence_registers(integers);
 #pragma unroll
       for (int j = 0; j < C::kTokens / 8; ++j) {
-        if (j % 2 == 0) token_scales.load(j / 2 + TokenFactors<C>::kAhead);
+        if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
         // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
         if (j % 2 == 1 && j / 2 < RawWeights<C>::kLoads && i + 1 < count) raw.load_piece(next, at, j / 2);
         if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
-      }
-      if constexpr (kBlock && kAsymmetric) {
-        // Beside the promotion this would save time, but not registers.
-        TokenFactors<C> shifts(factors + C::kTokens * 4);
-#pragma unroll
-        for (int j = 0; j < C::kTokens / 8; ++j) {
-          if (j % 2 == 0) shifts.load(j / 2 + TokenFactors<C>::kAhead);
-#pragma unroll
-          for (int e = 0; e < 4; ++e) {
-            sums[4 * j + e] = fmaf(shifts.sixteens[j / 2][j % 2 * 2 + e % 2], row_factor[e / 2], sums[4 * j + e]);
-          }
-        }
       }
       if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
     }
@@ -260,7 +257,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         float sum;
         if constexpr (kChannel) {
           // In int32: differences are exact where they fit, whatever the sums did.
-          uint32_t shift = kAsymmetric ? uint32_t(row_integers[h]) * uint32_t(int(end_zeros[token])) : 0;
+          uint32_t shift = kAsymmetric ? row_integers[h] * uint32_t(int(end_zeros[token])) : 0;
           sum = float(int(integers[i] - shift)) * row_scale[h];
         } else {
           sum = kAsymmetric ? fmaf(-end_zeros[token], row_sums[h], sums[i]) : sums[i];

@@ -161,7 +161,7 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   p = plain;
   p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
-  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p = plain;
   p.weight.group_size = p.quantized.block = 64;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
@@ -182,7 +182,7 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = floats;
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
-  EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "mma_gemm_a8");
+  EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
 }
 
 TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
