@@ -130,7 +130,7 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
   struct Case {
     int m, n, tokens;
   };
-  for (Case const& c : {Case{4096, 28672, 176},  // 24 x 112 tiles: 41 waves of 30 beat 55 of 24
+  for (Case const& c : {Case{4096, 28672, 176},  // 24 x 112 tiles: 41 waves of 255 beat 55 of 203
                         Case{1024, 4096, 128},   // 6 x 16 tiles of 176 and 8 x 16 of 128 are both two waves
                         Case{256, 4096, 64},     // 4 x 16 tiles: one wave of the cheapest
                         Case{64, 28672, 64}}) {
