@@ -106,7 +106,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
             }
   size_t rows = 0;
   table(&rows);
-  EXPECT_EQ(used.size(), rows) << "a row that no problem selects";
+  for (size_t i = 0; i < rows; ++i) EXPECT_TRUE(used.count(table(&rows) + i)) << table(&rows)[i].kernel << ", row " << i << ": no problem selects it";
 }
 
 // Up to sm_89 there are the portable kernels alone; their tiles follow M.
