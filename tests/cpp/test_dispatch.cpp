@@ -16,6 +16,7 @@ namespace cutlass_ops {
 namespace {
 
 uint8_t some_byte;  // what non-null pointers point to; nothing here reads it
+float some_book[16];
 
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX 5090.
 Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
@@ -65,6 +66,12 @@ std::vector<Named> inputs(GemmProblem const& p) {
       all.push_back({name + " block", quantized_on_the_way(typed, ActQuant::kBlock, symmetric), true});
     }
   }
+  if (p.weight.bits == 4) {
+    GemmProblem book = p;
+    book.x_type = DataType::kFloat16;
+    book.weight.book = some_book;
+    all.push_back({"code book", book, false});
+  }
   all.push_back({"codes, token", already_quantized(p, -1), true});
   all.push_back({"codes, block", already_quantized(p, activation_block(p.weight.group_size)), true});
   return all;
@@ -86,7 +93,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
               ASSERT_TRUE(status.ok()) << status.text;
               ASSERT_NE(row, nullptr);
               EXPECT_TRUE(row->inputs & (input.int8 ? kInt8Input : kFloatInput));
-              EXPECT_TRUE(row->weights & (bits == 4 ? kWeights4 : kWeights8));
+              EXPECT_TRUE(row->weights & (input.problem.weight.book ? kCodeBook : bits == 4 ? kWeights4 : kWeights8));
               EXPECT_LE(row->min_architecture, device.architecture);
               EXPECT_GE(row->max_architecture, device.architecture);
               EXPECT_LE(row->min_m, m);
@@ -106,7 +113,8 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
             }
   size_t rows = 0;
   table(&rows);
-  for (size_t i = 0; i < rows; ++i) EXPECT_TRUE(used.count(table(&rows) + i)) << table(&rows)[i].kernel << ", row " << i << ": no problem selects it";
+  for (size_t i = 0; i < rows; ++i)
+    EXPECT_TRUE(used.count(table(&rows) + i)) << table(&rows)[i].kernel << ", row " << i << ": no problem selects it";
 }
 
 // Up to sm_89 there are the portable kernels alone; their tiles follow M.
