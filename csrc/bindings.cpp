@@ -109,6 +109,14 @@ PYBIND11_MODULE(_C, m) {
       "Write codes [n, k] (uint8) with column perm[j] (int32, a permutation) at column j.");
 
   m.def(
+      "unpack_tiles",
+      [](Pointer words, Pointer out, std::int64_t n, std::int64_t k) {
+        py::gil_scoped_release release;
+        unpack_tiles(as<uint32_t const>(words), as<uint8_t>(out), n, k);
+      },
+      py::arg("words_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"),
+      "Write codes [n, k] (uint8) of words [n / 8, k / 128, 32, 4] in PyTorch's int4 order for tensor cores.");
+  m.def(
       "unpack_bytes",
       [](Pointer bytes, std::int64_t blocks, std::int64_t stride, std::int64_t size, std::int64_t run, bool in_turn,
          bool high_first, Pointer out) {

@@ -32,6 +32,21 @@ void check(int64_t n, int64_t k, int bits, int threads) {
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Row r of 8 and 128 columns: sixteen words [t, j].
+void unpack_tile_row(uint32_t const* words, uint8_t* codes) {
+  Bytes v[4];
+  for (int t = 0; t < 4; ++t) v[t] = load(words + 4 * t);
+  transpose_words(v);  // v[j]: the words of t = 0 .. 3
+  for (int j = 0; j < 4; ++j) {
+    // Bytes 0 and 2 of the words are columns 2 t and 2 t + 1 (low halves) and those plus 8 (high halves), bytes 1 and 3 the
+    // same plus 16.
+    Bytes const pairs = unzip_halves(v[j]);
+    Longs const low = Longs(pairs & splat(0x0f)), high = Longs(pairs >> 4);
+    store(codes + 32 * j, Bytes(CUTLASS_OPS_SHUFFLE(Longs, low, high, 0, 2)));
+    store(codes + 32 * j + 16, Bytes(CUTLASS_OPS_SHUFFLE(Longs, low, high, 1, 3)));
+  }
+}
+
 // `count` bytes to codes: in turn to low[0 .. 2 count - 1], or to low[0 .. count - 1] and high[0 .. count - 1].
 template <bool kInTurn>
 void expand_bytes(uint8_t const* bytes, int64_t count, bool high_first, uint8_t* low, uint8_t* high) {
@@ -201,6 +216,19 @@ void unpack_along_n(uint32_t const* words, int64_t n_stride, int64_t k_stride, i
   int64_t const tiles = ceil_div(n / 8, kTileWords) * ceil_div(k, kTileK);
   for_each_index(tiles, kBatch, threads,
                  [&](int64_t index) { unpack_tile_along_n(words, n_stride, k_stride, order, codes, n, k, index); });
+}
+
+void unpack_tiles(uint32_t const* words, uint8_t* codes, int64_t n, int64_t k, int threads) {
+  check(n, k, 4, threads);
+  if (n % 8 != 0 || k % 128 != 0) {
+    throw std::invalid_argument("n, k are " + std::to_string(n) + ", " + std::to_string(k) +
+                                "; accepted: multiples of 8 and of 128");
+  }
+  prefer_large_pages(codes, size_t(n) * k);
+  for_each_index(n / 8 * (k / 128), kBatch, threads, [=](int64_t index) {
+    int64_t const a = index / (k / 128), b = index % (k / 128);
+    for (int r = 0; r < 8; ++r) unpack_tile_row(words + index * 128 + r * 16, codes + (a * 8 + r) * k + b * 128);
+  });
 }
 
 void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,

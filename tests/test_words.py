@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cutlass_ops.checkpoints.words import permute_columns, unpack_along_k, unpack_along_n, unpack_bytes
+from cutlass_ops.checkpoints.words import permute_columns, unpack_along_k, unpack_along_n, unpack_bytes, unpack_tiles
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 
@@ -78,3 +78,5 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match="run is 3"):
         unpack_bytes(torch.zeros(4, 4, dtype=torch.uint8), 3, in_turn=True, high_first=True)
     assert unpack_bytes(torch.zeros(0, 4, dtype=torch.uint8), 4, in_turn=True, high_first=True).shape == (0, 8)
+    with pytest.raises(TypeError, match=r"\[1, 1, 32, 3\]"):
+        unpack_tiles(torch.zeros(1, 1, 32, 3, dtype=torch.int32))

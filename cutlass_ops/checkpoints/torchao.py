@@ -34,7 +34,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -42,10 +41,8 @@ from .. import formats
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
-from .words import unpack_bytes
+from .words import unpack_bytes, unpack_tiles
 
-#: Bytes that are put in order at a time: they stay in the cache.
-_PIECE = 1 << 19
 _QDATA = "_qdata"
 _NAMES = "tensor_names"
 
@@ -249,32 +246,9 @@ def _tile_packed(stored: _Stored) -> _Form:
 
     def tensors() -> tuple[Tensor, Tensor, None, Tensor]:
         scale, zero = both.values()[:groups, :n].permute(2, 1, 0).contiguous()
-        return _tiles(qdata.values())[:n, :k].contiguous(), scale, None, zero
+        return unpack_tiles(qdata.values())[:n, :k].contiguous(), scale, None, zero
 
     return _Form((n, k), 4, group, {"scales": both.dtype, "offsets": both.dtype}, tensors)
-
-
-def _tiles(qdata: Tensor) -> Tensor:
-    """Codes [N', K'] of words [a, b, 4 r + t, j] in the tile-packed order."""
-    a, b = qdata.shape[:2]
-    # Of row r and 32 columns: two runs of eight bytes, whose low halves are columns 0 .. 7 (16 .. 23) and whose high halves are
-    # columns 8 .. 15 (24 .. 31).
-    pairs = np.empty((a, 8, b, 4, 2, 4), np.uint16)
-    words = qdata.numpy().view(np.uint32)
-    step = max(1, _PIECE // (512 * b))
-    for first in range(0, a, step):
-        piece = words[first : first + step].copy()
-        # Bytes 0 .. 3 of a word hold columns 2 t plus 0, 16, 1, 17: bytes 1 and 2 change places.
-        difference = piece >> np.uint32(8)
-        difference ^= piece
-        difference &= np.uint32(0xFF00)
-        piece ^= difference
-        piece ^= difference << np.uint32(8)
-        halves = piece.view(np.uint16).reshape(-1, b, 8, 4, 4, 2)
-        for t in range(4):  # long inner loops: several times as fast as one transposition
-            pairs[first : first + step, ..., t] = halves[:, :, :, t].transpose(0, 2, 1, 3, 4)
-    packed = torch.from_numpy(pairs).view(torch.uint8).view(-1, 16)
-    return unpack_bytes(packed, 8, in_turn=False, high_first=False).view(8 * a, 128 * b)
 
 
 def _int8(stored: _Stored) -> _Form:

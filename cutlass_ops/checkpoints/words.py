@@ -74,6 +74,35 @@ def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
     return codes
 
 
+def unpack_tiles(words: Tensor) -> Tensor:
+    """Codes of words in PyTorch's int4 order for tensor cores (see ``csrc/include/cutlass_ops/words.h``).
+
+    Args:
+        words: int32 ``[N / 8, K / 128, 32, 4]``, contiguous.
+
+    Returns:
+        uint8 ``[N, K]``.
+
+    Raises:
+        TypeError: another dtype, shape, device or stride.
+    """
+    if (
+        words.dtype != torch.int32
+        or words.dim() != 4
+        or tuple(words.shape[2:]) != (32, 4)
+        or 0 in words.shape
+        or not words.is_contiguous()
+        or words.device.type != "cpu"
+    ):
+        raise TypeError(
+            f"words are {words.dtype} {list(words.shape)} on {words.device}; contiguous int32 [n, k, 32, 4] is expected"
+        )
+    n, k = 8 * words.shape[0], 128 * words.shape[1]
+    codes = torch.empty(n, k, dtype=torch.uint8)
+    _C.unpack_tiles(words.data_ptr(), codes.data_ptr(), n, k)
+    return codes
+
+
 def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -> Tensor:
     """Codes of bytes that hold two of 4 bits.
 

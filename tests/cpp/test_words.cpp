@@ -113,6 +113,30 @@ TEST(WordErrors, NameTheValueAndWhatIsAccepted) {
             "order is no permutation of 0 .. 7");
 }
 
+TEST(Words, Tiles) {
+  constexpr int kColumns[8] = {0, 8, 16, 24, 1, 9, 17, 25};
+  for (auto [n, k] : {std::tuple{8, 128}, std::tuple{16, 384}, std::tuple{8 * 37, 256}}) {
+    std::vector<uint32_t> const words = random_words(int64_t(n) * k / 8);
+    for (int threads : {0, 1}) {
+      std::vector<uint8_t> codes(size_t(n) * k + 1, kPoison);
+      unpack_tiles(words.data(), codes.data(), n, k, threads);
+      for (size_t i = 0; i < words.size(); ++i) {
+        size_t const j = i % 4, lane = i / 4 % 32, b = i / 128 % size_t(k / 128), a = i / (size_t(k / 128) * 128);
+        for (int p = 0; p < 8; ++p) {
+          size_t const row = 8 * a + lane / 4, column = 128 * b + 32 * j + 2 * (lane % 4) + size_t(kColumns[p]);
+          ASSERT_EQ(codes[row * size_t(k) + column], words[i] >> 4 * p & 15) << "word " << i << ", nibble " << p;
+        }
+      }
+      ASSERT_EQ(codes.back(), kPoison);
+    }
+  }
+  uint32_t word = 0;
+  uint8_t code;
+  EXPECT_THROW(unpack_tiles(&word, &code, 4, 128), std::invalid_argument);
+  EXPECT_THROW(unpack_tiles(&word, &code, 8, 64), std::invalid_argument);
+  EXPECT_THROW(unpack_tiles(&word, &code, 0, 128), std::invalid_argument);
+}
+
 std::vector<uint8_t> random_bytes(size_t count) {
   std::mt19937 random{uint32_t(count)};
   std::vector<uint8_t> bytes(count);

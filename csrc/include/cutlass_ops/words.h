@@ -26,6 +26,11 @@ enum class ByteOrder { low_high_in_turn, high_low_in_turn, low_then_high, high_t
 void unpack_bytes(uint8_t const* bytes, int64_t blocks, int64_t stride, int64_t size, int64_t run, ByteOrder order,
                   uint8_t* codes, int threads = 0);
 
+// PyTorch's int4 order for tensor cores (_convert_weight_to_int4pack, inner_k_tiles = 8). Word [a, b, 4 r + t, j] of `words`,
+// [n / 8, k / 128, 32, 4], has codes of row 8 a + r: bits 4p .. 4p+3 are column 128 b + 32 j + 2 t + c, where c is 0, 8, 16, 24, 1,
+// 9, 17, 25 for p = 0 .. 7. n is a multiple of 8 and k of 128; the rest as above.
+void unpack_tiles(uint32_t const* words, uint8_t* codes, int64_t n, int64_t k, int threads = 0);
+
 // Column j of `permuted` is column perm[j] of `codes`; both are n * k bytes, row-major, and do not overlap. The k elements of perm
 // are 0 .. k-1.
 void permute_columns(uint8_t const* codes, uint8_t* permuted, int64_t n, int64_t k, int32_t const* perm, int threads = 0);
