@@ -657,6 +657,7 @@ def test_unaligned_tensors_are_read(tmp_path: Path) -> None:
     path.write_bytes(struct.pack("<Q", len(text)) + text + b"\1" + struct.pack("<2f", 1.5, -2.0))
     plain = dict(load_checkpoint(path).plain())
     assert plain["b.weight"].tolist() == [[1.5, -2.0]]
+    assert plain["b.weight"].data_ptr() % 4 == 0
 
 
 # ---- what is no checkpoint
