@@ -383,6 +383,23 @@ def test_gptq_dynamic_overrides(tmp_path: Path) -> None:
     assert list(checkpoint.others) == ["o.weight"]
 
 
+def test_auto_round(tmp_path: Path) -> None:
+    """AutoRound's names for the formats of others."""
+    config = {"quant_method": "auto-round", "bits": 4, "group_size": 32, "sym": True, "autoround_version": "0.9"}
+    codes, scales = randint(16, 8, 64), randn(8, 2).half()
+    extra = {"extra_config": {"lm_head": {"bits": 16, "data_type": "float"}}, "packing_format": "auto_round:auto_gptq"}
+    tensors = gptq(codes, torch.full((8, 2), 8), scales, 4, 1)
+    checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | extra))
+    assert check(checkpoint, "m", expected(codes, scales, 8, 32)).symmetric
+    zeros = randint(16, 8, 2)
+    config["packing_format"] = "auto_round:auto_awq"
+    checkpoint = load_checkpoint(save(tmp_path / "awq", awq(codes, zeros, scales), config))
+    check(checkpoint, "m", expected(codes, scales, zeros, 32))
+    config["packing_format"] = "auto_round:llm_compressor"
+    with pytest.raises(CheckpointError, match="is quantised by 'auto-round'"):
+        load_checkpoint(save(tmp_path / "other", awq(codes, zeros, scales), config))
+
+
 @pytest.mark.parametrize(
     ("change", "match"),
     [

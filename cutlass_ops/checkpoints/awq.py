@@ -41,7 +41,9 @@ _VERSIONS = ("gemm", "gemv")
 def recognise(source: Source) -> bool:
     """Whether the config says so or, where it says nothing, the tensors have AWQ's names and shapes."""
     if (method := source.quantization.get("quant_method")) is not None:
-        return bool(method == "awq")
+        # AutoRound writes the same tensors.
+        packing = source.quantization.get("packing_format")
+        return method == "awq" or (method == "auto-round" and packing == "auto_round:auto_awq")
     return any(_layout(source, module) is not None for module in source.modules("qweight"))
 
 

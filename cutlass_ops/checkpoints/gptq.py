@@ -25,7 +25,8 @@ stored value is 7, or every one is 8, that is believed before the metadata, unle
 weights are not symmetric.
 
 Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``checkpoint_format`` or ``format``, ``dynamic``
-(overrides by regular expressions); in ``config.json`` or ``quantize_config.json``. Which of the bits and group
+(overrides by regular expressions); in ``config.json`` or ``quantize_config.json``. AutoRound writes the same
+tensors ("auto_round:auto_gptq"), and its overrides as ``extra_config``. Which of the bits and group
 sizes in there a module has is seen from the shapes of its own tensors, without a look at the expressions.
 """
 
@@ -51,6 +52,8 @@ from .words import unpack_along_k
 _BITS = (4, 8, 3, 2)
 #: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words in turn.
 _LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
+#: What AutoRound calls this format; it has no other name for version 1.
+_AUTO_ROUND = "auto_round:auto_gptq"
 _OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}
 
 
@@ -75,7 +78,7 @@ class _Settings:
 def recognise(source: Source) -> bool:
     """Whether the config says so or, where it says nothing, the tensors have GPTQ's names and shapes."""
     if (method := source.quantization.get("quant_method")) is not None:
-        return bool(method == "gptq")
+        return method == "gptq" or (method == "auto-round" and source.quantization.get("packing_format") == _AUTO_ROUND)
     for module in source.modules("qweight"):
         codes, scales = source.tensors[f"{module}.qweight"], source.tensors.get(f"{module}.scales")
         if scales is not None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1] == codes.shape[1]:
@@ -126,15 +129,19 @@ def _settings(source: Source, zero_offset: int | None) -> _Settings:
 
 
 def _overrides(source: Source) -> Iterator[dict[str, Any]]:
-    overrides = source.quantization.get("dynamic") or {}
-    if not isinstance(overrides, dict):
-        raise CheckpointError(source.path, f"dynamic is {overrides!r:.100}; an object is expected")
-    for pattern, values in overrides.items():
-        # "-:pattern" leaves modules as they are; its value says nothing.
-        if not pattern.startswith("-:"):
-            if not isinstance(values, dict):
-                raise CheckpointError(source.path, f"dynamic has {values!r:.100} for {pattern!r:.100}; an object is expected")
-            yield values
+    """Settings of some modules only: GPTQModel's ``dynamic``, AutoRound's ``extra_config``."""
+    for name in ("dynamic", "extra_config"):
+        overrides = source.quantization.get(name) or {}
+        if not isinstance(overrides, dict):
+            raise CheckpointError(source.path, f"{name} is {overrides!r:.100}; an object is expected")
+        for pattern, values in overrides.items():
+            # "-:pattern" leaves modules as they are; its value says nothing.
+            if not pattern.startswith("-:"):
+                if not isinstance(values, dict):
+                    raise CheckpointError(
+                        source.path, f"{name} has {values!r:.100} for {pattern!r:.100}; an object is expected"
+                    )
+                yield values
 
 
 def _distinct(values: Iterable[int | None]) -> tuple[int, ...]:
