@@ -205,16 +205,19 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
 #pragma unroll 1
     for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
-      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
 #pragma unroll
-      for (int first = 0; first < C::kTokens; first += 32) {
-        int token = first + lane, place = token / 16 * 16 + token % 8 / 2 * 4 + token % 16 / 8 * 2 + token % 2;
-        if (C::kTokens % 32 == 0 || token < C::kTokens) {
-          factors[place] = reinterpret_cast<float const*>(stage + C::kTokenScales)[token];
+      for (int first = 0; first < C::kTokens / 4; first += 32) {
+        int four = first + lane, token = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
+        if (first + 32 <= C::kTokens / 4 || four < C::kTokens / 4) {
+          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + token * 4);
+          float2 low = scales[0], high = scales[4];
+          reinterpret_cast<float4*>(stage + C::kTokenFactors)[four] = make_float4(low.x, low.y, high.x, high.y);
           if (C::kLoadTokenZeros) {
-            int zero = reinterpret_cast<int8_t const*>(stage + C::kTokenZeros)[token];
-            reinterpret_cast<int*>(factors)[C::kTokens + place] = zero;
+            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + token);
+            char2 first_two = zeros[0], last_two = zeros[4];
+            reinterpret_cast<int4*>(stage + C::kTokenFactors + C::kTokens * 4)[four] =
+                make_int4(first_two.x, first_two.y, last_two.x, last_two.y);
           }
         }
       }
