@@ -9,8 +9,8 @@ the L2 cache, so that no copy is found there. It is one whole call as a user mak
 the activations included. Data are random; weights are in groups of 128.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
-tensor cores' datasheet rate (sm_90 alone). Peers: torch's fp16 product, its int8 product (no quantisation, no group scales) and
-humming, if installed.
+tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth. Peers: torch's
+fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM's kernels, if installed.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ FORMATS = {
     "w8a8-token": (8, {"act_quant": "token"}),
     "w4a8-block-asym": (4, {"act_quant": "block", "act_symmetric": False}),
     "w8a8-block-asym": (8, {"act_quant": "block", "act_symmetric": False}),
+    "nf4": (4, {"act_quant": "none"}),  # groups of 64
 }
+#: What only moves memory, once for each shape: 4 bits to fp16 or back.
+MOVES = ("awq-dequantize", "nf4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
 Call = Callable[[], torch.Tensor]
 
 
@@ -94,6 +97,63 @@ def random_weight(n: int, k: int, bits: int) -> co.QuantizedWeight:
     return co.QuantizedWeight(codes, scales, bits=bits, group_size=GROUP)
 
 
+def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
+    """NF4 codes of normal weights, in groups of 64."""
+    generator = torch.Generator().manual_seed(n + k)
+    rows = torch.randn(min(n, 512), k, generator=generator).half()
+    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=64, book="nf4")
+
+
+def moves(name: str, n: int, k: int) -> tuple[list[Call], dict[str, list[Call]], float]:
+    """Calls that only move memory, the same by others, and the bytes that must move."""
+    count = copies(n * k // 2)
+    torch.manual_seed(n + k)
+    nbytes = 2.5 * n * k
+    if name == "awq-dequantize":
+
+        def words(rows: int) -> torch.Tensor:
+            return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
+
+        groups = -(-k // GROUP)
+        awq = [(words(k), torch.rand(groups, n, device="cuda").half(), words(groups)) for _ in range(count)]
+        theirs = getattr(torch.ops._C, "awq_dequantize", None) if hasattr(torch.ops, "_C") else None
+        others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
+        return [partial(co.awq_dequantize, *w) for w in awq], others, nbytes
+    if name == "dequantize":
+        packed = co.reorder(random_weight(n, k, 4))
+        return [partial(co.dequantize, packed.to("cuda")) for _ in range(count)], {}, nbytes
+    kind, verb = name.split("-")
+    floats = [torch.randn(n, k, device="cuda").half() for _ in range(min(count, copies(2 * n * k)))]
+    nbytes += n * k / 16
+    others = {}
+    if verb == "quantize":
+        return [partial(co.quantize_4bit, x, 64, kind) for x in floats], others, nbytes
+    flat = [co.quantize_4bit(floats[i % len(floats)], 64, kind) for i in range(count)]
+    try:
+        import bitsandbytes.functional as bnb
+    except ImportError:
+        pass
+    else:
+        states = [bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind) for i in range(count)]
+        others["bitsandbytes"] = [partial(bnb.dequantize_4bit, *state) for state in states]
+    return [partial(co.dequantize_4bit, *values, (n, k), 64, kind) for values in flat], others, nbytes
+
+
+def measure_move(name: str, n: int, k: int, bandwidth: float) -> dict[str, Any]:
+    """One row of results."""
+    calls, others, nbytes = moves(name, n, k)
+    us = graph_time(calls)
+    row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": 0, "us": round(us, 2), "tb_per_s": round(nbytes / us / 1e6, 2)}
+    row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(graph_time(c), 2) for p, c in others.items()}}
+    versus = "".join(f"  {t / us:5.2f} x {p}" for p, t in row["peers_us"].items())
+    print(
+        f"{name:16s} {n:5d} x {k:5d} {us:9.2f} us {row['tb_per_s']:7.2f} TB/s  floor / time {row['floor_us'] / us:4.2f}{versus}",
+        flush=True,
+    )
+    torch.cuda.empty_cache()
+    return row
+
+
 def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[[int], list[Call]]]:
     """Products of the same size by others: name -> a maker of as many calls as there are to be copies."""
     bits, options = FORMATS[name]
@@ -104,6 +164,18 @@ def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, C
         return [partial(torch.matmul, x, dense.clone().t()) for _ in range(min(count, copies(dense.nbytes)))]
 
     found["torch fp16"] = fp16
+    if name == "nf4":
+        try:
+            import bitsandbytes as bnb
+        except ImportError:
+            return found
+
+        def bitsandbytes(count: int) -> list[Call]:
+            states = [bnb.functional.quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(count)]
+            return [partial(bnb.matmul_4bit, x, packed.t(), state) for packed, state in states]
+
+        found["bitsandbytes"] = bitsandbytes
+        return found
     if name.startswith("w8a8"):
 
         def int8(count: int) -> list[Call]:
@@ -143,7 +215,7 @@ def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, C
 def measure(name: str, n: int, k: int, ms: list[int], bandwidth: float) -> list[dict[str, Any]]:
     """A row of results for each M."""
     bits, options = FORMATS[name]
-    weight = random_weight(n, k, bits)
+    weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits)
     packed = co.reorder(weight).to("cuda")
     properties = torch.cuda.get_device_properties(0)
     rate = RATES.get((properties.major, properties.minor), {}).get(16 if options["act_quant"] == "none" else 8)
@@ -191,13 +263,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
-    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(FORMATS))
+    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join((*FORMATS, *MOVES)))
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    if unknown := set(arguments.formats.split(",")) - set(FORMATS):
-        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join(FORMATS)}")
+    if unknown := set(arguments.formats.split(",")) - {*FORMATS, *MOVES}:
+        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join((*FORMATS, *MOVES))}")
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     bandwidth = read_bandwidth()
     result: dict[str, Any] = {
@@ -214,7 +286,10 @@ def main() -> None:
     for shape in arguments.shapes.split(","):
         n, k = map(int, shape.split(":"))
         for name in arguments.formats.split(","):
-            result["rows"] += measure(name, n, k, list(map(int, arguments.ms.split(","))), bandwidth)
+            if name in MOVES:
+                result["rows"].append(measure_move(name, n, k, bandwidth))
+            else:
+                result["rows"] += measure(name, n, k, list(map(int, arguments.ms.split(","))), bandwidth)
             if arguments.out:
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -342,21 +342,38 @@ struct Int4Book {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where in the table the four bytes of a word are looked up: k 2t, 2t+8, 2t+1, 2t+9.
-  CUTLASS_OPS_HD static void offsets(uint32_t word, int lane, uint32_t (&out)[4]) {
-    uint32_t const first = uint32_t(lane) * 4;
+  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: its offset lane * 4, or, where
+  // the table starts on a multiple of its size, the lane's address.
+  CUTLASS_OPS_HD static void offsets(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
     out[0] = and_or(word << 7, 0x7f80u, first);
     for (int i = 1; i < 4; ++i) out[i] = and_or(word >> (8 * i - 7), 0x7f80u, first);
   }
 
-  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint8_t const* table, int lane, uint32_t (&out)[4]) {
-    uint32_t at[4], pair[4];
-    offsets(word[0], lane, at);
-    for (int i = 0; i < 4; ++i) pair[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
+  // The two halves of `fragment`: loads, and what to do once they are there.
+  CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane, uint32_t (&pairs)[4]) {
+    uint32_t at[4];
+    offsets(word, uint32_t(lane) * 4, at);
+    for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
+  }
+#ifdef __CUDACC__
+  // The same from a table that starts on a multiple of kTableBytes in shared memory: no addition to find an address.
+  __device__ static void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
+    uint32_t at[4];
+    offsets(word, lane_address, at);
+    for (int i = 0; i < 4; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at[i]));
+  }
+#endif
+  CUTLASS_OPS_HD static void combine(uint32_t const (&pairs)[4], uint32_t (&out)[4]) {
     for (int i = 0; i < 2; ++i) {
-      out[2 * i] = permute_bytes(pair[i], pair[i + 2], 0x5410u);
-      out[2 * i + 1] = permute_bytes(pair[i], pair[i + 2], 0x7632u);
+      out[2 * i] = permute_bytes(pairs[i], pairs[i + 2], 0x5410u);
+      out[2 * i + 1] = permute_bytes(pairs[i], pairs[i + 2], 0x7632u);
     }
+  }
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint8_t const* table, int lane, uint32_t (&out)[4]) {
+    uint32_t pairs[4];
+    look_up(word[0], table, lane, pairs);
+    combine(pairs, out);
   }
 
 #ifdef __CUDACC__

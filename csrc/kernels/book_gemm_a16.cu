@@ -4,7 +4,9 @@
 //   x        16 tiles of K at a time in shared memory, in the order of operand B's registers
 //   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads a lane, the next tile's on their way
 //   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value rounded to x's type
-//   multiply mma.sync m16n8k16, fp32 sums of exact products
+//   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for one column, an operand wants two columns of
+//            one row: four PRMT a fragment. For up to 4 tokens there is no need: the pair goes in as it is, and a token takes two of the eight
+//            columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
 //   promote  sum = fma(step's sum, absmax, sum): the scale never rounds a weight
 //
 // Every warp has features of its own, so that sums meet only where K is split (reduce_splits.cu).
@@ -25,17 +27,19 @@ struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kTokens = kTokens_;
-  static constexpr int kTokenBlocks = kTokens / 8;
+  static constexpr bool kPairs = kTokens == 4;  // tokens take two columns of operand B
+  static constexpr int kTokenBlocks = kPairs ? 1 : kTokens / 8;
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = kRowsPerSlab * kWarps;
   static constexpr int kSumStride = kRows + 4;
-  static constexpr int kTilesAtOnce = 16;  // of x in shared memory
+  static constexpr int kTilesAtOnce = kTokens == 8 ? 16 : 8;        // of x in shared memory
+  static constexpr int kXBytes = 32 * (kPairs ? 32 : 2 * kTokens);  // of 32 columns
 
-  static constexpr int kTable = 0;
-  static constexpr int kX = kTable + decode::Int4Book::kTableBytes;
-  static constexpr int kSharedBytes = kX + kTilesAtOnce * kKPerTile * kTokens * 2;
+  // The table starts on a multiple of its size, which dynamic shared memory does not.
+  static constexpr int kX = decode::Int4Book::kTableBytes;  // from the table on
+  static constexpr int kSharedBytes = decode::Int4Book::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
   static_assert(kSharedBytes <= book_gemm_a16_tile(kTokens).shared_bytes, "the dispatch table promises less shared memory");
   static_assert(kSharedBytes >= kTokens * kSumStride * int(sizeof(float)), "the sums leave through shared memory");
 };
@@ -51,33 +55,52 @@ struct Params {
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
-// Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8, 2t+9 of either 16].
+// Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8, 2t+9 of either 16]; with kPairs
+// [16 columns][(x, 0) of each token, (0, x) of each token][t][2t, 2t+8, 2t+1, 2t+9].
 template <class C>
 __device__ __forceinline__ void stage_tokens(uint8_t* to, Params const& p, int first, int columns) {
-  int runs = columns / 16;
-  for (int i = threadIdx.x; i < runs * C::kTokens; i += C::kThreads) {
-    int token = i / runs, run = i % runs, k = first + run * 16;
-    uint32_t words[8] = {};
-    if (token < p.epilogue.m) {
+  constexpr int kAtOnce = 4;  // whose loads are under way together
+  int runs = columns / 16, all = runs * C::kTokens;
+  for (int begin = threadIdx.x; begin < all; begin += kAtOnce * C::kThreads) {
+    uint32_t words[kAtOnce][8] = {};
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      int item = begin + i * C::kThreads, token = item / runs, k = first + item % runs * 16;
+      if (item >= all || token >= p.epilogue.m) continue;
       uint16_t const* row = p.x + token * p.x_stride;
       if (p.vector_loads) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if (k + 8 * j >= p.weight.k) break;
           uint4 v = __ldg(reinterpret_cast<uint4 const*>(row + k) + j);
-          words[4 * j] = v.x, words[4 * j + 1] = v.y, words[4 * j + 2] = v.z, words[4 * j + 3] = v.w;
+          words[i][4 * j] = v.x, words[i][4 * j + 1] = v.y, words[i][4 * j + 2] = v.z, words[i][4 * j + 3] = v.w;
         }
       } else {
 #pragma unroll
         for (int j = 0; j < 16; ++j) {
           if (k + j >= p.weight.k) break;
-          words[j / 2] |= uint32_t(row[p.weight.perm ? p.weight.perm[k + j] : k + j]) << j % 2 * 16;
+          words[i][j / 2] |= uint32_t(row[p.weight.perm ? p.weight.perm[k + j] : k + j]) << j % 2 * 16;
         }
       }
     }
-    uint8_t* at = to + (run / 2 * C::kTokens + token) * 64 + run % 2 * 8;
 #pragma unroll
-    for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[t], words[4 + t]);
+    for (int i = 0; i < kAtOnce; ++i) {
+      int item = begin + i * C::kThreads, token = item / runs, run = item % runs;
+      if (item >= all) break;
+      if constexpr (C::kPairs) {
+        uint8_t* at = to + run * 512 + token * 64;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) {
+          uint32_t a = words[i][t], b = words[i][4 + t];
+          *reinterpret_cast<uint4*>(at + t * 16) = make_uint4(a & 0xffffu, b & 0xffffu, a >> 16, b >> 16);
+          *reinterpret_cast<uint4*>(at + t * 16 + 256) = make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
+        }
+      } else {
+        uint8_t* at = to + (run / 2 * C::kTokens + token) * 64 + run % 2 * 8;
+#pragma unroll
+        for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[i][t], words[i][4 + t]);
+      }
+    }
   }
 }
 
@@ -108,9 +131,8 @@ using Sums = float[C::kTokenBlocks][kRowBlocks][4];
 // Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb) asks for the codes of
 // a row block anew, as soon as they are decoded.
 template <class C, class Next>
-__device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint8_t const* table, uint8_t const* x,
+__device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
                                               Params const& p, int64_t scales, Sums<C>& sums) {
-  int lane = threadIdx.x % 32;
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step) {
@@ -122,17 +144,31 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
 #pragma unroll
       for (int i = 0; i < kPieces / 2; ++i)
         b[tb][i] = *reinterpret_cast<uint4 const*>(x + ((step * kPieces / 2 + i) * C::kTokens + tb * 8) * 64);
+    auto word = [&](int rb, int i) {
+      uint4 const& four = codes[rb];
+      uint32_t w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+      asm volatile("" : "+r"(w));  // not looked up before its turn: registers
+      return w;
+    };
+    constexpr bool kAhead = C::kTokens == 8;  // sixteen tokens leave no registers for it
+    uint32_t pairs[2][4];                     // of this piece, and of the next
+    if (kAhead) decode::Int4Book::look_up(word(0, step * kPieces), table, pairs[0]);
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb) {
       uint2 raw = ahead;
       if (rb + 1 < kRowBlocks) ahead = load_scales(p.weight, step_scales + 2 * (rb + 1));
       float products[C::kTokenBlocks][4];
-      uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
-        asm volatile("" : "+r"(words[step * kPieces + i]));  // not decoded before its turn: registers
+        int const turn = rb * kPieces + i;
+        if (!kAhead) {
+          decode::Int4Book::look_up(word(rb, step * kPieces + i), table, pairs[turn % 2]);
+        } else if (turn + 1 < kRowBlocks * kPieces) {
+          decode::Int4Book::look_up(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
+                                    pairs[(turn + 1) % 2]);
+        }
         uint32_t a[4];
-        decode::Int4Book::fragment(words + step * kPieces + i, table, lane, a);
+        decode::Int4Book::combine(pairs[turn % 2], a);
 #pragma unroll
         for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
           uint4 const& two = b[tb][i / 2];
@@ -149,9 +185,66 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
   }
 }
 
+// The same for kPairs. Sums: [0][two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
+template <class C, class Next>
+__device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
+                                                    Params const& p, int64_t scales, Sums<C>& sums) {
+  constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
+  int upper = threadIdx.x % 4 / 2;                        // columns 4 .. 7: rows g + 8
+#pragma unroll
+  for (int step = 0; step < C::kSteps; ++step) {
+    int64_t const at = scales + (p.rows.count == 4 ? int64_t(step) * p.n_pad : 0);
+    uint2 raw[kRowBlocks];
+    float products[2][4];
+    auto word = [&](int rb, int i) {
+      uint4 const& four = codes[rb];
+      uint32_t w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+      asm volatile("" : "+r"(w));  // not looked up before its turn: registers
+      return w;
+    };
+    uint32_t pairs[2][2][4];  // of this turn, and of the next: of two row blocks
+#pragma unroll
+    for (int j = 0; j < 2; ++j) decode::Int4Book::look_up(word(j, step * kPieces), table, pairs[0][j]);
+    uint4 b = {};
+#pragma unroll
+    for (int turn = 0; turn < 2 * kPieces; ++turn) {
+      int const i = turn / 2, two = turn % 2;
+      if (turn == kPieces) {  // in time for the end, and not before registers are free
+#pragma unroll
+        for (int rb = 0; rb < kRowBlocks; ++rb) raw[rb] = load_scales(p.weight, at + 2 * rb);
+      }
+      if (two == 0) b = *reinterpret_cast<uint4 const*>(x + (step * kPieces + i) * 512);
+      if (turn + 1 < 2 * kPieces) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j)
+          decode::Int4Book::look_up(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
+                                    pairs[(turn + 1) % 2][j]);
+      }
+      uint32_t (&now)[2][4] = pairs[turn % 2];
+      uint32_t const first[4] = {now[0][0], now[1][0], now[0][1], now[1][1]},
+                     second[4] = {now[0][2], now[1][2], now[0][3], now[1][3]};
+      multiply_add<C::kOperand>(products[two], first, b.x, b.y, i == 0, 0.0f);
+      multiply_add<C::kOperand>(products[two], second, b.z, b.w, false, 0.0f);
+      if (step == C::kSteps - 1 && turn + 2 >= 2 * kPieces) next(2 * two), next(2 * two + 1);
+    }
+#pragma unroll
+    for (int rb = 0; rb < kRowBlocks; ++rb) {
+      float2 both = scale_values(p.weight.scale_type, raw[rb]);
+      float scale = upper ? both.y : both.x;
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& sum = sums[0][rb / 2][rb % 2 * 2 + e];
+        sum = fmaf(products[rb / 2][rb % 2 * 2 + e], scale, sum);
+      }
+    }
+  }
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant__ Params const p) {
-  extern __shared__ __align__(128) uint8_t shared[];
+  extern __shared__ __align__(128) uint8_t all_shared[];
+  uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)), table_bytes = decode::Int4Book::kTableBytes;
+  uint8_t* shared = all_shared + ((start + table_bytes - 1) / table_bytes * table_bytes - start);  // the table
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int slab = blockIdx.x * C::kWarps + warp;
   bool there = slab < p.n_pad / kRowsPerSlab;
@@ -164,7 +257,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant_
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) load(i / kRowBlocks, i % kRowBlocks);
   }
-  decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
+  decode::Int4Book::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
   wait_for_predecessor();
 
   Sums<C> sums = {};
@@ -176,6 +269,7 @@ __global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant_
     __syncthreads();
     if (!there) continue;
     uint8_t const* x = shared + C::kX + g * 64 + t * 16;
+    uint32_t const table = uint32_t(__cvta_generic_to_shared(shared)) + lane * 4;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
       from += chunk_bytes(4) / kLaneBytes;
@@ -186,8 +280,13 @@ __global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant_
         auto next = [&](int rb) {
           if (more) load(half, rb);
         };
-        multiply_half<C>(ahead[half], next, shared + C::kTable, x, p, scales + int64_t(half) * half_rows * p.n_pad, sums);
-        x += kHalfColumns / 32 * C::kTokens * 64;
+        int64_t const row = scales + int64_t(half) * half_rows * p.n_pad;
+        if constexpr (C::kPairs) {
+          multiply_half_pairs<C>(ahead[half], next, table, x, p, row, sums);
+        } else {
+          multiply_half<C>(ahead[half], next, table, x, p, row, sums);
+        }
+        x += kHalfColumns / 32 * C::kXBytes;
       }
     }
   }
@@ -199,8 +298,16 @@ __global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant_
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb)
 #pragma unroll
-      for (int e = 0; e < 4; ++e)
-        gathered[(tb * 8 + 2 * t + e % 2) * C::kSumStride + warp * kRowsPerSlab + rb * 16 + g + 8 * (e / 2)] = sums[tb][rb][e];
+      for (int e = 0; e < 4; ++e) {
+        if constexpr (C::kPairs) {
+          if (rb < 2)
+            gathered[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerSlab + (2 * rb + e / 2) * 16 + g + t / 2 * 8] =
+                sums[0][rb][e];
+        } else {
+          gathered[(tb * 8 + 2 * t + e % 2) * C::kSumStride + warp * kRowsPerSlab + rb * 16 + g + 8 * (e / 2)] =
+              sums[tb][rb][e];
+        }
+      }
   __syncthreads();
   float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
   store_sums<C>(gathered, 0, blockIdx.x * C::kRows, p.epilogue, partials, p.n_pad);
@@ -226,8 +333,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kTokens == 8) {
-    if (problem.weight.group_size != 32) return launch_config<Config<Element, 8, 1>>(problem, plan, partials, stream);
+  if constexpr (kTokens <= 8) {
+    if (problem.weight.group_size != 32) return launch_config<Config<Element, kTokens, 1>>(problem, plan, partials, stream);
   }
   return launch_config<Config<Element, kTokens, 2>>(problem, plan, partials, stream);
 }
@@ -240,6 +347,7 @@ Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float*
                                               : launch_element<__nv_bfloat16, kTokens>(problem, plan, partials, stream);
 }
 
+template Status launch_book_gemm_a16<4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_book_gemm_a16<8>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_book_gemm_a16<16>(GemmProblem const&, Plan const&, float*, Stream);
 

@@ -14,7 +14,7 @@ template <int Bits, int Tokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few tokens.
-constexpr Tile book_gemm_a16_tile(int tokens) { return {512, tokens, 2, 2, (tokens == 8 ? 64 : 96) * 1024}; }
+constexpr Tile book_gemm_a16_tile(int tokens) { return {512, tokens, 2, 2, 95 * 1024}; }
 template <int Tokens>
 Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
