@@ -29,6 +29,8 @@ _ACTIVATIONS = {
     "clamp": _C.Activation.clamp,
 }
 _MAX_M = 1 << 24
+#: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` (measured on an H200).
+_MOST_BOOK_ROWS = 192
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
@@ -292,6 +294,9 @@ def _gemm_floats(
     x = _rows(x)
     residual = None if residual is None else _rows(residual)
     bias = weight.bias if bias is None else bias
+    plain = bias is None and activation is None and residual is None and out_dtype == x.dtype and not saturate
+    if weight.book is not None and plain and x.shape[0] > _MOST_BOOK_ROWS:
+        return x.detach() @ _dequantize(weight, x.dtype).t()
     problem = _problem(weight.native, x.shape[0], out_dtype, bias, activation, low, high, residual, saturate)
     problem.set_floats(x.data_ptr(), _TYPES[x.dtype], x.stride(0), _ACT_QUANT[act_quant], act_symmetric)
     return _launch(problem, x.shape[0], weight.n, out_dtype, x.device)
@@ -346,6 +351,8 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
+    There more than 192 rows times a code book's weight, with nothing but the product asked for, are torch's product with
+    :func:`dequantize`'s values: each weight is rounded to x's dtype, as bitsandbytes has it.
     A NaN or infinity in a row of x makes that row of the result NaN. No gradient flows through it.
 
     Args:
@@ -570,6 +577,9 @@ def explain(
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
         return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, "the specification in plain torch")
+    if weight.book is not None and act_quant == "none" and m > _MOST_BOOK_ROWS:
+        why = "then torch's product: with many rows, values are looked up once; what else is asked for goes to mma_gemm_a16"
+        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, weight.n * weight.k * 2, why)
     problem = _problem(weight.native, m, dtype, None, None, 0.0, 0.0, None, False)
     problem.set_floats(0, _TYPES[dtype], weight.k, _ACT_QUANT[act_quant], act_symmetric)
     plan = _C.plan(problem, gpu)

@@ -69,6 +69,23 @@ def test_products(n: int, k: int, group_size: int, dtype: torch.dtype, scale_dty
         assert torch.equal(co.mixed_gemm(x, packed), y.to(dtype))
 
 
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_many_rows(dtype: torch.dtype) -> None:
+    qw = make(512, 2048, 64, HALF, exact=False, perm=torch.randperm(2048, device="cuda"))
+    packed = co.reorder(qw)
+    x = torch.randn(300, 2048, device="cuda").to(dtype)
+    assert co.explain(300, packed).kernel == "dequantize"
+    y = co.mixed_gemm(x, packed).double()
+    values = reference.dequantize_weight(qw, dtype).double()  # rounded to x's type
+    exact = x.double() @ values.t()
+    unit = {HALF: 2.0**-10, BFLOAT: 2.0**-8}[dtype]
+    assert ((y - exact).abs() <= unit * exact.abs() + 1e-5 * exact.square().mean().sqrt()).all()
+    # And with more asked for than the product, by the kernels.
+    y = co.mixed_gemm(x, packed, out_dtype=FLOAT).double()
+    exact = oracle(x, qw)
+    assert (y - exact).abs().max() <= 1e-5 * exact.square().mean().sqrt()
+
+
 @pytest.mark.parametrize("m", [1, 9, 40])
 def test_epilogue_order_and_views(m: int) -> None:
     n, k = 200, 456

@@ -9,8 +9,8 @@ the L2 cache, so that no copy is found there. It is one whole call as a user mak
 the activations included. Data are random; weights are in groups of 128.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
-tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth. Peers: torch's
-fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM's kernels, if installed.
+tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth. Peers:
+torch's fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM's kernels, if installed.
 """
 
 from __future__ import annotations
@@ -146,8 +146,9 @@ def measure_move(name: str, n: int, k: int, bandwidth: float) -> dict[str, Any]:
     row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": 0, "us": round(us, 2), "tb_per_s": round(nbytes / us / 1e6, 2)}
     row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(graph_time(c), 2) for p, c in others.items()}}
     versus = "".join(f"  {t / us:5.2f} x {p}" for p, t in row["peers_us"].items())
+    share = row["floor_us"] / us
     print(
-        f"{name:16s} {n:5d} x {k:5d} {us:9.2f} us {row['tb_per_s']:7.2f} TB/s  floor / time {row['floor_us'] / us:4.2f}{versus}",
+        f"{name:16s} {n:5d} x {k:5d} {us:9.2f} us {row['tb_per_s']:7.2f} TB/s  floor / time {share:4.2f}{versus}",
         flush=True,
     )
     torch.cuda.empty_cache()
