@@ -281,6 +281,13 @@ PYBIND11_MODULE(_C, m) {
         check(dequantize_awq(weight, as<void>(out), as<void>(stream)));
       },
       py::arg("weight"), py::arg("out_ptr"), py::arg("stream"), "Write an AWQ weight's values [k, n].");
+  m.def(
+      "awq_gemm",
+      [](AwqWeight const& weight, Pointer x, std::int64_t x_stride, int rows, Pointer out, Pointer stream) {
+        check(awq_gemm(weight, as<void>(x), x_stride, rows, as<void>(out), as<void>(stream)));
+      },
+      py::arg("weight"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("m"), py::arg("out_ptr"), py::arg("stream"),
+      "Write x times an AWQ weight, [m, n], m up to 16.");
 
   // ---- the dispatch table
 

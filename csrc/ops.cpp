@@ -115,6 +115,16 @@ Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
   return launch_dequantize_awq(weight, out, stream);
 }
 
+Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
+  if (Status status = check_awq(weight); !status.ok() || m == 0) return status;
+  if (m < 0 || m > 16 || weight.k / weight.groups % 16) {
+    return {Status::kUnsupported, "m is " + std::to_string(m) + " and groups are of " +
+                                      std::to_string(weight.k / weight.groups) +
+                                      "; up to 16 rows and groups of a multiple of 16 are supported"};
+  }
+  return launch_awq_gemm(weight, x, x_stride, m, out, stream);
+}
+
 #else
 
 namespace {
@@ -130,6 +140,7 @@ Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
 Status quantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
 Status dequantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
 Status dequantize_awq(AwqWeight const&, void*, Stream) { return no_cuda(); }
+Status awq_gemm(AwqWeight const&, void const*, int64_t, int, void*, Stream) { return no_cuda(); }
 
 #endif
 

@@ -16,6 +16,8 @@ from torch import Tensor
 from . import _C, formats, ops, reference
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+#: Rows that the fused AWQ kernel takes.
+_MOST_AWQ_ROWS = 16
 
 
 def _check_tensor(name: str, value: Tensor, types: tuple[torch.dtype, ...]) -> None:
@@ -274,6 +276,9 @@ def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
 def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     """``x @ W`` with an AWQ weight as AutoAWQ stores it ("gemm"), not reordered.
 
+    On a GPU up to 16 rows are multiplied in one launch that rounds once, at the end; more rows, or groups that are no
+    multiple of 16, by torch's product with :func:`awq_dequantize`'s values, as on the CPU.
+
     Args:
         x: of the scales' dtype, ``[..., K]``.
         qweight, scales, qzeros: as in :func:`awq_dequantize`.
@@ -341,7 +346,17 @@ def _awq_dequantize_fake(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
 
 
 def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
-    return x.detach() @ _awq_dequantize(qweight, scales, qzeros)
+    x = x.detach()
+    group = qweight.shape[0] // scales.shape[0]
+    if x.device.type == "cpu" or x.shape[0] > _MOST_AWQ_ROWS or group % 16:
+        return x @ _awq_dequantize(qweight, scales, qzeros)
+    qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
+    x = x if x.stride(1) == 1 else x.contiguous()
+    out = _awq_gemm_fake(x, qweight, scales, qzeros)
+    with ops._on(x.device):
+        weight = _awq_weight(qweight, scales, qzeros)
+        _C.awq_gemm(weight, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), ops._stream(x.device))
+    return out
 
 
 def _awq_gemm_fake(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:

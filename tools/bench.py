@@ -9,8 +9,9 @@ the L2 cache, so that no copy is found there. It is one whole call as a user mak
 the activations included. Data are random; weights are in groups of 128.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
-tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth. Peers:
-torch's fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM's kernels, if installed.
+tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
+Peers: torch's fp16 product, its int8 product (no quantisation, no group scales), and humming, bitsandbytes and vLLM,
+if installed.
 """
 
 from __future__ import annotations

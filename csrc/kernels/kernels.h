@@ -58,6 +58,7 @@ Status launch_dequantize_flat(FlatProblem const& problem, Stream stream);
 
 // awq.cu
 Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
+Status launch_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream);
 
 // dequantize.cu
 Status launch_dequantize(DequantizeProblem const& problem, Stream stream);
