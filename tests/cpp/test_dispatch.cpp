@@ -77,19 +77,6 @@ std::vector<Named> inputs(GemmProblem const& p) {
   return all;
 }
 
-// These, and those with a code book that are supported.
-std::vector<Named> with_books(std::vector<Named> all) {
-  static float const book[16] = {};
-  for (size_t i = 0, count = all.size(); i < count; ++i) {
-    if (all[i].int8 || all[i].problem.weight.bits != 4) continue;
-    Named named = all[i];
-    named.name += ", code book";
-    named.problem.weight.book = book;
-    all.push_back(named);
-  }
-  return all;
-}
-
 TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   std::set<Row const*> used;
   for (Device const& device : kDevices)
@@ -98,7 +85,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
         for (int m : {0, 1, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
           for (auto const& [n, k] :
                std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}})
-            for (Named input : with_books(inputs(problem(m, n, k, bits, group_size)))) {
+            for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
               Row const* row = nullptr;
