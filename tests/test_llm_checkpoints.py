@@ -376,11 +376,12 @@ def test_gptq_dynamic_overrides(tmp_path: Path) -> None:
     two = (randint(256, 32, 320), randint(256, 32, 3, seed=3) // 2, randn(32, 3).half())
     tensors = gptq(*one, 4, 1) | {k.replace("m.", "n."): v for k, v in gptq(*two, 8, 1).items()}
     tensors["o.weight"] = randn(4, 4).half()
-    dynamic = {"+:n.*": {"bits": 8, "group_size": 128}, "-:o": None}
-    checkpoint = load_checkpoint(save(tmp_path, tensors, gptq_config(sym=False, dynamic=dynamic)))
-    assert check(checkpoint, "m", expected(*one[::2], one[1], 32)).bits == 4
-    assert check(checkpoint, "n", expected(*two[::2], two[1], 128)).bits == 8
-    assert list(checkpoint.others) == ["o.weight"]
+    eight = {"bits": 8, "group_size": 128}
+    for overrides in ({"dynamic": {"+:n.*": eight, "-:o": None}}, {"extra_config": {"n": eight}}):
+        checkpoint = load_checkpoint(save(tmp_path, tensors, gptq_config(sym=False, **overrides)))
+        assert check(checkpoint, "m", expected(*one[::2], one[1], 32)).bits == 4
+        assert check(checkpoint, "n", expected(*two[::2], two[1], 128)).bits == 8
+        assert list(checkpoint.others) == ["o.weight"]
 
 
 def test_auto_round(tmp_path: Path) -> None:
