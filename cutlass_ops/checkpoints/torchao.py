@@ -278,6 +278,9 @@ def _plain(stored: _Stored, bits: int, used: int) -> _Form:
     shape = (n // rows, k // size)
     scale = stored.part("scale", shape, FLOAT_TYPES)
     zero = stored.part("zero_point", shape, (torch.int8, *FLOAT_TYPES)) if "zero_point" in stored.parts else None
+    # The package writes zeros for a symmetric weight. Those of whole rows are few enough to look.
+    if zero is not None and zero.dtype == torch.int8 and shape[1] == 1 and not zero.values().any():
+        zero = None
     middle, limit = formats.midpoint(bits), 1 << (used - 1)
     dtypes = {"scales": scale.dtype}
     if zero is not None:
