@@ -414,7 +414,8 @@ def reorder_model(
     shards that were finished. A directory with packed files of other contents is refused.
 
     Args:
-        checkpoint: from :func:`cutlass_ops.load_checkpoint`.
+        checkpoint: from :func:`cutlass_ops.load_checkpoint`. Where it has no ``config.json``, the written one holds our
+            part alone.
         path: the directory; made if it is not there.
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
         ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.

@@ -430,7 +430,7 @@ def is_packed(path: str | os.PathLike[str]) -> bool:
     """Whether a file, or the first shard of a directory, claims to be packed by this package, in whatever version."""
     path = Path(path)
     if path.is_dir():
-        path = min(path.glob("*.safetensors"), default=path)
+        path = min((*path.glob("*.safetensors"), *path.glob("rank-0-of-*/*.safetensors")), default=path)
     if not path.is_file() or path.suffix != ".safetensors":
         return False
     with opened(path) as file:
@@ -498,6 +498,8 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
 
 
 def _directory_info(directory: Path) -> PackedInfo:
+    if ranks := sorted(path.name for path in directory.glob("rank-*-of-*")):
+        raise CheckpointError(directory, f"holds the directories of several ranks; name one: {', '.join(ranks)}")
     # It is written last.
     if not (directory / "config.json").is_file():
         raise CheckpointError(directory, "has no config.json: not a packed model, or one whose reordering was interrupted")

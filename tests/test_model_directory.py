@@ -488,6 +488,9 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
     checkpoint, out = load_checkpoint(source), tmp_path / "out"
     reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
     done = reorder_model(checkpoint, out, OPTIONS, ranks=2, splits=(("k_proj", "replicate"),))
+    assert is_packed(out)
+    with pytest.raises(CheckpointError, match=r"name one: rank-0-of-2, rank-1-of-2"):
+        load_packed(out)
     whole = load_packed(tmp_path / "whole")
     parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
     kept = 0
