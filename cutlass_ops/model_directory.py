@@ -159,40 +159,41 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
 
 @dataclass(frozen=True)
 class _Item:
-    """What becomes of one entry of the checkpoint, on each rank.
+    """What becomes of one entry of the checkpoint; of the same sizes on each rank.
 
     Attributes:
         step: what it is.
         style: how it is split.
-        weights: N, K, bits and group size of each rank's weight; empty if it is a plain tensor.
-        specs: dtype and shape of each rank's tensors, by their names.
+        ranks: over how many.
+        weight: N, K, bits and group size of a rank's weight, or None for a plain tensor.
+        specs: dtype and shape of a rank's tensors, by their names.
     """
 
     step: Step
     style: str
-    weights: tuple[tuple[int, int, int, int], ...]
-    specs: tuple[Mapping[str, Spec], ...]
+    ranks: int
+    weight: tuple[int, int, int, int] | None
+    specs: Mapping[str, Spec]
 
     @property
     def nbytes(self) -> int:
-        """Bytes on the rank that has most."""
-        return max(sum(map(spec_bytes, specs.values())) for specs in self.specs)
+        """Bytes on a rank."""
+        return sum(map(spec_bytes, self.specs.values()))
 
     def tensors(self) -> Iterator[dict[str, Tensor]]:
         """Each rank's tensors, by their names; the checkpoint's are read once."""
-        size = len(self.specs)
         if self.step.weight is None:
             values = self.step.entry.values()
-            for rank in range(size):
-                yield {self.step.name: slice_tensor(values, self.style, rank, size)}
+            for rank in range(self.ranks):
+                yield {self.step.name: slice_tensor(values, self.style, rank, self.ranks)}
         else:
             weight = self.step.weight.read()
-            for rank in range(size):
-                packed = reorder(slice_weight(weight, self.style, rank, size))
+            for rank in range(self.ranks):
+                packed = reorder(slice_weight(weight, self.style, rank, self.ranks))
                 yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
 
 
-def _items(checkpoint: Checkpoint, options: Options, size: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
+def _items(checkpoint: Checkpoint, options: Options, ranks: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
     steps = plan(checkpoint, options)
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
@@ -203,30 +204,30 @@ def _items(checkpoint: Checkpoint, options: Options, size: int, splits: Sequence
     for step in steps:
         module, _, part = (step.name, "", "") if step.weight else step.name.rpartition(".")
         linear = step.weight is not None or (part in ("weight", "bias") and module in matrices)
-        style = split_style(module, splits) if linear and size > 1 else "replicate"
+        style = split_style(module, splits) if linear and ranks > 1 else "replicate"
         if style == "colwise":
-            check_heads(module, checkpoint.config, size)
+            check_heads(module, checkpoint.config, ranks)
         try:
-            items.append(_weight_item(step, step.weight, style, size) if step.weight else _tensor_item(step, style, size))
+            items.append(_weight_item(step, step.weight, style, ranks) if step.weight else _tensor_item(step, style, ranks))
         except ValueError as error:
             raise ValueError(f"{step.name!r} cannot be {style}: {error}") from error
     return items
 
 
-def _weight_item(step: Step, weight: Quantized, style: str, size: int) -> _Item:
+def _weight_item(step: Step, weight: Quantized, style: str, ranks: int) -> _Item:
     if style == "rowwise" and "perm" in weight.dtypes:
         raise ValueError(ACT_ORDER)
     n, k = step.entry.shape
-    n, k, group_size = sliced_format(n, k, weight.group_size, style, size)
+    n, k, group_size = sliced_format(n, k, weight.group_size, style, ranks)
     dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in weight.dtypes.items()}
     parts = packed_specs(n, k, weight.bits, group_size, dtypes)
     specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
-    return _Item(step, style, ((n, k, weight.bits, group_size),) * size, (specs,) * size)
+    return _Item(step, style, ranks, (n, k, weight.bits, group_size), specs)
 
 
-def _tensor_item(step: Step, style: str, size: int) -> _Item:
-    shape = step.entry.shape if style == "replicate" else slice_shape(step.entry.shape, style, size)
-    return _Item(step, style, (), ({step.name: (step.entry.dtype, shape)},) * size)
+def _tensor_item(step: Step, style: str, ranks: int) -> _Item:
+    shape = step.entry.shape if style == "replicate" else slice_shape(step.entry.shape, style, ranks)
+    return _Item(step, style, ranks, None, {step.name: (step.entry.dtype, shape)})
 
 
 def _write(
@@ -277,14 +278,13 @@ def _each(run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callabl
 
 def _contents(
     items: Sequence[_Item],
-    rank: int,
     sources: Mapping[str, str],
     options: Mapping[str, Any],
     slices: Slices | None,
 ) -> tuple[dict[str, Spec], dict[str, str]]:
-    specs = {name: spec for item in items for name, spec in item.specs[rank].items()}
-    weights = {item.step.name: item.weights[rank] for item in items if item.weights}
-    tied = {item.step.name: item.step.entry.tied_to for item in items if item.weights and item.step.entry.tied_to}
+    specs = {name: spec for item in items for name, spec in item.specs.items()}
+    weights = {item.step.name: item.weight for item in items if item.weight is not None}
+    tied = {name: item.step.entry.tied_to for item in items if (name := item.step.name) in weights and item.step.entry.tied_to}
     return specs, packed_metadata(weights, tied, sources, options, slices)
 
 
@@ -368,7 +368,7 @@ def reorder_checkpoint(
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
     if not dry_run:
         how = {**asdict(options), **checkpoint.options}
-        contents = _contents(items, 0, _sources(checkpoint, jobs, progress), how, None)
+        contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
         _write([path], [contents], items, jobs, progress)
     return Reordered(
         **_summary(checkpoint, items),
@@ -385,7 +385,7 @@ def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
             for item in items
             if item.step.weight is not None
         },
-        "tensors": tuple(item.step.name for item in items if not item.weights),
+        "tensors": tuple(item.step.name for item in items if item.weight is None),
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
     }
@@ -462,14 +462,16 @@ def reorder_model(
         return result
     path.mkdir(exist_ok=True)
     with _locked(path):
+        if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:
+            raise ValueError(_FOREIGN.format(min(others)))
         for directory in directories:
             directory.mkdir(exist_ok=True)
-            for partial in directory.glob(".*.partial"):  # of a run that was killed
+            for partial in directory.glob(".model*.safetensors.*.partial"):  # of a run that was killed
                 partial.unlink()
         sources = _sources(checkpoint, jobs, progress)
         how = {**asdict(options), **checkpoint.options}
         slices = [None] if ranks == 1 else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
-        contents = [[_contents(shard, rank, sources, how, slices[rank]) for rank in range(ranks)] for shard in shards]
+        contents = [[_contents(shard, sources, how, part) for part in slices] for shard in shards]
         finished = _finished(directories, names, contents)
         if not all(finished):
             for directory in directories:
@@ -487,7 +489,7 @@ def reorder_model(
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             quantization = quantization_config(
-                {item.step.name: _format(item, rank) for item in items if item.weights},
+                {item.step.name: _format(item.weight, item) for item in items if item.weight is not None},
                 _not_converted(items),
                 act_quant,
                 act_symmetric,
@@ -518,6 +520,11 @@ def _shard_names(count: int) -> list[str]:
     return [f"model-{number:05}-of-{count:05}.safetensors" for number in range(1, count + 1)]
 
 
+_FOREIGN = (
+    "{} is of another checkpoint, other options or another version; remove it, or give the packed model another directory"
+)
+
+
 def _finished(
     directories: Sequence[Path],
     names: Sequence[str],
@@ -528,26 +535,25 @@ def _finished(
     for rank, directory in enumerate(directories):
         for file in directory.glob("*.safetensors"):
             if file.name not in names or not is_written(file, *contents[names.index(file.name)][rank]):
-                raise ValueError(
-                    f"{file} is of another checkpoint, other options or another version; "
-                    "remove it, or give the packed model another directory"
-                )
+                raise ValueError(_FOREIGN.format(file))
         for index, name in enumerate(names):
             finished[index] &= (directory / name).is_file()
     return finished
 
 
-def _format(item: _Item, rank: int) -> WeightFormat:
-    _, _, bits, group_size = item.weights[rank]
+def _format(weight: tuple[int, int, int, int], item: _Item) -> WeightFormat:
+    _, _, bits, group_size = weight
     prefix = f"{item.step.name}."
-    tensors = {name.removeprefix(prefix): dtype for name, (dtype, _) in item.specs[rank].items()}
+    tensors = {name.removeprefix(prefix): dtype for name, (dtype, _) in item.specs.items()}
     return WeightFormat(bits, group_size, tuple(sorted((name, dtype) for name, dtype in tensors.items() if name != "codes")))
 
 
 def _not_converted(items: Sequence[_Item]) -> list[str]:
     names = {item.step.name for item in items}
     matrices = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    plain = {item.step.name.removesuffix(".weight") for item in items if not item.weights and len(item.step.entry.shape) == 2}
+    plain = {
+        item.step.name.removesuffix(".weight") for item in items if item.weight is None and len(item.step.entry.shape) == 2
+    }
     # A head that shares the embedding's weight has no tensor of its own.
     return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
 

@@ -273,6 +273,11 @@ def test_what_a_run_refuses(source: Path, tmp_path: Path) -> None:
             reorder_model(checkpoint, out, other)
     with pytest.raises(ValueError, match="is of another"):
         reorder_model(checkpoint, out, OPTIONS, shard_bytes=60_000)
+    with pytest.raises(ValueError, match=r"model\.safetensors is of another"):
+        reorder_model(checkpoint, out, OPTIONS, ranks=2)
+    reorder_model(checkpoint, tmp_path / "split", OPTIONS, ranks=2)
+    with pytest.raises(ValueError, match="rank-0-of-2 is of another"):
+        reorder_model(checkpoint, tmp_path / "split", OPTIONS)
     changed = float_tensors()
     changed["model.embed_tokens.weight"][3, 5] += 1
     with pytest.raises(ValueError, match="is of another checkpoint"):
