@@ -28,7 +28,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -290,9 +290,9 @@ def _entry(
     parts: list[str],
     scales: Entry,
     zeros: Entry | None,
-    read: Any,
+    read: Callable[[], Stored],
     size: int,
-    index: Any,
+    index: Callable[[], Tensor] | None,
 ) -> Entry:
     others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
     return grouped.entry(
