@@ -305,6 +305,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("tile_rows", &Plan::tile_rows)
       .def_readonly("tile_tokens", &Plan::tile_tokens)
       .def_readonly("stages", &Plan::stages)
+      .def_readonly("quantizes", &Plan::quantizes)
       .def_readonly("splits", &Plan::splits)
       .def_readonly("workspace", &Plan::workspace);
   m.def(

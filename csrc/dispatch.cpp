@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cutlass_ops/layout.h"
+#include "decode_shape.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -18,8 +19,28 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 #define LAUNCHER(function) nullptr
 #endif
 
+// Whether decode_gemm can cut a problem so that its blocks' x fits in shared memory, and the weight has as many elements as it was measured to win with.
+template <int kTokens, int64_t kLeast, int64_t kMost>
+bool decode_takes(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  int64_t size = padded_rows(w.n) * padded_k(w.k), groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
+  return size >= kLeast && size < kMost && groups * padded_rows(w.n) < (int64_t(1) << 29) &&
+         decode_shape(problem, device, kTokens).cluster > 0;
+}
+constexpr int64_t kDecodeSmall = 64 << 20, kDecodeLarge = 48 << 20, kAnySize = int64_t(1) << 62;
+
 // clang-format off
 constexpr Row kTable[] = {
+    {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
+     "weights straight to registers and x in shared memory: 17 us for 28672 x 4096, 28 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
+    {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false>)),
+     "as for 8 tokens where the weight is large: 24 us for 28672 x 4096, 29 by mma_gemm_a16; for 4096 x 4096 10 and 8", decode_takes<16, kDecodeLarge, kAnySize>},
+    {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
+     "where the weight is small: 7 us for 4096 x 4096, 8.6 by mma_gemm_a16; for 8192 x 28672 62 and 58", decode_takes<8, 0, kDecodeSmall>},
+    {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
+     "the blocks quantise x themselves, which saves a launch: 18 us for 28672 x 4096, 26 by mma_gemm_a8", decode_takes<8, 0, kAnySize>},
+    {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
+     "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
@@ -100,11 +121,13 @@ int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
   return ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
 }
 
-// The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least two tiles of K each. The
+// The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least eight tiles of K each (two in clusters). The
 // count depends on shapes and the device alone, so a result's bits do too.
 int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
+  if (tile.whole_k) return 1;
   int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tile_count(problem, tile) * tile.blocks);
-  int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / 2);
+  // A cluster's blocks fill a multiprocessor each: fewer tiles of K are enough for them.
+  int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / (tile.blocks > 1 ? 2 : 8));
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
 
@@ -222,6 +245,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
                  device.architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
                  device.shared_memory >= candidate.tile.shared_bytes && problem.m >= candidate.min_m &&
                  problem.m <= candidate.max_m;
+    takes = takes && (!candidate.takes || candidate.takes(problem, device));
     if (!takes || (best && std::strcmp(best->kernel, candidate.kernel) != 0)) continue;
     Tile const& tile = candidate.tile;
     int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
@@ -237,11 +261,11 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   return unsupported("the GPU is sm_" + std::to_string(device.architecture) + "; the kernels run on sm_80 and later");
 }
 
-WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits) {
+WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool quantizes) {
   PackedWeight const& w = problem.weight;
   WorkspaceLayout layout;
   int64_t k_pad = padded_k(w.k);
-  if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes) {
+  if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !quantizes) {
     layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
     layout.stride = int(ceil_div(problem.m, 16) * 16);
     int64_t blocks = layout.block == -1 ? 1 : k_pad / layout.block;
@@ -262,7 +286,8 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   plan->tile_tokens = row->tile.tokens;
   plan->stages = row->tile.stages;
   plan->splits = split_count(problem, device, row->tile);
-  plan->workspace = workspace_layout(problem, plan->splits).total;
+  plan->quantizes = row->inputs & kQuantizes;
+  plan->workspace = workspace_layout(problem, plan->splits, row->inputs & kQuantizes).total;
   return {};
 }
 

@@ -11,11 +11,12 @@ namespace cutlass_ops {
 struct Tile {
   int rows;  // output features
   int tokens;
-  int stages;        // tiles of K in flight
-  int resident;      // blocks that share one multiprocessor
-  int shared_bytes;  // shared memory of a block, at most
-  int blocks = 1;    // that compute the tile together, as a cluster
-  int cost = 0;      // time of the tile beside those of the same kernel's other tiles (measured); 0 where M alone decides
+  int stages;            // tiles of K in flight
+  int resident;          // blocks that share one multiprocessor
+  int shared_bytes;      // shared memory of a block, at most
+  int blocks = 1;        // that compute the tile together, as a cluster
+  int cost = 0;          // time of the tile beside those of the same kernel's other tiles (measured); 0 where M alone decides
+  bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels; `partials` holds plan.splits x [m][n_pad] sums and is
@@ -24,6 +25,7 @@ using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float*
 
 constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
 constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
+constexpr unsigned kQuantizes = 4;                               // beside kInt8Input: the kernel quantises floats itself
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
 constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
@@ -44,6 +46,7 @@ struct Row {
   Tile tile;
   Launcher launch;
   char const* why;
+  bool (*takes)(GemmProblem const& problem, Device const& device) = nullptr;  // null: every problem that the fields above admit
 };
 
 // The row for a problem: the first that takes it, or, where its kernel has tiles with a cost, the one of that kernel's rows whose
@@ -65,7 +68,8 @@ struct WorkspaceLayout {
   int stride = 0;  // QuantizedActivations::stride
   int block = 0;   // QuantizedActivations::block
 };
-WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits);
+// `quantizes`: the kernel quantises x itself.
+WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool quantizes = false);
 
 // The activation block for weights in groups of group_size.
 constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }

@@ -69,7 +69,7 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  WorkspaceLayout layout = workspace_layout(problem, chosen.splits);
+  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, row->inputs & kQuantizes);
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {

@@ -506,7 +506,7 @@ class Explanation:
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: name of the kernel, ``csrc/kernels/<kernel>.cu``; "reference" on the CPU.
-        quantizer: the kernel that quantises the activations first, or None.
+        quantizer: the kernel that quantises the activations first; None where they stay floats or `kernel` does it.
         tile: output features and tokens a block computes.
         stages: tiles of K in flight.
         splits: parts that K is cut into.
@@ -583,7 +583,7 @@ def explain(
     problem = _problem(weight.native, m, dtype, None, None, 0.0, 0.0, None, False)
     problem.set_floats(0, _TYPES[dtype], weight.k, _ACT_QUANT[act_quant], act_symmetric)
     plan = _C.plan(problem, gpu)
-    quantizer = None if act_quant == "none" else "quantize_activations"
+    quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
     tile = (plan.tile_rows, plan.tile_tokens)
     return Explanation(
         f"sm_{gpu.architecture}", plan.kernel, quantizer, tile, plan.stages, plan.splits, plan.workspace, plan.why

@@ -130,7 +130,7 @@ def test_inspect_names_the_kernels(model: Path, tmp_path: Path) -> None:
     norm = tensors["model.norm.weight"]
     assert (norm["kernels"], norm["bits"], norm["symmetric"]) == ({}, None, None)
     block = run_json("inspect", out, "--gpu", "sm_90", "--act-quant", "block")["tensors"]
-    assert next(t for t in block if t["name"] == UP)["kernels"]["sm_90"]["1"].endswith("a8")
+    assert next(t for t in block if t["name"] == UP)["kernels"]["sm_90"]["4096"].endswith("a8")
     shown = run("inspect", out, "--gpu", "sm_80").stdout
     assert "sm_80" in shown
     assert "mma_gemm_a16" in shown

@@ -537,12 +537,14 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
     for m in (0, 1, 17, 64, 65, 4097):
         explanation = co.explain(m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device)
         assert explanation.device == device.rstrip("a")
-        assert explanation.kernel.endswith("_a16" if act_quant == "none" else "_a8")
-        assert explanation.quantizer == (None if act_quant == "none" else "quantize_activations")
+        decodes = explanation.kernel == "decode_gemm"
+        assert decodes == (explanation.device == "sm_90" and m <= 16)
+        assert decodes or explanation.kernel.endswith("_a16" if act_quant == "none" else "_a8")
+        assert explanation.quantizer == (None if act_quant == "none" or decodes else "quantize_activations")
         assert min(explanation.tile) >= 8
         assert explanation.splits >= 1
         # The quantiser's codes, k_pad bytes a row, are in the workspace.
-        assert explanation.workspace >= (0 if act_quant == "none" else m * 256)
+        assert explanation.workspace >= (0 if explanation.quantizer is None else m * 256)
         for part in (explanation.kernel, f"{explanation.tile[1]} tokens", explanation.why):
             assert part in str(explanation)
 

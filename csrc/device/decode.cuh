@@ -139,6 +139,29 @@ struct Int4Half {
 #endif
 };
 
+// 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero is a subnormal number, which tensor cores
+// multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller: out = kUnit * (c + kExcess) for
+// row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums at -kExcess * sum x. Two bits to the
+// left, because the tensor cores align products by exponents alone: leading zeros of a mantissa are bits that the sums lose.
+//
+// Worked example, w = 0x0000'00e3 (row g: c = 3; row g+8: c = -2), w << 2 = 0x0000'038c:
+//   out[0]: (w << 2 & 0x003c003c) ^ 0x00200020 = 0x0020'002c = (8, 11) * 2^-22
+//   out[1]: (w << 2 & 0x03c003c0) ^ 0x02000200 = 0x0200'0180 = (8, 6) * 16 * 2^-22
+struct Int4Subnormal {
+  static constexpr int kWords = 1;
+  static constexpr int kExcess = 8;
+  static constexpr float kUnit = 0x1p-22f;
+  static constexpr float kUpper = 16.0f;
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* word, uint32_t (&out)[4]) {
+    uint32_t const low = word[0] << 2, high = word[0] >> 6;
+    out[0] = and_xor(low, 0x003c003cu, 0x00200020u);
+    out[1] = and_xor(low, 0x03c003c0u, 0x02000200u);
+    out[2] = and_xor(high, 0x003c003cu, 0x00200020u);
+    out[3] = and_xor(high, 0x03c003c0u, 0x02000200u);
+  }
+};
+
 // 4 bits -> bf16. Its mantissa has 7 bits: no room for 16u, so all four registers are shifted to
 // bits 0..3 and give 128 + u.
 //
@@ -208,6 +231,25 @@ struct Int8Half {
 
   __device__ static void fragment(uint32_t const* words, uint32_t (&out)[4]) { fragment(words, zero_constants(0, 0), out); }
 #endif
+};
+
+// 8 bits -> fp16 without arithmetic, as Int4Subnormal: out = kUnit * (c + kExcess) for both rows.
+//
+// Worked example, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2):
+//   out[0], bytes 0, 2: (w & 0x00ff00ff) ^ 0x00800080 = 0x0080'0083 = (128, 131) * 2^-24
+//   out[2], bytes 1, 3: ((w >> 8) & 0x00ff00ff) ^ 0x00800080 = 0x0080'007e = (128, 126) * 2^-24
+struct Int8Subnormal {
+  static constexpr int kWords = 2;
+  static constexpr int kExcess = 128;
+  static constexpr float kUnit = 0x1p-24f;
+  static constexpr float kUpper = 1.0f;
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* words, uint32_t (&out)[4]) {
+    for (int row = 0; row < 2; ++row) {
+      out[row] = and_xor(words[row], 0x00ff00ffu, 0x00800080u);
+      out[row + 2] = and_xor(words[row] >> 8, 0x00ff00ffu, 0x00800080u);
+    }
+  }
 };
 
 // 8 bits -> bf16, whose mantissa is one bit short. So a code is split: c = low7 - 128 * sign, 128 +

@@ -52,13 +52,14 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float low, float hig
   return x < low ? low : x > high ? high : x;
 }
 
-// Eight neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all eight.
-__device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, EpilogueParams const& p) {
+// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
+template <int kCount>
+__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
 #pragma unroll
   for (float& x : v) x = nan_unless_finite(x);
   if (p.bias) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kCount; ++i)
       if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
   }
   switch (p.activation) {
@@ -81,7 +82,7 @@ __device__ __forceinline__ void finish_eight(float (&v)[8], int m, int n, Epilog
   }
   if (p.residual) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kCount; ++i)
       if (n + i < p.n) v[i] += load_float(p.residual, p.residual_type, m * p.residual_stride + n + i);
   }
   if (p.limit < HUGE_VALF) {
@@ -95,37 +96,45 @@ __device__ __forceinline__ uint16_t to_half_bits(float v, EpilogueParams const& 
   return __half_as_ushort(__float2half_rn(v));
 }
 
-// Finish eight sums and store those whose column is below p.n.
-__device__ __forceinline__ void store_eight(float (&v)[8], int m, int n, EpilogueParams const& p) {
-  finish_eight(v, m, n, p);
-  bool whole = p.vector_store && n + 8 <= p.n;
+// Finish 4 or 8 sums and store those whose column is below p.n.
+template <int kCount>
+__device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+  static_assert(kCount == 4 || kCount == 8);
+  finish_outputs(v, m, n, p);
+  bool whole = p.vector_store && n + kCount <= p.n;
   int64_t index = int64_t(m) * p.n + n;
   if (p.out_type == DataType::kFloat32) {
     float* out = static_cast<float*>(p.out) + index;
     if (whole) {
-      reinterpret_cast<float4*>(out)[0] = make_float4(v[0], v[1], v[2], v[3]);
-      reinterpret_cast<float4*>(out)[1] = make_float4(v[4], v[5], v[6], v[7]);
+#pragma unroll
+      for (int i = 0; i < kCount; i += 4) *reinterpret_cast<float4*>(out + i) = make_float4(v[i], v[i + 1], v[i + 2], v[i + 3]);
     } else {
 #pragma unroll
-      for (int i = 0; i < 8; ++i)
+      for (int i = 0; i < kCount; ++i)
         if (n + i < p.n) out[i] = v[i];
     }
     return;
   }
-  uint16_t bits[8];
+  uint16_t bits[kCount];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) bits[i] = to_half_bits(v[i], p);
+  for (int i = 0; i < kCount; ++i) bits[i] = to_half_bits(v[i], p);
   uint16_t* out = static_cast<uint16_t*>(p.out) + index;
   if (whole) {
-    uint32_t pairs[4];
+    uint32_t pairs[kCount / 2];
 #pragma unroll
-    for (int i = 0; i < 4; ++i) pairs[i] = bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16;
-    *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    for (int i = 0; i < kCount / 2; ++i) pairs[i] = bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16;
+    if constexpr (kCount == 8) {
+      *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+    } else {
+      *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
+    }
   } else {
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
+    for (int i = 0; i < kCount; ++i)
       if (n + i < p.n) out[i] = bits[i];
   }
 }
+
+__device__ __forceinline__ void store_eight(float (&v)[8], int m, int n, EpilogueParams const& p) { store_outputs(v, m, n, p); }
 
 }  // namespace cutlass_ops

@@ -89,6 +89,17 @@ struct FloatRows {
                      k % kLaneColumns == 0) {}
 };
 
+// Eight pairs of fp16 or bf16.
+__device__ __forceinline__ void to_floats(uint32_t const (&words)[8], DataType type, float (&v)[kLaneColumns]) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 pair = type == DataType::kFloat16
+                      ? __half22float2(reinterpret_cast<__half2 const&>(words[i]))
+                      : make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+    v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
+  }
+}
+
 // Columns from K on are zeros.
 __device__ __forceinline__ void load_columns(FloatRows const& q, int row, int column, float (&v)[kLaneColumns]) {
   int64_t start = row * q.x_stride;
@@ -111,13 +122,7 @@ __device__ __forceinline__ void load_columns(FloatRows const& q, int row, int co
     if (column < q.k) halves[0] = source[0], halves[1] = source[1];
     uint32_t const words[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
                                halves[1].x, halves[1].y, halves[1].z, halves[1].w};
-    bool is_half = q.x_type == DataType::kFloat16;
-#pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      float2 pair = is_half ? __half22float2(reinterpret_cast<__half2 const&>(words[i]))
-                            : make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
-      v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
-    }
+    to_floats(words, q.x_type, v);
   }
 }
 

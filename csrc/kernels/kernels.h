@@ -46,6 +46,13 @@ constexpr Tile wgmma_gemm_a16_tile(int tokens) {
 template <int Bits, int Tokens>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.
+constexpr Tile decode_gemm_tile(int tokens) {
+  return {64, tokens, tokens == 8 ? 3 : 2, tokens == 8 ? 2 : 1, 99 * 1024, 1, 0, true};
+}
+template <int Bits, int Tokens, bool Int8>
+Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);
 

@@ -65,6 +65,35 @@ TEST(Decode, FourBitsToHalf) {
   });
 }
 
+// Subnormal numbers: units of the code plus an excess, row g+8's kUpper times as large.
+TEST(Decode, FourBitsToSubnormalHalf) {
+  for_each_word([](uint32_t word) {
+    uint32_t out[4];
+    Int4Subnormal::fragment(&word, out);
+    for (int r = 0; r < 4; ++r) {
+      for (int h = 0; h < 2; ++h) {
+        double const unit = double(Int4Subnormal::kUnit) * (r % 2 == 0 ? 1.0 : Int4Subnormal::kUpper);
+        ASSERT_EQ(emulate::half(out[r], h), unit * (nibble(word, kNibble[r][h]) + Int4Subnormal::kExcess)) << std::hex << word;
+      }
+    }
+  });
+}
+
+TEST(Decode, EightBitsToSubnormalHalf) {
+  for_each_word([](uint32_t word) {
+    uint32_t const words[2] = {word, ~word};
+    uint32_t out[4];
+    Int8Subnormal::fragment(words, out);
+    for (int r = 0; r < 4; ++r) {
+      for (int h = 0; h < 2; ++h) {
+        ASSERT_EQ(emulate::half(out[r], h),
+                  double(Int8Subnormal::kUnit) * (byte(words[r % 2], kByte[r][h]) + Int8Subnormal::kExcess))
+            << std::hex << word;
+      }
+    }
+  });
+}
+
 TEST(Decode, FourBitsToBfloat16) {
   for_each_word([](uint32_t word) {
     uint32_t bits[4];

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "cutlass_ops/layout.h"
+#include "decode_shape.h"
 
 namespace cutlass_ops {
 namespace {
@@ -84,7 +85,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
         for (int m : {0, 1, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
           for (auto const& [n, k] :
-               std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}})
+               std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
@@ -108,7 +109,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
               EXPECT_EQ(chosen.tile_rows, row->tile.rows);
               EXPECT_EQ(chosen.tile_tokens, row->tile.tokens);
               EXPECT_EQ(chosen.stages, row->tile.stages);
-              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits).total);
+              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits, row->inputs & kQuantizes).total);
               if (testing::Test::HasFailure()) return;
             }
   size_t rows = 0;
@@ -146,6 +147,28 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, 4096), 128), kHopper, &row).ok());
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
+  }
+}
+
+// Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory goes to another kernel.
+TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
+  struct Case {
+    int m, n, k, cluster;
+  };
+  for (Case const& c : {Case{1, 4096, 4096, 2}, Case{1, 28672, 4096, 2}, Case{1, 4096, 512, 1}, Case{1, 1024, 4096, 8},
+                        Case{8, 8192, 28672, 8}, Case{8, 8192, 1 << 20, 0}}) {
+    GemmProblem p = problem(c.m, c.n, c.k);
+    DecodeShape const shape = decode_shape(p, kHopper, 8);
+    EXPECT_EQ(shape.cluster, c.cluster) << c.m << " x " << c.n << " x " << c.k;
+    Plan chosen;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    EXPECT_EQ(std::string(chosen.kernel), c.cluster ? "decode_gemm" : "mma_gemm_a16");
+    if (!c.cluster) continue;
+    EXPECT_EQ(chosen.workspace, 0u);
+    EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
+    EXPECT_GE(shape.slabs * shape.clusters * kRowsPerSlab, c.n);
+    EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
+    EXPECT_LE(DecodeMemory(p, shape, 8).total, kHopper.shared_memory);
   }
 }
 
@@ -330,13 +353,13 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
     int m, n, k, splits;
   };
   Device const a100 = kDevices[0];
-  for (Case const& c : {Case{1, 128, 8192, 16},      // one tile for 216 places: as many as the limit of 16 allows
-                        Case{1, 128, 1024, 4},       // 8 tiles of K, at least two each
+  for (Case const& c : {Case{1, 128, 16384, 16},     // one tile for 216 places: as many as the limit of 16 allows
+                        Case{1, 128, 2048, 2},       // 16 tiles of K, at least eight each
                         Case{1, 128, 128, 1},        // nothing to split
-                        Case{1, 128, 129, 1},        // two tiles of K, and a part has no less
-                        Case{1, 4096, 4096, 6},      // 32 tiles for 216 places
+                        Case{1, 128, 1024, 1},       // eight tiles of K, and a part has no less
+                        Case{1, 4096, 8192, 6},      // 32 tiles for 216 places
                         Case{4096, 28672, 4096, 1},  // thousands of tiles
-                        Case{0, 128, 4096, 16}}) {   // no rows: any number will do, but it must be one
+                        Case{0, 128, 16384, 16}}) {  // no rows: any number will do, but it must be one
     Plan chosen;
     ASSERT_TRUE(plan(problem(c.m, c.n, c.k), a100, &chosen).ok());
     EXPECT_EQ(chosen.splits, c.splits) << c.m << " x " << c.n << " x " << c.k;

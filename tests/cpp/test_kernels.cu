@@ -23,6 +23,8 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
+#include "decode_shape.h"
+#include "dispatch.h"
 
 #ifdef __CUDACC__
 #pragma nv_diag_suppress 177  // what GoogleTest's TEST_P declares and leaves unused
@@ -475,13 +477,13 @@ TEST_P(Products, OfTinyAndOddShapes) {
   }
 }
 
-// 16 tokens of 6 tiles of K on any GPU are few enough blocks to split K, and 2 rows of tiles of 70 are too.
+// Few tokens of 17 tiles of K on any GPU are few enough blocks to split K.
 TEST_P(Products, SplitK) {
   Weight const w(kN, 2100, bits, kFormats[0], true);
   DeviceWeight const packed(w);
   Device device;
   finish(current_device(&device));
-  for (int m : {1, 70}) {
+  for (int m : {20, 70}) {
     std::vector<float> const x = exact_floats(m, w.k, input.act_quant, input.symmetric);
     DeviceBytes const from(stored(x, input.type));
     Plan chosen;
@@ -517,6 +519,46 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
   }
   // Of 64, 128 and 160 or 176 tokens, and 96 for int8.
   if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric) EXPECT_GE(tiles.size(), 3u);
+}
+
+// The shapes that reach every cluster of decode_gemm: blocks of their own, and 2, 4 and 8 that share K; x copied as it is (K is a multiple of 8), and not;
+// slabs that several warps share, that one has to itself, and fewer than the clusters. Its rows are called by themselves, whatever the table prefers.
+TEST_P(Products, OfTheShapesThatDecodeTakes) {
+  struct Case {
+    int n, k, m, cluster;
+    Format format;
+  };
+  Device device;
+  finish(current_device(&device));
+  if (device.architecture != 90) GTEST_SKIP() << "decode_gemm is for sm_90; this GPU is sm_" << device.architecture;
+  size_t rows = 0, ran = 0;
+  Row const* row = table(&rows);
+  unsigned const weights = bits == 4 ? kWeights4 : kWeights8,
+                 inputs = input.act_quant == ActQuant::kNone ? kFloatInput : kInt8Input;
+  for (; rows > 0; --rows, ++row) {
+    if (row->kernel != std::string("decode_gemm") || !(row->weights & weights) || !(row->inputs & inputs)) continue;
+    for (Case const& c :
+         {Case{200, 264, 3, 1, kFormats[0]}, Case{8500, 256, 2, 1, kFormats[1]}, Case{4160, 1000, 4, 2, kFormats[3]},
+          Case{1024, 3096, 2, 4, kFormats[4]}, Case{136, 2100, 1, 8, kFormats[5]}, Case{136, 2104, 4, 8, kFormats[2]}}) {
+      int const m = row->max_m > 8 ? c.m + 9 : c.m;
+      SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
+      Weight const w(c.n, c.k, bits, c.format, true);
+      DeviceWeight const packed(w);
+      std::vector<float> const x = exact_floats(m, c.k, input.act_quant, input.symmetric);
+      DeviceBytes const from(stored(x, input.type)), out(size_t(m) * w.n * 4);
+      GemmProblem p = problem(packed.view, from, m, input);
+      p.out = out.data<void>();
+      if (device.multiprocessors == 132 && bits == 4 && row->max_m == 8) {
+        EXPECT_EQ(decode_shape(p, device, 8).cluster, c.cluster);
+      }
+      finish(row->launch(p, Plan(), nullptr, nullptr));
+      expect_close(out.read<float>(), product(w, x, m, input), true, DataType::kFloat32);
+      EXPECT_TRUE(out.guards_are_whole());
+      if (HasFatalFailure()) return;
+      ++ran;
+    }
+  }
+  EXPECT_GT(ran, 0u);
 }
 
 TEST_P(Products, OfRowsThatAreApart) {
@@ -578,17 +620,18 @@ TEST_P(Products, OfNoRowsTouchNothing) {
 }
 
 TEST_P(Products, WantTheirWorkspace) {
-  Weight const w(kN, kK, bits, kFormats[0], true);
+  int const m = 20, k = 2100;
+  Weight const w(kN, k, bits, kFormats[0], true);
   DeviceWeight const packed(w);
-  DeviceBytes const x(stored(random_floats(5, kK, input.type), input.type)), out(5 * kN * 4);
-  GemmProblem p = problem(packed.view, x, 5, input);
+  DeviceBytes const x(stored(random_floats(m, k, input.type), input.type)), out(m * kN * 4);
+  GemmProblem p = problem(packed.view, x, m, input);
   p.out = out.data<void>();
   size_t const bytes = workspace_bytes(p);
   ASSERT_GT(bytes, 0u);  // K is split
   Status const status = mixed_gemm(p, {out.data<void>(), bytes - 1}, nullptr);
   EXPECT_EQ(status.code, Status::kInvalid);
   for (std::string const& word :
-       {std::to_string(bytes - 1), std::to_string(bytes), std::string("workspace"), std::string("k=700")})
+       {std::to_string(bytes - 1), std::to_string(bytes), std::string("workspace"), std::string("k=2100")})
     EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
   check(cudaDeviceSynchronize());
   EXPECT_EQ(out.read<uint8_t>(), std::vector<uint8_t>(out.bytes(), 0xff));
