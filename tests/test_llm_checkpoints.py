@@ -430,6 +430,7 @@ def test_gptq_settings_that_are_refused(tmp_path: Path, change: dict[str, Any], 
         ({"m.g_idx": torch.zeros(64)}, "int32 or int64"),
         ({"m.g_idx": torch.zeros(40, dtype=torch.int32)}, "do not fit each other"),
         ({"n.qweight": torch.zeros(8, 8, dtype=torch.int32)}, r"'n.qzeros': is missing"),
+        ({"n.qzeros": torch.zeros(8, 8, dtype=torch.int32)}, r"'n.qweight': is missing"),
     ],
 )
 def test_gptq_tensors_that_are_refused(tmp_path: Path, tensors: dict[str, Tensor], match: str) -> None:
@@ -651,6 +652,7 @@ def ct_module(**changes: Tensor | None) -> dict[str, Tensor]:
     ("tensors", "config", "match"),
     [
         (ct_module(**{"m.weight_shape": None}), {}, "'m.weight_shape': is missing"),
+        (ct_module(**{"m.weight_packed": None}), {}, "'m.weight_packed': is missing"),
         (ct_module(**{"m.weight_scale": None}), {}, "'m.weight_scale': is missing"),
         (ct_module(**{"m.weight_shape": torch.tensor([8, 1 << 40])}), {}, "fits no bits of its config"),
         (ct_module(**{"m.weight_shape": torch.tensor([9, 64])}), {}, r"is \[9, 64\]; the codes are \[8, 8\]"),
