@@ -21,6 +21,13 @@ namespace {
 constexpr int kRowBlocks = kRowsPerSlab / 16;
 constexpr int kHalfColumns = kKPerTile / 2;
 
+// Blocks that share a multiprocessor: before sm_90 the shared memory of one is more than half of what there is.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 1;
+#else
+constexpr int kResident = 2;
+#endif
+
 // kSteps: promotions in half a tile; two where groups are of 32 columns, and where one would hold too many registers.
 template <class Element_, int kTokens_, int kSteps_>
 struct Config {
@@ -241,7 +248,7 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 2) book_gemm_a16(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t all_shared[];
   uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)), table_bytes = decode::Int4Book::kTableBytes;
   uint8_t* shared = all_shared + ((start + table_bytes - 1) / table_bytes * table_bytes - start);  // the table

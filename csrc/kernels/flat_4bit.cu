@@ -129,6 +129,13 @@ __global__ void __launch_bounds__(kThreads, 8)
 constexpr int kRanges = 128;  // 65, and one that NaN ends up in, the last
 constexpr int kTableBytes = kRanges * 32 * 8;
 
+// Blocks that share a multiprocessor; for GPUs before sm_90 ptxas wants a few more registers.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr int kResident = 3;
+#else
+constexpr int kResident = 4;
+#endif
+
 struct Range {
   float cut;
   uint32_t codes;  // bytes: of v not above the cut, and above it; the same with the sign of magnitudes
@@ -309,7 +316,7 @@ struct Turn {
 template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
                                             : kChunks == 8 ? 2
-                                                           : 4)
+                                                           : kResident)
     quantize_flat(__grid_constant__ FlatProblem const p, int lanes, int log_block) {
   constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
   extern __shared__ __align__(128) uint8_t table[];
