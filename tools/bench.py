@@ -2,6 +2,7 @@
 """Time the public calls on a GPU, beside torch's matmuls and the peers that are installed, in one process.
 
     tools/bench.py                                         the shapes and rows of the README's table
+    tools/bench.py --host                                  CPU time of eager calls
     tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
@@ -21,6 +22,7 @@ import json
 import statistics
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -260,18 +262,59 @@ def measure(name: str, n: int, k: int, ms: list[int], bandwidth: float) -> list[
     return rows
 
 
+def host_time(call: Call, calls: int = 500, repeats: int = 9) -> float:
+    """Microseconds of CPU time of one eager call: the median of runs that start with an idle GPU and do not wait for it."""
+    times = []
+    for _ in range(repeats + 1):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        for _ in range(calls):
+            call()
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[1:]) / calls * 1e6
+
+
+def measure_host() -> list[dict[str, Any]]:
+    """CPU time of eager calls on a weight so small that the GPU keeps up, and of torch's own linear layer beside them."""
+    n = k = 512
+    rows = []
+
+    def add(name: str, m: int, call: Call) -> None:
+        rows.append({"call": name, "m": m, "host_us": round(host_time(call), 2)})
+        print(f"{name:32s} m {m:4d}  {rows[-1]['host_us']:6.2f} us of CPU time", flush=True)
+
+    with torch.inference_mode():
+        for m in (1, 64):
+            x = torch.randn(m, k, device="cuda").half()
+            for name, (bits, options) in FORMATS.items():
+                packed = co.reorder(random_weight(n, k, bits)).to("cuda")
+                add(f"mixed_gemm {name}", m, partial(co.mixed_gemm, x, packed, **options))
+                if "asym" not in name:
+                    add(f"MixedLinear {name}", m, partial(co.MixedLinear(packed, **options), x))
+            add("quantize_activations", m, partial(co.quantize_activations, x))
+            add("torch.nn.Linear fp16", m, partial(torch.nn.Linear(k, n, device="cuda", dtype=torch.half), x))
+    return rows
+
+
 def main() -> None:
     """Measure what the arguments ask for and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
     parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join((*FORMATS, *MOVES)))
+    parser.add_argument("--host", action="store_true", help="CPU time of eager calls instead")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
     if unknown := set(arguments.formats.split(",")) - {*FORMATS, *MOVES}:
         parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join((*FORMATS, *MOVES))}")
+    if arguments.host:
+        rows = measure_host()
+        if arguments.out:
+            named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "host_rows": rows}
+            arguments.out.write_text(json.dumps(named, indent=1) + "\n")
+        return
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     bandwidth = read_bandwidth()
     result: dict[str, Any] = {
