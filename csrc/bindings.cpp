@@ -48,6 +48,12 @@ PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer o
           offset_type};
 }
 
+// A problem and the plan that was made for it.
+struct Product {
+  GemmProblem problem;
+  Plan plan;
+};
+
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride};
 }
@@ -154,37 +160,37 @@ PYBIND11_MODULE(_C, m) {
            py::arg("perm_ptr"), py::arg("book_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
            py::arg("scale_type"), py::arg("offset_type"));
 
-  py::class_<GemmProblem>(m, "GemmProblem", "What is asked of mixed_gemm.")
-      .def(py::init([](PackedWeight const& weight, int rows, DataType out_type) {
-             GemmProblem problem;
+  py::class_<Product>(m, "GemmProblem", "What is asked of mixed_gemm, on activations of floats until set_quantized.")
+      .def(py::init([](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
+                       ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture) {
+             Product product;
+             GemmProblem& problem = product.problem;
              problem.m = rows;
              problem.weight = weight;
              problem.out_type = out_type;
-             return problem;
+             problem.x = as<void>(x);
+             problem.x_type = type;
+             problem.x_stride = stride;
+             problem.act_quant = act_quant;
+             problem.act_symmetric = symmetric;
+             problem.batch_invariant = batch_invariant;
+             problem.architecture = architecture;
+             return product;
            }),
-           py::arg("weight"), py::arg("m"), py::arg("out_type"))
-      .def(
-          "set_floats",
-          [](GemmProblem& problem, Pointer x, DataType type, std::int64_t stride, ActQuant act_quant, bool symmetric) {
-            problem.x = as<void>(x);
-            problem.x_type = type;
-            problem.x_stride = stride;
-            problem.act_quant = act_quant;
-            problem.act_symmetric = symmetric;
-          },
-          py::arg("x_ptr"), py::arg("type"), py::arg("stride"), py::arg("act_quant"), py::arg("symmetric"),
-          "Activations [m, k] of floats.")
+           py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
+           py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"))
       .def(
           "set_quantized",
-          [](GemmProblem& problem, Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
-            problem.quantized = make_quantized(codes, scales, zeros, block, stride);
+          [](Product& product, Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
+            product.problem.quantized = make_quantized(codes, scales, zeros, block, stride);
           },
           py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"),
           "Activations that are quantised already, in kernel order.")
       .def(
           "set_epilogue",
-          [](GemmProblem& problem, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type,
+          [](Product& product, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type,
              std::int64_t residual_stride, Activation activation, float low, float high, bool saturate) {
+            GemmProblem& problem = product.problem;
             problem.bias = as<void>(bias);
             problem.bias_type = bias_type;
             problem.residual = as<void>(residual);
@@ -199,35 +205,43 @@ PYBIND11_MODULE(_C, m) {
           py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"),
           "What happens to a sum on its way out.")
       .def(
-          "workspace_bytes",
-          [](GemmProblem const& problem) {
+          "plan_on",
+          [](Product& product, int device_index) {
+            DeviceGuard guard(device_index);
             Device device;
-            Plan chosen;
             check(current_device(&device));
-            check(plan(problem, device, &chosen));
-            return chosen.workspace;
+            check(plan(product.problem, device, &product.plan));
+            return product.plan.workspace;
           },
-          "Scratch memory that mixed_gemm wants on the current device.");
+          py::arg("device_index"), "Choose a kernel for a device; returns the bytes of scratch memory that it wants.")
+      .def(
+          "launch",
+          [](Product& product, Pointer out, Pointer workspace, int device_index, Pointer stream) {
+            DeviceGuard guard(device_index);
+            product.problem.out = as<void>(out);
+            check(mixed_gemm(product.problem, product.plan, {as<void>(workspace), product.plan.workspace}, as<void>(stream)));
+          },
+          py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("device_index"), py::arg("stream"),
+          "After plan_on: write [m, n] to out_ptr on a stream of that device.");
 
-  m.def(
-      "mixed_gemm",
-      [](GemmProblem& problem, Pointer out, Pointer workspace, std::size_t workspace_bytes, Pointer stream) {
-        problem.out = as<void>(out);
-        check(mixed_gemm(problem, {as<void>(workspace), workspace_bytes}, as<void>(stream)));
-      },
-      py::arg("problem"), py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("workspace_bytes"), py::arg("stream"),
-      "Write [m, n] to out_ptr on the given stream of the current device.");
   m.def(
       "quantize_activations",
       [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,
-         Pointer zeros, int block, int stride, Pointer stream) {
-        check(quantize_activations(
-            {as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), make_quantized(codes, scales, zeros, block, stride)},
-            as<void>(stream)));
+         Pointer zeros, int block, int stride, int device_index, Pointer stream, Pointer up, std::int64_t up_stride,
+         Pointer norm_weight, float norm_eps, Pointer residual, std::int64_t residual_stride, Pointer sum) {
+        QuantizeProblem problem{as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), {}};
+        problem.out = make_quantized(codes, scales, zeros, block, stride);
+        problem.up = as<void>(up), problem.up_stride = up_stride;
+        problem.norm_weight = as<void>(norm_weight), problem.norm_eps = norm_eps;
+        problem.residual = as<void>(residual), problem.residual_stride = residual_stride, problem.sum = as<void>(sum);
+        DeviceGuard guard(device_index);
+        check(quantize_activations(problem, as<void>(stream)));
       },
       py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"),
-      py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"), py::arg("stream"),
-      "Quantise [m, k] floats to int8 in kernel order.");
+      py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"),
+      py::arg("device_index"), py::arg("stream"), py::arg("up_ptr") = 0, py::arg("up_stride") = 0,
+      py::arg("norm_weight_ptr") = 0, py::arg("norm_eps") = 0.0f, py::arg("residual_ptr") = 0, py::arg("residual_stride") = 0,
+      py::arg("sum_ptr") = 0, "Quantise [m, k] floats, or a function of them (QuantizeProblem), to int8 in kernel order.");
   m.def(
       "dequantize",
       [](PackedWeight const& weight, Pointer out, DataType type, Pointer stream) {
@@ -318,9 +332,9 @@ PYBIND11_MODULE(_C, m) {
       "The current device's properties.");
   m.def(
       "plan",
-      [](GemmProblem const& problem, Device const& device) {
+      [](Product const& product, Device const& device) {
         Plan chosen;
-        check(plan(problem, device, &chosen));
+        check(plan(product.problem, device, &chosen));
         return chosen;
       },
       py::arg("problem"), py::arg("device"), "Choose a kernel for a problem; pointers may be null.");

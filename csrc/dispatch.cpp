@@ -117,15 +117,15 @@ bool is_irregular(GemmProblem const& problem) {
          problem.x_stride < problem.weight.k;
 }
 
-int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
-  return ceil_div(problem.weight.n, tile.rows) * std::max<int64_t>(1, ceil_div(problem.m, tile.tokens));
+int64_t tile_count(int n, int m, Tile const& tile) {
+  return ceil_div(n, tile.rows) * std::max<int64_t>(1, ceil_div(m, tile.tokens));
 }
 
 // The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, at least eight tiles of K each (two in clusters). The
 // count depends on shapes and the device alone, so a result's bits do too.
-int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
+int split_count(GemmProblem const& problem, int m, Device const& device, Tile const& tile) {
   if (tile.whole_k) return 1;
-  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tile_count(problem, tile) * tile.blocks);
+  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tile_count(problem.weight.n, m, tile) * tile.blocks);
   // A cluster's blocks fill a multiprocessor each: fewer tiles of K are enough for them.
   int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / (tile.blocks > 1 ? 2 : 8));
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
@@ -176,6 +176,17 @@ Status check_quantize(QuantizeProblem const& p) {
     return invalid("stride is " + std::to_string(p.out.stride) +
                    "; a multiple of 16 that is at least m = " + std::to_string(p.m) + " is expected");
   }
+  if (p.norm_weight && p.up) return invalid("both norm_weight and up are given; at most one is supported");
+  if (!p.residual != !p.sum || (p.residual && !p.norm_weight)) {
+    return invalid("residual, sum and norm_weight: a residual comes with a norm, and has a place for the sum");
+  }
+  if (p.norm_weight && !(p.norm_eps >= kLeastNormEps && p.norm_eps <= 1.0f)) {
+    return unsupported("norm_eps is " + std::to_string(p.norm_eps) + "; 1e-15 to 1 is supported");
+  }
+  if (p.norm_weight && p.k > kMaxNormK) {
+    return unsupported("k is " + std::to_string(p.k) + "; a norm of at most " + std::to_string(kMaxNormK) +
+                       " columns is supported");
+  }
   return {};
 }
 
@@ -203,7 +214,7 @@ Status check_awq(AwqWeight const& w) {
   return {};
 }
 
-Status select(GemmProblem const& problem, Device const& device, Row const** row) {
+Status select(GemmProblem const& problem, Device const& device, Row const** row, int* splits) {
   PackedWeight const& w = problem.weight;
   if (Status status = check_weight(w); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM) {
@@ -229,6 +240,12 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
                    "; a multiple of 16 that is at least m = " + std::to_string(problem.m) + " is expected");
   }
   if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.architecture < 0 || problem.architecture > device.architecture) {
+    return unsupported("architecture is " + std::to_string(problem.architecture) + "; the GPU is sm_" +
+                       std::to_string(device.architecture) +
+                       ", which runs kernels of its own architecture and of earlier ones");
+  }
+  int const architecture = problem.architecture ? problem.architecture : device.architecture;
   if (w.book && (quantized || problem.act_quant != ActQuant::kNone)) {
     return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
   }
@@ -238,27 +255,37 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row)
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
                       (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0) |
                       (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
-  Row const* best = nullptr;
-  int64_t best_cost = 0;
-  for (Row const& candidate : kTable) {
-    bool takes = (candidate.weights & weight) && (candidate.inputs & input) && !(features & ~candidate.features) &&
-                 device.architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
-                 device.shared_memory >= candidate.tile.shared_bytes && problem.m >= candidate.min_m &&
-                 problem.m <= candidate.max_m;
-    takes = takes && (!candidate.takes || candidate.takes(problem, device));
-    if (!takes || (best && std::strcmp(best->kernel, candidate.kernel) != 0)) continue;
-    Tile const& tile = candidate.tile;
-    int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
-    int64_t cost = ceil_div(tile_count(problem, tile), places) * tile.cost;
-    if (best && cost >= best_cost) continue;
-    best = &candidate;
-    best_cost = cost;
-  }
-  if (best) {
-    *row = best;
+  Device seen = device;
+  seen.architecture = architecture;
+  // The best row for m tokens; of `kernel` alone, for any number of them, if that is given.
+  auto const choose = [&](int m, char const* kernel) {
+    Row const* best = nullptr;
+    int64_t best_cost = 0;
+    for (Row const& candidate : kTable) {
+      bool takes = (candidate.weights & weight) && (candidate.inputs & input) && !(features & ~candidate.features) &&
+                   architecture >= candidate.min_architecture && architecture <= candidate.max_architecture &&
+                   device.shared_memory >= candidate.tile.shared_bytes && (kernel || m >= candidate.min_m) &&
+                   m <= candidate.max_m && (!problem.batch_invariant || (candidate.fixed_order && candidate.max_m == kAnyM));
+      takes = takes && (!candidate.takes || candidate.takes(problem, seen));
+      char const* same = best ? best->kernel : kernel;
+      if (!takes || (same && std::strcmp(same, candidate.kernel) != 0)) continue;
+      Tile const& tile = candidate.tile;
+      int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
+      int64_t cost = ceil_div(tile_count(w.n, m, tile), places) * tile.cost;
+      if (best && cost >= best_cost) continue;
+      best = &candidate;
+      best_cost = cost;
+    }
+    return best;
+  };
+  // A batch-invariant product has one kernel, and K in so many parts, for every m; m chooses the tile, which changes no bit.
+  int const m = problem.batch_invariant ? kInvariantM : problem.m;
+  if (Row const* best = choose(m, nullptr)) {
+    *row = problem.batch_invariant ? choose(problem.m, best->kernel) : best;
+    if (splits) *splits = split_count(problem, m, device, best->tile);
     return {};
   }
-  return unsupported("the GPU is sm_" + std::to_string(device.architecture) + "; the kernels run on sm_80 and later");
+  return unsupported("the GPU is sm_" + std::to_string(architecture) + "; the kernels run on sm_80 and later");
 }
 
 WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool quantizes) {
@@ -279,13 +306,13 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool qu
 
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   Row const* row = nullptr;
-  if (Status status = select(problem, device, &row); !status.ok()) return status;
+  if (Status status = select(problem, device, &row, &plan->splits); !status.ok()) return status;
+  plan->row = row;
   plan->kernel = row->kernel;
   plan->why = row->why;
   plan->tile_rows = row->tile.rows;
   plan->tile_tokens = row->tile.tokens;
   plan->stages = row->tile.stages;
-  plan->splits = split_count(problem, device, row->tile);
   plan->quantizes = row->inputs & kQuantizes;
   plan->workspace = workspace_layout(problem, plan->splits, row->inputs & kQuantizes).total;
   return {};

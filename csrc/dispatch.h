@@ -47,11 +47,14 @@ struct Row {
   Launcher launch;
   char const* why;
   bool (*takes)(GemmProblem const& problem, Device const& device) = nullptr;  // null: every problem that the fields above admit
+  // Whether a sum's order depends on Plan::splits alone: not on the tile, nor on m.
+  bool fixed_order = true;
 };
 
 // The row for a problem: the first that takes it, or, where its kernel has tiles with a cost, the one of that kernel's rows whose
 // waves over the GPU cost least. Otherwise a status that names the field which no row takes.
-Status select(GemmProblem const& problem, Device const& device, Row const** row);
+// `splits`, if given, gets the parts that K is cut into.
+Status select(GemmProblem const& problem, Device const& device, Row const** row, int* splits = nullptr);
 
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);
@@ -75,5 +78,8 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool qu
 constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }
 
 constexpr int kMaxM = 1 << 24;
+constexpr int kInvariantM = 128;    // tokens for which a batch-invariant product's kernel and splits are chosen, whatever m is
+constexpr int kMaxNormK = 1 << 22;  // the sums of 512 columns each take 32 KB of shared memory
+constexpr float kLeastNormEps = 1e-15f;
 
 }  // namespace cutlass_ops

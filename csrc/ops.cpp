@@ -57,19 +57,29 @@ Status current_device(Device* device) {
   return {};
 }
 
+DeviceGuard::DeviceGuard(int device) {
+  int current = device;
+  if (cudaGetDevice(&current) == cudaSuccess && current != device && cudaSetDevice(device) == cudaSuccess) previous_ = current;
+}
+DeviceGuard::~DeviceGuard() {
+  if (previous_ >= 0) cudaSetDevice(previous_);
+}
+
 Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream) {
   Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  Row const* row = nullptr;
-  if (Status status = select(problem, device, &row); !status.ok()) return status;
-  if (problem.m == 0) return {};
   Plan chosen;
+  if (Status status = current_device(&device); !status.ok()) return status;
   if (Status status = plan(problem, device, &chosen); !status.ok()) return status;
+  return mixed_gemm(problem, chosen, workspace, stream);
+}
+
+Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
+  if (problem.m == 0) return {};
   if (workspace.bytes < chosen.workspace) {
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, row->inputs & kQuantizes);
+  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, chosen.quantizes);
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
@@ -84,7 +94,7 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
     }
   }
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
-  Status status = row->launch(ready, chosen, partials, stream);
+  Status status = chosen.row->launch(ready, chosen, partials, stream);
   if (status.ok() && partials) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;
@@ -134,6 +144,9 @@ Status no_cuda() {
 }  // namespace
 
 Status current_device(Device*) { return no_cuda(); }
+DeviceGuard::DeviceGuard(int) {}
+DeviceGuard::~DeviceGuard() = default;
+Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }

@@ -43,8 +43,19 @@ class PackedWeight:
     ) -> None: ...
 
 class GemmProblem:
-    def __init__(self, weight: PackedWeight, m: int, out_type: DataType) -> None: ...
-    def set_floats(self, x_ptr: int, type: DataType, stride: int, act_quant: ActQuant, symmetric: bool) -> None: ...
+    def __init__(
+        self,
+        weight: PackedWeight,
+        m: int,
+        out_type: DataType,
+        x_ptr: int,
+        x_type: DataType,
+        x_stride: int,
+        act_quant: ActQuant,
+        symmetric: bool,
+        batch_invariant: bool,
+        architecture: int,
+    ) -> None: ...
     def set_quantized(self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int) -> None: ...
     def set_epilogue(
         self,
@@ -58,7 +69,8 @@ class GemmProblem:
         high: float,
         saturate: bool,
     ) -> None: ...
-    def workspace_bytes(self) -> int: ...
+    def plan_on(self, device_index: int) -> int: ...
+    def launch(self, out_ptr: int, workspace_ptr: int, device_index: int, stream: int) -> None: ...
 
 class Device:
     def __init__(self, architecture: int, multiprocessors: int, shared_memory: int) -> None: ...
@@ -99,7 +111,6 @@ def unpack_bytes(
     bytes_ptr: int, blocks: int, stride: int, size: int, run: int, in_turn: bool, high_first: bool, out_ptr: int
 ) -> None: ...
 def permute_columns(codes_ptr: int, out_ptr: int, n: int, k: int, perm_ptr: int) -> None: ...
-def mixed_gemm(problem: GemmProblem, out_ptr: int, workspace_ptr: int, workspace_bytes: int, stream: int) -> None: ...
 def quantize_activations(
     x_ptr: int,
     type: DataType,
@@ -112,7 +123,15 @@ def quantize_activations(
     zeros_ptr: int,
     block: int,
     stride: int,
+    device_index: int,
     stream: int,
+    up_ptr: int = 0,
+    up_stride: int = 0,
+    norm_weight_ptr: int = 0,
+    norm_eps: float = 0.0,
+    residual_ptr: int = 0,
+    residual_stride: int = 0,
+    sum_ptr: int = 0,
 ) -> None: ...
 def dequantize(weight: PackedWeight, out_ptr: int, type: DataType, stream: int) -> None: ...
 def quantize_flat(

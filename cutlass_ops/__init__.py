@@ -10,7 +10,16 @@ from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
-from .ops import Explanation, QuantizedActivations, dequantize, explain, mixed_gemm, quantize_activations
+from .ops import (
+    Explanation,
+    QuantizedActivations,
+    dequantize,
+    explain,
+    mixed_gemm,
+    quantize_activations,
+    rms_norm_quantize,
+    silu_mul_quantize,
+)
 from .quantize import quantize
 from .reorder import load_packed, reorder, save_packed
 from .weight import CheckpointError, PackedWeight, QuantizedWeight
@@ -39,8 +48,10 @@ __all__ = [
     "quantize_activations",
     "reorder",
     "replace_linears",
+    "rms_norm_quantize",
     "save_packed",
     "set_activations",
+    "silu_mul_quantize",
 ]
 
 register_when_imported()

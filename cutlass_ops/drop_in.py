@@ -198,7 +198,7 @@ def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | No
             codes.numel() == 8,
             packed.data_ptr(),
             absmax.data_ptr(),
-            ops._stream(x.device),
+            ops._stream(x.get_device()),
         )
     return packed, absmax
 
@@ -242,7 +242,7 @@ def _dequantize_4bit(
             book.data_ptr(),
             out.data_ptr(),
             ops._TYPES[dtype],
-            ops._stream(packed.device),
+            ops._stream(packed.get_device()),
         )
     return out
 
@@ -337,7 +337,7 @@ def _awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     qweight, scales, qzeros = _aligned(qweight), _aligned(scales), _aligned(qzeros)
     out = _awq_dequantize_fake(qweight, scales, qzeros)
     with ops._on(qweight.device):
-        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), ops._stream(qweight.device))
+        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), ops._stream(qweight.get_device()))
     return out
 
 
@@ -355,7 +355,7 @@ def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
     out = _awq_gemm_fake(x, qweight, scales, qzeros)
     with ops._on(x.device):
         weight = _awq_weight(qweight, scales, qzeros)
-        _C.awq_gemm(weight, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), ops._stream(x.device))
+        _C.awq_gemm(weight, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), ops._stream(x.get_device()))
     return out
 
 

@@ -497,6 +497,66 @@ def _check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | Non
                 raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
 
 
+# ---- what decoders compute between two products
+
+
+def _sum_of_squares(x: Tensor) -> Tensor:
+    """Sums over the rows of fp32 ``[M, K]``, in an order that a GPU can keep to.
+
+    The squares of each 512 columns are added in pairs, neighbours first; of these sums, those 32 apart are added in the
+    order of K, and the 32 that are left in pairs.
+    """
+
+    def in_pairs(values: Tensor) -> Tensor:
+        while values.shape[-1] > 1:
+            values = values[..., 0::2] + values[..., 1::2]
+        return values[..., 0]
+
+    runs = in_pairs(_blocks(x * x, 512))
+    rounds = _blocks(runs, 32).unbind(1)
+    total = rounds[0]
+    for further in rounds[1:]:
+        total = total + further
+    return in_pairs(total)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Root mean square norm of the rows of ``x``, or of ``s = x + residual``.
+
+    ``y = (s * r) * weight`` with ``r = 1 / sqrt(mean of s^2 + eps)``. Every operation is rounded to fp32, and s, the product
+    in parentheses and y once more to x's dtype. The squares are added in an order that is part of the specification.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, K]``.
+        weight: ``[K]`` of x's dtype.
+        eps: 1e-15 to 1; rounded to fp32.
+        residual: ``[M, K]`` of x's dtype, or None.
+
+    Returns:
+        y and s, ``[M, K]`` of x's dtype.
+    """
+    _check_matrix("x", x, _FLOAT_TYPES)
+    total = x if residual is None else (x.float() + residual.float()).to(x.dtype)
+    values = total.float()
+    mean = _quotient(_sum_of_squares(values), float(x.shape[1]), values)
+    # By way of fp64, whose root is near enough to be rounded to the right fp32: torch's fp32 root on CPUs is not the nearest.
+    root = (mean + values.new_full((), eps)).double().sqrt().float()
+    factor = _quotient(1.0, root, values)
+    y = (values * factor[:, None]).to(x.dtype).float() * weight.float()
+    return y.to(x.dtype), total
+
+
+def silu_mul(gate: Tensor, up: Tensor) -> Tensor:
+    """``silu(gate) * up`` with ``silu(v) = v / (1 + exp(-v))``, of gate's dtype.
+
+    Every operation is rounded to fp32, and silu and the result once more to gate's dtype. The exponential is that of the
+    device: CPUs and GPUs may differ in its last place.
+    """
+    values = gate.float()
+    activated = _quotient(values, 1.0 + torch.exp(-values), values).to(gate.dtype)
+    return (activated.float() * up.float()).to(gate.dtype)
+
+
 # ---- the order in which kernels read activations
 
 

@@ -40,6 +40,12 @@ def weight(
     )
 
 
+def sized(n: int, k: int, bits: int) -> co.PackedWeight:
+    """A weight of which only the sizes are looked at; n and k are multiples of 64 and 128."""
+    codes, scales = torch.empty(n * k * bits // 8, dtype=torch.uint8), torch.empty(k // 128, n, dtype=torch.float16)
+    return co.PackedWeight(codes, scales, None, None, None, None, n, k, bits, 128)
+
+
 def activations(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Integers from -5 to 5: exact in every float type."""
     return torch.randint(-5, 6, shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
@@ -409,6 +415,130 @@ def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         co.quantize_activations(activations(9, K))
 
 
+# ---- bits that do not depend on M, and kernels of earlier architectures
+
+
+INVARIANT_MS = (0, 1, 3, 17, 64, 129, 1000, 8192)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("shape", [(4096, 4096), (28672, 4096), (192, 640)])
+def test_a_batch_invariant_product_is_planned_alike_for_every_m(shape: tuple[int, int], act_quant: str) -> None:
+    n, k = shape
+    for bits in (4, 8):
+        packed = sized(n, k, bits)
+        for device in ("sm_80", "sm_90", "sm_120"):
+            plans = [co.explain(m, packed, act_quant, device=device, batch_invariant=True) for m in INVARIANT_MS]
+            assert len({(plan.kernel, plan.splits) for plan in plans}) == 1
+            free = [co.explain(m, packed, act_quant, device=device) for m in INVARIANT_MS]
+            assert len({(plan.kernel, plan.splits) for plan in free}) > 1 or n != 4096
+
+
+def test_explain_takes_the_kernels_of_an_earlier_architecture() -> None:
+    packed = sized(4096, 4096, 4)
+    for m in (1, 64, 4096):
+        for act_quant in ("none", "block"):
+            old = co.explain(m, packed, act_quant, device="sm_90", architecture=80)
+            assert old.device == "sm_90"
+            assert old.kernel == co.explain(m, packed, act_quant, device="sm_80").kernel
+    assert co.explain(4096, packed, device="sm_90").kernel != co.explain(4096, packed, device="sm_90", architecture=89).kernel
+    with pytest.raises(ValueError, match="architecture is 90; the GPU is sm_80"):
+        co.explain(1, packed, device="sm_80", architecture=90)
+    with pytest.raises(ValueError, match="the GPU is sm_75; the kernels run on sm_80 and later"):
+        co.explain(1, packed, device="sm_80", architecture=75)
+
+
+@pytest.mark.parametrize("act_quant", ["none", "block"])
+def test_batch_invariance_on_a_cpu(act_quant: str) -> None:
+    packed = co.reorder(weight(kind="zeros", bias=True))
+    random = torch.Generator().manual_seed(0)
+    x, residual = torch.randn(33, K, generator=random), torch.randn(33, N, generator=random)
+    whole = co.mixed_gemm(x, packed, None, "silu", act_quant, residual=residual, batch_invariant=True)
+    assert whole.shape == (33, N)
+    for rows in (slice(0, 1), slice(4, 21), slice(32, 33)):
+        y = co.mixed_gemm(x[rows], packed, None, "silu", act_quant, residual=residual[rows], batch_invariant=True)
+        assert torch.equal(y, whole[rows])
+    quantized = co.quantize_activations(x, 64)
+    y = co.mixed_gemm(quantized, packed, batch_invariant=True)
+    assert torch.equal(y[5:6], co.mixed_gemm(co.quantize_activations(x[5:6], 64), packed, batch_invariant=True))
+    assert co.mixed_gemm(x[:0], packed, batch_invariant=True).shape == (0, N)
+
+
+# ---- quantisers that compute a function of x
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("block", [32, 128, -1])
+def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype, block: int) -> None:
+    random = torch.Generator().manual_seed(7)
+    x, other = (torch.randn(2, 3, 700, generator=random).to(dtype) for _ in range(2))
+    weight_ = torch.randn(700, generator=random).to(dtype)
+    perm = torch.randperm(700, generator=random).int()
+    flat = other.view(6, 700)
+    plain, _ = reference.rms_norm(x.view(6, 700), weight_, 1e-5)
+    summed, total = reference.rms_norm(x.view(6, 700), weight_, 1e-5, flat)
+    for symmetric in (True, False):
+        for order in (None, perm):
+            options: dict[str, Any] = {"block": block, "symmetric": symmetric, "perm": order}
+            found = [co.rms_norm_quantize(x, weight_, 1e-5, **options)]
+            with_residual, stream = co.rms_norm_quantize(x, weight_, 1e-5, other, **options)
+            assert torch.equal(stream, total.view(x.shape))
+            found += [with_residual, co.silu_mul_quantize(x, other, **options)]
+            for qa, y in zip(found, (plain, summed, reference.silu_mul(x.view(6, 700), flat)), strict=True):
+                expected = co.quantize_activations(y.view(x.shape), **options)
+                assert (qa.shape, qa.dtype, qa.block, qa.k) == (x.shape, dtype, block, 700)
+                assert qa.perm is order
+                assert torch.equal(qa.codes, expected.codes)
+                assert torch.equal(qa.scales, expected.scales)
+                assert (qa.zeros is None) == (expected.zeros is None)
+                if qa.zeros is not None:
+                    assert torch.equal(qa.zeros, expected.zeros)
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "words"),
+    [
+        ({"x": 3}, TypeError, ["x", "int"]),
+        ({"weight": torch.zeros(K, dtype=torch.float16)}, TypeError, ["weight", "float16", "x is float32"]),
+        ({"weight": torch.zeros(K - 1)}, ValueError, ["weight", "(199,)", "(200,)"]),
+        ({"weight": None}, TypeError, ["weight", "NoneType"]),
+        ({"weight": torch.zeros(K, device="meta")}, TypeError, ["weight", "meta", "cpu"]),
+        ({"eps": 0.0}, ValueError, ["eps", "0.0", "1e-15 to 1"]),
+        ({"eps": NAN}, ValueError, ["eps", "nan"]),
+        ({"eps": 2}, ValueError, ["eps", "2"]),
+        ({"residual": torch.zeros(3, K)}, ValueError, ["residual", "(3, 200)", "(2, 200)"]),
+        ({"residual": torch.zeros(2, K).half()}, TypeError, ["residual", "float16", "float32"]),
+        ({"block": 16}, ValueError, ["block", "16"]),
+        ({"perm": torch.arange(K)}, ValueError, ["perm", "int64"]),
+    ],
+    ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
+)
+def test_rms_norm_quantize_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
+    arguments: Change = {"x": activations(2, K), "weight": activations(K), **change}
+    with pytest.raises(error) as caught:
+        co.rms_norm_quantize(**arguments)
+    for word in words:
+        assert word in str(caught.value)
+
+
+def test_silu_mul_quantize_refuses() -> None:
+    x = activations(2, K)
+    with pytest.raises(ValueError, match=r"up has shape \(2, 100\); \(2, 200\) is expected"):
+        co.silu_mul_quantize(x, x[:, :100])
+    with pytest.raises(TypeError, match="up is float16 on cpu; x is float32 on cpu"):
+        co.silu_mul_quantize(x, x.half())
+    with pytest.raises(TypeError, match="up is a int"):
+        co.silu_mul_quantize(x, 3)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="block is 16"):
+        co.silu_mul_quantize(x, x, block=16)
+
+
+def test_a_norm_of_too_many_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "_MAX_NORM_K", 199)
+    with pytest.raises(ValueError, match="x has 200 columns; a norm of at most 199"):
+        co.rms_norm_quantize(activations(2, K), activations(K))
+
+
 # ---- torch.library and torch.compile
 
 
@@ -426,19 +556,22 @@ def samples() -> list[Any]:
     packed["symmetric"] = co.reorder(weight(8))
     x, half = activations(5, K), torch.float16
     qa = co.quantize_activations(x, block=64, symmetric=False)
-    epilogue = (activations(N), "clamp", -1.0, 1.0)
-    plain = (None, None, 0.0, 0.0)
     residual = activations(5, N)
+    epilogue = (activations(N), "clamp", -1.0, 1.0, residual)
+    plain = (None, None, 0.0, 0.0, None, half, False, "none", True, False, 0)
     found: list[Any] = [
         ("quantize_activations", library.quantize_activations, (x, packed["zeros"].perm, 64, False)),
         ("quantize_activations", library.quantize_activations, (x, None, -1, True)),
+        ("rms_norm_quantize", library.rms_norm_quantize, (x, activations(K), 1e-6, activations(5, K), None, 64, False)),
+        ("rms_norm_quantize", library.rms_norm_quantize, (x, activations(K), 1e-6, None, packed["zeros"].perm, -1, True)),
+        ("silu_mul_quantize", library.silu_mul_quantize, (x, activations(5, K), None, 128, True)),
         ("gemm_quantized", library.gemm_quantized,
-         (qa.codes, qa.scales, qa.zeros, 64, *fields(packed["symmetric"]), *epilogue, residual, half, True)),
+         (qa.codes, qa.scales, qa.zeros, 64, *fields(packed["symmetric"]), *epilogue, half, True, False, 0)),
     ]  # fmt: skip
     for kind, weight_ in packed.items():
         found.append((f"dequantize-{kind}", library.dequantize, (*fields(weight_), half)))
-        found.append((f"mixed_gemm-{kind}", library.mixed_gemm, (x, *fields(weight_), *plain, "none", True, None, half, False)))
-    args = (x, *fields(packed["symmetric"]), *epilogue, "block", False, residual, torch.bfloat16, True)
+        found.append((f"mixed_gemm-{kind}", library.mixed_gemm, (x, *fields(weight_), *plain)))
+    args = (x, *fields(packed["symmetric"]), *epilogue, torch.bfloat16, True, "block", False, True, 80)
     found.append(("mixed_gemm-epilogue", library.mixed_gemm, args))
     return [pytest.param(op, args, id=name) for name, op, args in found]
 
@@ -451,7 +584,8 @@ def test_opcheck(op: Any, args: tuple[Any, ...]) -> None:
 def test_the_registered_operators_give_what_the_functions_give() -> None:
     packed = co.reorder(weight(kind="zeros", perm=True))
     x = activations(5, K)
-    y = torch.ops.cutlass_ops.mixed_gemm(x, *fields(packed), None, "relu", 0.0, 0.0, "token", False, None, torch.float16, False)
+    end = (None, "relu", 0.0, 0.0, None, torch.float16, False)
+    y = torch.ops.cutlass_ops.mixed_gemm(x, *fields(packed), *end, "token", False, False, 0)
     assert torch.equal(y, co.mixed_gemm(x, packed, None, "relu", "token", False, out_dtype=torch.float16))
     assert torch.equal(torch.ops.cutlass_ops.dequantize(*fields(packed), torch.float16), co.dequantize(packed, torch.float16))
 

@@ -510,6 +510,87 @@ def test_quantizer_gathers_in_act_order(block: int, symmetric: bool) -> None:
         assert_quantized_as_on_the_cpu(on_cpu.to(GPU), on_cpu, block, symmetric, perm)
 
 
+def assert_same_activations(found: co.QuantizedActivations, expected: co.QuantizedActivations) -> None:
+    m = math.prod(expected.shape[:-1])
+    assert (found.block, found.k, found.shape, found.dtype) == (expected.block, expected.k, expected.shape, expected.dtype)
+    assert_same(found.codes, expected.codes)  # with the padding
+    assert_same(found.scales[:, :m], expected.scales[:, :m])
+    assert (found.zeros is None) == (expected.zeros is None)
+    if found.zeros is not None and expected.zeros is not None:
+        assert_same(found.zeros[:, :m], expected.zeros[:, :m])
+
+
+#: M, K: rows that are one piece a lane, several, too long for the registers, and of columns that vectors do not fit.
+FUSED_SHAPES = ((1, 576), (300, 4096), (5, 8192), (700, 1040), (3, 17408), (2, 30000), (9, 100), (2, 7))
+
+
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("block", [32, 128, -1])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT, FLOAT], ids=TYPE_NAMES.get)
+def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(dtype: torch.dtype, block: int, symmetric: bool) -> None:
+    for m, k in FUSED_SHAPES:
+        x, other = make_floats(m, k, dtype), make_floats(m + 1, k, dtype)[1:]
+        x[0, : k // 3] *= 50
+        x[m // 2] = x[m // 2] * 1e-4 if m > 1 else x[0]
+        weight = make_floats(1, k, dtype)[0]
+        for perm in (None, torch.randperm(k, generator=generator(k), device=GPU).int()):
+            options: dict[str, Any] = {"block": block, "symmetric": symmetric, "perm": perm}
+            y, _ = reference.rms_norm(x, weight, 1e-6)
+            poison(m * formats.padded_k(k))
+            assert_same_activations(co.rms_norm_quantize(x, weight, **options), co.quantize_activations(y, **options))
+            y, total = reference.rms_norm(x, weight, 1e-5, other)
+            qa, stream = co.rms_norm_quantize(x, weight, 1e-5, other, **options)
+            assert_same(stream, total)
+            assert_same_activations(qa, co.quantize_activations(y, **options))
+            # A CPU finds the same bits: the order of the sum is part of the specification.
+            on_cpu, total_on_cpu = reference.rms_norm(x.cpu(), weight.cpu(), 1e-5, other.cpu())
+            assert_same(stream.cpu(), total_on_cpu)
+            assert_same(y.cpu(), on_cpu)
+            y = reference.silu_mul(x, other)
+            assert_same_activations(co.silu_mul_quantize(x, other, **options), co.quantize_activations(y, **options))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
+def test_silu_of_every_value(dtype: torch.dtype) -> None:
+    values = torch.arange(-(1 << 15), 1 << 15, device=GPU, dtype=torch.int16).view(dtype)
+    gate = torch.where(values.isfinite(), values, 0.0).view(-1, 32)
+    for up in (torch.ones_like(gate), make_floats(*gate.shape, dtype)):
+        for symmetric in (True, False):
+            y = torch.nn.functional.silu(gate) * up  # what models compute
+            assert_same_activations(co.silu_mul_quantize(gate, up, 32, symmetric), co.quantize_activations(y, 32, symmetric))
+
+
+@pytest.mark.parametrize("block", [64, -1])
+def test_fused_quantisers_let_no_nan_pass_for_a_number(block: int) -> None:
+    for k in (576, 100):
+        for bad in (NAN, INF, -INF):
+            x, other, weight = make_floats(6, k, HALF), make_floats(7, k, HALF)[:6], make_floats(1, k, HALF)[0]
+            x[1, 3] = bad
+            other[4, k - 1] = bad
+            norm, total = reference.rms_norm(x, weight, 1e-6, other)
+            qa, stream = co.rms_norm_quantize(x, weight, 1e-6, other, block)
+            assert_same(stream, total)
+            assert_same_activations(qa, co.quantize_activations(norm, block))
+            assert_same_activations(
+                co.silu_mul_quantize(x, other, block), co.quantize_activations(reference.silu_mul(x, other), block)
+            )
+
+
+def test_fused_quantisers_read_strided_rows_and_both_halves_of_one_product() -> None:
+    for k in (576, 100):
+        both = make_floats(10, 2 * k, HALF)
+        gate, up = both.chunk(2, -1)
+        y = reference.silu_mul(gate.contiguous(), up.contiguous())
+        assert_same_activations(co.silu_mul_quantize(gate, up), co.quantize_activations(y))
+        for view in VIEWS:
+            x, other = VIEWS[view](make_floats(10, k, HALF)), VIEWS[view](make_floats(20, k, HALF)[10:])
+            weight = make_floats(1, k, HALF)[0]
+            norm, total = reference.rms_norm(x.reshape(-1, k), weight, 1e-6, other.reshape(-1, k))
+            qa, stream = co.rms_norm_quantize(x, weight, 1e-6, other)
+            assert_same(stream, total.view(x.shape))
+            assert_same_activations(qa, co.quantize_activations(norm.view(x.shape)))
+
+
 # ---- operands of other forms
 
 
@@ -809,21 +890,64 @@ def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     library = torch.ops.cutlass_ops
     packed = co.reorder(make_weight(Format(4, "zeros", 64), 200, 700, exact=False, perm=True))
     parts = (packed.codes, packed.scales, packed.zeros, packed.offsets, packed.bias, packed.perm)
-    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size)
+    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
     x = make_floats(5, 700, HALF)
     bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
     qa = co.quantize_activations(x, 64, False, packed.perm)
-    yield library.mixed_gemm, (x, *fields, None, None, 0.0, 0.0, "none", True, None, FLOAT, False)
-    yield library.mixed_gemm, (x, *fields, bias, "clamp", -1.0, 1.0, "block", False, residual, BFLOAT, True)
-    yield library.gemm_quantized, (qa.codes, qa.scales, qa.zeros, 64, *fields, bias, "silu", 0.0, 0.0, residual, HALF, False)
+    yield library.mixed_gemm, (x, *fields, None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0)
+    yield library.mixed_gemm, (x, *fields, bias, "clamp", -1.0, 1.0, residual, BFLOAT, True, "block", False, True, 80)
+    end = (bias, "silu", 0.0, 0.0, residual, HALF, False, False, 0)
+    yield library.gemm_quantized, (qa.codes, qa.scales, qa.zeros, 64, *fields, *end)
     # The padding of scales is not written: it is as long as the result needs, whatever it holds.
     yield library.quantize_activations, (make_floats(16, 700, HALF), packed.perm, 64, False)
+    yield library.rms_norm_quantize, (make_floats(16, 640, HALF), make_floats(1, 640, HALF)[0], 1e-6, None, None, 64, False)
+    total = (make_floats(16, 700, HALF), make_floats(1, 700, HALF)[0], 1e-6, make_floats(16, 700, HALF), packed.perm, -1, True)
+    yield library.rms_norm_quantize, total
+    yield library.silu_mul_quantize, (make_floats(16, 640, HALF), make_floats(16, 640, HALF), None, 128, True)
     yield library.dequantize, (*fields, HALF)
 
 
 def test_opcheck() -> None:
     for op, args in opcheck_samples():
         torch.library.opcheck(op.default, args)
+
+
+# ---- bits that do not depend on M, and kernels of earlier architectures
+
+
+@pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros", 64), Format(4, "offsets")], ids=str)
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric, "batch_invariant": True}
+    for n, k in ((320, 4096), (9000, 512), (200, 700)):
+        packed = co.reorder(make_weight(fmt, n, k, exact=False, bias=True))
+        x = make_floats(1000, k, HALF)
+        whole = co.mixed_gemm(x, packed, **options)
+        assert_close(whole, oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double())  # type: ignore[union-attr]
+        for m in (1, 3, 17, 64, 129, 1000):
+            for start in {0, 1000 - m, (1000 - m) // 3}:
+                assert same_bits(co.mixed_gemm(x[start : start + m], packed, **options), whole[start : start + m])
+        wide = torch.nn.functional.pad(x, (3, 2), value=NAN)[:, 3:-2]  # rows that do not start on 16 bytes
+        assert same_bits(co.mixed_gemm(wide[7:8], packed, **options), whole[7:8])
+        if act_quant != "none":
+            qa = co.quantize_activations(x[5:40], block_of(act_quant, fmt.group_size), symmetric)
+            assert same_bits(co.mixed_gemm(qa, packed, batch_invariant=True), whole[5:40])
+
+
+@pytest.mark.parametrize("fmt", [Format(4), Format(8, "zeros")], ids=str)
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_kernels_of_an_earlier_architecture(activations: str, fmt: Format) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
+    packed = co.reorder(make_weight(fmt, 520, 712, exact=True))
+    for m in (1, 40, 300):
+        x = make_exact_floats(m, 712, HALF, act_quant, symmetric, 128)
+        y = co.mixed_gemm(x, packed, out_dtype=FLOAT, architecture=80, **options)
+        assert_same(y, oracle(x, packed.unpack(), act_quant, symmetric).float())
+        assert (
+            co.explain(m, packed, **options, architecture=80).kernel == co.explain(m, packed, **options, device="sm_80").kernel
+        )
 
 
 # ---- what runs, and what does not

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from cutlass_ops import formats, reference
 from cutlass_ops.reference import (
+    _sum_of_squares,
     activation_order,
     dequantize_activations,
     dequantize_weight,
@@ -22,6 +23,8 @@ from cutlass_ops.reference import (
     natural_order,
     quantize_activations,
     quantize_weight,
+    rms_norm,
+    silu_mul,
 )
 from cutlass_ops.weight import QuantizedWeight
 
@@ -744,6 +747,70 @@ def test_mixed_gemm_passes_every_option_to_the_epilogue(act_quant: str) -> None:
     y = mixed_gemm(x, qw, act_quant=act_quant, residual=residual, out_dtype=torch.float32)
     assert y.dtype == torch.float32
     assert y.item() == -999873
+
+
+# ---- what decoders compute between two products
+
+
+def test_rms_norm_by_hand() -> None:
+    # The mean square is (9 + 16) / 4 = 6.25, beside which eps is nothing: r = 1 / 2.5 = 0.4.
+    x = torch.tensor([[3.0, -4.0, 0.0, 0.0]]).half()
+    weight = torch.tensor([2.0, 0.5, 1.0, 1.0]).half()
+    y, total = rms_norm(x, weight, 1e-15)
+    assert y.dtype == torch.float16
+    assert total is x
+    # 3 r in fp16 is 1.2001953125, -4 r is -1.599609375; then the weights.
+    assert y.tolist() == [[2.400390625, -0.7998046875, 0.0, 0.0]]
+    y, total = rms_norm(x - 1, weight, 1e-15, torch.ones_like(x))
+    assert torch.equal(total, x)
+    assert y.tolist() == [[2.400390625, -0.7998046875, 0.0, 0.0]]
+
+
+def test_rms_norm_rounds_the_sum_and_the_quotient_to_the_dtype() -> None:
+    # 2048 + 1 is no fp16: the residual that goes on is 2048, and its norm is taken.
+    x = torch.full((1, 8), 2048.0).half()
+    y, total = rms_norm(x, torch.ones(8).half(), 1e-6, torch.ones_like(x))
+    assert total.tolist() == [[2048.0] * 8]
+    assert y.tolist() == [[1.0] * 8]
+
+
+def test_squares_are_summed_in_the_order_that_is_specified() -> None:
+    # fp32 forgets 1 beside 2^24. Column by column 2^24 + 1 + 1 + ... would stay 2^24; neighbours in pairs do not.
+    x = torch.ones(1, 1024)
+    x[0, 0] = 4096.0
+    # The pair (2^24, 1) loses its 1; all other pairs keep theirs, and every later sum is even.
+    assert _sum_of_squares(x).item() == 2**24 + 1022
+    x[0, 1] = 0.0
+    assert _sum_of_squares(x).item() == 2**24 + 1022
+    # Runs of 512 columns, 32 apart in the order of K: (2^24 + 1) + 1 loses both ones that 2^24 + (1 + 1) would keep.
+    runs = torch.zeros(1, 512 * 65)
+    runs[0, 0] = 4096.0
+    runs[0, 512 * 32] = runs[0, 512 * 64] = 1.0
+    assert _sum_of_squares(runs).item() == 2**24
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("k", [1, 7, 576, 4096, 20000])
+def test_rms_norm_is_near_the_exact_one(dtype: torch.dtype, k: int) -> None:
+    random = torch.Generator().manual_seed(k)
+    x, weight = torch.randn(3, k, generator=random).to(dtype), torch.randn(k, generator=random).to(dtype)
+    y, _ = rms_norm(x, weight, 1e-5)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-5).sqrt() * weight.double()
+    unit = {torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7, torch.float32: 2.0**-21}[dtype]
+    assert ((y.double() - exact).abs() <= unit * exact.abs() + 1e-6).all()
+
+
+def test_silu_mul() -> None:
+    gate = torch.tensor([[0.0, 1.0, -1.0, 20.0, -100.0, 60000.0]]).half()
+    up = torch.tensor([[5.0, 2.0, 2.0, 3.0, 3.0, 2.0]]).half()
+    y = silu_mul(gate, up)
+    # silu(1) = 0.73106: in fp16 0.73096; silu(-1) = -0.26894: -0.26904. The product of the last column overflows.
+    assert y.tolist() == [[0.0, 1.4619140625, -0.5380859375, 60.0, 0.0, INF]]
+    assert y.dtype == torch.float16
+    values = torch.randn(4, 999, generator=torch.Generator().manual_seed(1))
+    for dtype in (torch.float16, torch.bfloat16):
+        a, b = values.to(dtype), values.flip(0).to(dtype)
+        assert torch.equal(silu_mul(a, b), torch.nn.functional.silu(a) * b)  # what models compute
 
 
 # ---- errors

@@ -28,9 +28,9 @@ def best_peer(row: dict[str, Any]) -> tuple[str, float] | None:
 
 
 def panels(rows: Rows) -> dict[tuple[int, int], dict[str, Rows]]:
-    """Rows by shape and format, in the order of the file; those of a format by M."""
+    """Rows by shape and format, in the order of the file; those of a format by M. What only moves data has no M."""
     found: dict[tuple[int, int], dict[str, Rows]] = {}
-    for row in rows:
+    for row in (row for row in rows if row["m"]):
         found.setdefault((row["n"], row["k"]), {}).setdefault(row["format"], []).append(row)
     for formats in found.values():
         for of_format in formats.values():

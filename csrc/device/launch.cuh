@@ -3,6 +3,8 @@
 
 #include <cuda_runtime.h>
 
+#include <map>
+#include <mutex>
 #include <string>
 #include <utility>
 
@@ -14,20 +16,35 @@ inline Status cuda_error(char const* call, cudaError_t error) {
   return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
 }
 
+// Let a kernel have so much dynamic shared memory on the current device. The runtime is asked once, or when it is to be more: it takes longer than a launch.
+inline Status allow_shared_memory(void const* kernel, int bytes) {
+  static std::mutex mutex;
+  static std::map<std::pair<int, void const*>, int> allowed;  // device, kernel -> bytes
+  int device = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
+  std::lock_guard<std::mutex> lock(mutex);
+  int& known = allowed[{device, kernel}];
+  if (bytes <= known) return {};
+  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return cuda_error("cudaFuncSetAttribute", error);
+  known = bytes;
+  return {};
+}
+
 // On sm_90 and later the kernel may start while its predecessor in the stream still runs: everything but weights is read, and
 // anything is written, only after wait_for_predecessor().
 template <class... Params, class... Args>
-Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, int threads, int shared_bytes, Stream stream,
+Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads, int shared_bytes, Stream stream,
                        Args&&... args) {
   if (shared_bytes > 48 * 1024) {
-    cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes);
-    if (error != cudaSuccess) return cuda_error("cudaFuncSetAttribute", error);
+    Status status = allow_shared_memory(reinterpret_cast<void const*>(kernel), shared_bytes);
+    if (!status.ok()) return status;
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   cudaLaunchConfig_t config = {};
   config.gridDim = grid;
-  config.blockDim = dim3(threads);
+  config.blockDim = threads;
   config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attributes[2];
@@ -47,7 +64,7 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, int th
 }
 
 template <class... Params, class... Args>
-Status launch(void (*kernel)(Params...), dim3 grid, int threads, int shared_bytes, Stream stream, Args&&... args) {
+Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_bytes, Stream stream, Args&&... args) {
   return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 

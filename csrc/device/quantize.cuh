@@ -43,30 +43,63 @@ struct Range {
   }
 };
 
+// a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two corrections of the quotient by its
+// remainder, which is exact. __fdiv_rn does the same, and calls a function for the other cases, at the cost of registers and branches.
+__device__ __forceinline__ float quotient(float a, float b) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
+  y = __fmaf_rn(y, __fmaf_rn(-b, y, 1.0f), y);
+  float q = __fmul_rn(a, y);
+  q = __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+  return __fmaf_rn(__fmaf_rn(-b, q, a), y, q);
+}
+
 template <bool kSymmetric>
 struct Quantizer {
-  float scale = 1.0f, reciprocal = 0.0f, zero = 0.0f;
+  float scale, reciprocal, zero = 0.0f;
 
   __device__ __forceinline__ explicit Quantizer(Range<kSymmetric> const& range) {
     float span = kSymmetric ? range.high : __fsub_rn(range.high, range.low);
     constexpr float kLevels = kSymmetric ? 127.0f : 255.0f;
-    if (!(span < __int_as_float(0x7f800000))) {  // also NaN; and high - low may overflow although both are finite
-      scale = __int_as_float(0x7fffffff);
-    } else if (span >= kTiny) {
-      scale = __fdiv_rn(span, kLevels);
-      reciprocal = __fdiv_rn(kLevels, span);
-      if (!kSymmetric) zero = fminf(fmaxf(rintf(__fsub_rn(-128.0f, __fmul_rn(range.low, reciprocal))), -128.0f), 127.0f);
-    }
+    // Where the divisor is constant, the product with its reciprocal takes one correction (tried for every fp32).
+    float quotients[2] = {__fmul_rn(span, 1.0f / kLevels), __fmul_rn(quotient(kLevels, __fmul_rn(span, 0x1p-13f)), 0x1p-13f)};
+    quotients[0] = __fmaf_rn(__fmaf_rn(-kLevels, quotients[0], span), 1.0f / kLevels, quotients[0]);
+    bool const finite =
+        span < __int_as_float(0x7f800000);  // not if it is NaN; and high - low may overflow although both are finite
+    bool const regular = finite && span >= kTiny;
+    scale = regular ? quotients[0] : finite ? 1.0f : __int_as_float(0x7fffffff);
+    reciprocal = regular ? quotients[1] : 0.0f;
+    if (!kSymmetric)
+      zero = regular ? fminf(fmaxf(rintf(__fsub_rn(-128.0f, __fmul_rn(range.low, reciprocal))), -128.0f), 127.0f) : 0.0f;
   }
 
-  // The code of v in the lowest byte. Adding 1.5 * 2^23 rounds half to even and leaves the integer in the lowest bits of the sum. Symmetric codes
-  // need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place.
+  // rint(v * reciprocal) in the lowest bits: adding 1.5 * 2^23 rounds half to even and leaves the integer there.
+  static constexpr float kMagic = 12582912.0f;
+  __device__ __forceinline__ uint32_t rounded(float v) const {
+    return __float_as_uint(__fadd_rn(__fmul_rn(v, reciprocal), kMagic));
+  }
+
+  __device__ __forceinline__ int shift() const { return int(zero) - 0x4b400000; }  // the bits of kMagic
+
+  // The code of v in the lowest byte. Symmetric ones need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place.
   __device__ __forceinline__ uint32_t code(float v) const {
-    float rounded = __fmul_rn(v, reciprocal);
-    if (reciprocal == 0.0f) rounded = 0.0f;  // v may be NaN or infinite
-    constexpr float kMagic = 12582912.0f;
-    if (kSymmetric) return __float_as_uint(__fadd_rn(rounded, kMagic));
-    return __float_as_uint(__fadd_rn(fminf(fmaxf(rintf(rounded) + zero, -128.0f), 127.0f), kMagic));
+    if (reciprocal == 0.0f) return 0;  // of a block of zeros; or of one with NaN or infinity
+    return kSymmetric ? rounded(v) : uint32_t(max(-128, min(127, int(rounded(v)) + shift())));
+  }
+
+  // The codes of a.x, b.x, a.y, b.y from the lowest byte on.
+  __device__ __forceinline__ uint32_t codes(float2 a, float2 b) const {
+    uint32_t q[4] = {rounded(a.x), rounded(b.x), rounded(a.y), rounded(b.y)}, word;
+    if (kSymmetric) {
+      word = __byte_perm(__byte_perm(q[0], q[1], 0x0040), __byte_perm(q[2], q[3], 0x0040), 0x5410);
+    } else {
+      asm("{ .reg .b32 upper;\n"
+          "cvt.pack.sat.s8.s32.b32 upper, %4, %3, 0;\n"
+          "cvt.pack.sat.s8.s32.b32 %0, %2, %1, upper; }"
+          : "=r"(word)
+          : "r"(int(q[0]) + shift()), "r"(int(q[1]) + shift()), "r"(int(q[2]) + shift()), "r"(int(q[3]) + shift()));
+    }
+    return reciprocal == 0.0f ? 0 : word;
   }
 };
 
@@ -79,7 +112,7 @@ struct FloatRows {
   int32_t const* perm;
   bool vector_loads;  // rows start on 16 bytes, K is a multiple of kLaneColumns, and no permutation
 
-  FloatRows(void const* x_, DataType type, int64_t stride, int k_, int32_t const* perm_)
+  __host__ __device__ FloatRows(void const* x_, DataType type, int64_t stride, int k_, int32_t const* perm_)
       : x(x_),
         x_type(type),
         x_stride(stride),
@@ -101,7 +134,7 @@ __device__ __forceinline__ void to_floats(uint32_t const (&words)[8], DataType t
 }
 
 // Columns from K on are zeros.
-__device__ __forceinline__ void load_columns(FloatRows const& q, int row, int column, float (&v)[kLaneColumns]) {
+__device__ __forceinline__ void load_columns(FloatRows const& q, int64_t row, int column, float (&v)[kLaneColumns]) {
   int64_t start = row * q.x_stride;
   if (!q.vector_loads) {
 #pragma unroll

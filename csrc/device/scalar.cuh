@@ -15,6 +15,16 @@ __device__ __forceinline__ float load_float(void const* data, DataType type, int
   return static_cast<float const*>(data)[index];
 }
 
+__device__ __forceinline__ void store_float(void* data, DataType type, int64_t index, float v) {
+  if (type == DataType::kFloat16) {
+    static_cast<__half*>(data)[index] = __float2half_rn(v);
+  } else if (type == DataType::kBFloat16) {
+    static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(v);
+  } else {
+    static_cast<float*>(data)[index] = v;
+  }
+}
+
 __host__ __device__ constexpr int size_of(DataType type) {
   return type == DataType::kFloat32 ? 4 : type == DataType::kInt8 ? 1 : 2;
 }

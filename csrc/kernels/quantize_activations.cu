@@ -1,15 +1,27 @@
-// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row.
+// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row. What is quantised is x, or one of two
+// functions of it that decoders compute in between, so that their results need no way through memory:
 //
-// The arithmetic is the reference's, operation by operation, so that codes and scales are the same bits on every device:
-//   symmetric    s = amax / 127          q = clamp(rint(x * (127 / amax)), -127, 127)
-//   asymmetric   s = (hi - lo) / 255     z = clamp(rint(-128 - lo * r), -128, 127)     q = clamp(rint(x * r) + z, -128, 127),   r = 255 / (hi - lo)
-//                lo = min(0, min x), hi = max(0, max x)
+//   rms norm     s = x + residual, which is also written;  r = 1 / sqrt(mean of s^2 over the row + eps);  y = (s * r) * weight
+//   silu x up    y = silu(x) * up,  silu(v) = v / (1 + exp(-v))
+//
+// The arithmetic is the reference's, operation by operation, so that codes and scales are the same bits on every device (but for the exponential, which
+// is the device's own): each operation is rounded to fp32, each parenthesis and y to x's type.
+//   symmetric    s = amax / 127          q = clamp(rint(y * (127 / amax)), -127, 127)
+//   asymmetric   s = (hi - lo) / 255     z = clamp(rint(-128 - lo * r), -128, 127)     q = clamp(rint(y * r) + z, -128, 127),   r = 255 / (hi - lo)
+//                lo = min(0, min y), hi = max(0, max y)
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
-// One lane owns 16 columns: a whole 16-byte piece of the permuted codes, which it stores at once.
-//   block mode   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles; a warp takes 512 columns of a row
-//   token mode   a thread block takes a row; its range is found in a first pass over the row, which the second then finds in cache
+// One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
+// before they are used.
+//   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
+//                     their scales lie side by side and leave in one store
+//   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both; the row stays in registers while the next is loaded
+//   quantize_any_rows the same for rows of any length, alignment and order of columns, read again for each pass
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
@@ -18,102 +30,483 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kWarpColumns = 32 * kLaneColumns;
-constexpr int kThreads = 256;
+constexpr int kBlockThreads = 128;  // of quantize_blocks
+constexpr int kBlockRows = 2;       // rows of a thread of quantize_blocks
+constexpr int kMaxGridY = 65535;
+constexpr int kAnyThreads = 256;  // of quantize_any_rows
+
+enum class Function { kNone, kRmsNorm, kSiluMul };
 
 struct Params {
   QuantizeProblem problem;
-  FloatRows rows;
-  int k_pad;
+  int pieces;      // of 16 columns in a padded row
+  int log2_lanes;  // of a block; 31 where the row is one
 };
 
-// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
-template <bool kSymmetric>
-__device__ __forceinline__ void store_codes(Params const& p, int row, int column, float const (&v)[kLaneColumns],
-                                            Quantizer<kSymmetric> const& quantizer) {
-  uint32_t words[4];
-#pragma unroll
-  for (int w = 0; w < 4; ++w) {
-    static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
-                  activation_position(15) == 15);
-    uint32_t codes[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      int k = 2 * w + i / 2 + i % 2 * 8;  // activation_position(k) = 4 w + i
-      // Beyond K the zero point: what a value of zero becomes.
-      codes[i] = quantizer.code(v[k]);
+// ---- values of x's type
+
+// 16 neighbouring columns. T is __half or __nv_bfloat16, or float for a type that is known at run time; results are rounded to that type. (Rounding a
+// sum or product of 16-bit floats to fp32 first would change nothing: fp32 has twice their digits and two.)
+template <class T>
+struct Columns {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t words[8];  // i: the pair of columns 2i and 2i + 1
+
+  __device__ __forceinline__ static Pair pair_of(uint32_t word) { return reinterpret_cast<Pair const&>(word); }
+  __device__ __forceinline__ static uint32_t word_of(Pair pair) { return reinterpret_cast<uint32_t const&>(pair); }
+  __device__ __forceinline__ float2 pair(int i) const {
+    if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of(words[i]));
+    return make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+  }
+  __device__ __forceinline__ void set(int i, float2 v, DataType) {
+    if constexpr (std::is_same_v<T, __half>) {
+      words[i] = word_of(__float22half2_rn(v));
+    } else {
+      words[i] = word_of(__float22bfloat162_rn(v));
     }
-    words[w] = __byte_perm(__byte_perm(codes[0], codes[1], 0x0040), __byte_perm(codes[2], codes[3], 0x0040), 0x5410);
   }
-  *reinterpret_cast<uint4*>(p.problem.out.codes + int64_t(row) * p.k_pad + column) =
-      make_uint4(words[0], words[1], words[2], words[3]);
+  __device__ __forceinline__ void add(Columns const& other, DataType) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(__hadd2_rn(pair_of(words[i]), pair_of(other.words[i])));
+  }
+  __device__ __forceinline__ void multiply(Columns const& other, DataType) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(__hmul2_rn(pair_of(words[i]), pair_of(other.words[i])));
+  }
+};
+template <>
+struct Columns<float> {
+  float values[kLaneColumns];
+
+  __device__ __forceinline__ float2 pair(int i) const { return make_float2(values[2 * i], values[2 * i + 1]); }
+  __device__ __forceinline__ static float rounded(float v, DataType type) {
+    if (type == DataType::kFloat16) v = __half2float(__float2half_rn(v));
+    if (type == DataType::kBFloat16) v = __bfloat162float(__float2bfloat16_rn(v));
+    return v;
+  }
+  __device__ __forceinline__ void set(int i, float2 v, DataType type) {
+    values[2 * i] = rounded(v.x, type), values[2 * i + 1] = rounded(v.y, type);
+  }
+  __device__ __forceinline__ void add(Columns const& other, DataType type) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fadd_rn(values[i], other.values[i]), type);
+  }
+  __device__ __forceinline__ void multiply(Columns const& other, DataType type) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fmul_rn(values[i], other.values[i]), type);
+  }
+};
+
+// Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float takes rows that do not
+// start on 16 bytes, and numbers of columns that are no multiple of 16.
+template <class T>
+__device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data, int64_t stride, int row,
+                                     int column, int32_t const* perm) {
+  if constexpr (std::is_same_v<T, float>) {
+    load_columns(FloatRows(data, q.x_type, stride, q.k, perm), row, column, to.values);
+  } else {
+    uint4 const* source = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(data) + row * stride + column);
+    uint4 halves[2] = {};
+    if (column < q.k) halves[0] = source[0], halves[1] = source[1];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      to.words[4 * h] = halves[h].x, to.words[4 * h + 1] = halves[h].y, to.words[4 * h + 2] = halves[h].z,
+                   to.words[4 * h + 3] = halves[h].w;
+    }
+  }
 }
 
+// The inverse, without a permutation.
+template <class T>
+__device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const& q, void* data, int64_t start, int column) {
+  if constexpr (std::is_same_v<T, float>) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) {
+      if (column + i < q.k) store_float(data, q.x_type, start + column + i, c.values[i]);
+    }
+  } else if (column < q.k) {
+    uint4* to = reinterpret_cast<uint4*>(static_cast<uint16_t*>(data) + start + column);
+    to[0] = make_uint4(c.words[0], c.words[1], c.words[2], c.words[3]);
+    to[1] = make_uint4(c.words[4], c.words[5], c.words[6], c.words[7]);
+  }
+}
+
+// ---- ranges
+
+// What a run of columns spans, while lanes compare what they have: two values in a word. NaN goes through.
+template <class T, bool kSymmetric>
+struct Span {
+  using Pair = typename Columns<T>::Pair;
+  Pair pair{};  // symmetric: two maxima of absolute values; otherwise high and -low
+
+  __device__ __forceinline__ void add(Columns<T> const& c) {
+    if (kSymmetric) {
+#pragma unroll
+      for (uint32_t word : c.words) pair = __hmax2_nan(pair, __habs2(c.pair_of(word)));
+      return;
+    }
+    Pair high = c.pair_of(c.words[0]), low = high;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) high = __hmax2_nan(high, c.pair_of(c.words[i])), low = __hmin2_nan(low, c.pair_of(c.words[i]));
+    low = __hneg2(low);
+    pair = __hmax2_nan(pair, __hmax2_nan(Pair(high.x, low.x), Pair(high.y, low.y)));
+  }
+  __device__ __forceinline__ void add(Span other) { pair = __hmax2_nan(pair, other.pair); }
+  __device__ __forceinline__ Span of_lane(int distance) const { return {__shfl_xor_sync(~0u, pair, distance)}; }
+  __device__ __forceinline__ Range<kSymmetric> range() const {
+    float2 v = make_float2(float(pair.x), float(pair.y));
+    return kSymmetric ? Range<kSymmetric>{0.0f, max_or_nan(v.x, v.y)} : Range<kSymmetric>{-v.y, v.x};
+  }
+};
 template <bool kSymmetric>
-__device__ __forceinline__ void store_scale(Params const& p, int row, int block, Quantizer<kSymmetric> const& quantizer) {
+struct Span<float, kSymmetric> {
+  Range<kSymmetric> all{};
+
+  __device__ __forceinline__ void add(Columns<float> const& c) {
+#pragma unroll
+    for (float v : c.values) all.add(v);
+  }
+  __device__ __forceinline__ void add(Span const& other) { all.add(other.all); }
+  __device__ __forceinline__ Span of_lane(int distance) const {
+    return {{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, all.low, distance), __shfl_xor_sync(~0u, all.high, distance)}};
+  }
+  __device__ __forceinline__ Range<kSymmetric> range() const { return all; }
+};
+
+// ---- codes
+
+// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void store_codes(Params const& p, int row, int piece, Columns<T> const& c,
+                                            Quantizer<kSymmetric> const& quantizer) {
+  static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
+                activation_position(15) == 15);
+  uint4* to = reinterpret_cast<uint4*>(p.problem.out.codes) + int64_t(row) * p.pieces + piece;
+  *to = make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
+                   quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+}
+
+// ---- what is quantised
+
+// v / (1 + exp(-v)), rounded as written. Beyond -88.7 the divisor is infinite; before, a quarter of both keeps its reciprocal from being subnormal. Near
+// zero it is 2, and a quarter of v might be subnormal.
+__device__ __forceinline__ float silu(float v) {
+  float divisor = __fadd_rn(1.0f, expf(-v));
+  float y = quotient(__fmul_rn(v, 0.25f), __fmul_rn(divisor, 0.25f));
+  if (fabsf(v) < 0x1p-30f) y = __fmul_rn(v, 0.5f);
+  if (divisor == __int_as_float(0x7f800000)) y = __fmul_rn(v, 0.0f);  // NaN for -infinity
+  return y;
+}
+
+template <class T>
+__device__ __forceinline__ void silu_mul(Columns<T>& gate, Columns<T> const& up, DataType type) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 v = gate.pair(i);
+    gate.set(i, make_float2(silu(v.x), silu(v.y)), type);
+  }
+  gate.multiply(up, type);
+}
+
+// Squares are added in pairs, neighbours first: of 16 columns here, then of the 512 of a warp.
+template <class T>
+__device__ __forceinline__ float sum_of_squares(Columns<T> const& c) {
+  float sums[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 v = c.pair(i);
+    sums[i] = __fadd_rn(__fmul_rn(v.x, v.x), __fmul_rn(v.y, v.y));
+  }
+#pragma unroll
+  for (int distance = 1; distance < 8; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < 8; i += 2 * distance) sums[i] = __fadd_rn(sums[i], sums[i + distance]);
+  }
+  return sums[0];
+}
+__device__ __forceinline__ float sum_of_lanes(float v) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) v = __fadd_rn(v, __shfl_xor_sync(~0u, v, distance));
+  return v;
+}
+
+// 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs of 512 columns. As eps is at least 1e-15, none but an infinite
+// sum leaves the range in which a reciprocal square root that is nearly right and one correction by the remainder make the square root.
+__device__ __forceinline__ float norm_factor(float const* run_sums, int runs, QuantizeProblem const& q) {
+  float sum = 0.0f, y;
+  for (int run = threadIdx.x % 32; run < runs; run += 32) sum = __fadd_rn(sum, run_sums[run]);
+  sum = sum_of_lanes(sum);
+  float square = __fadd_rn(quotient(sum, float(q.k)), q.norm_eps);
+  asm("rsqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(square));
+  float root = __fmul_rn(square, y);
+  root = __fmaf_rn(__fmaf_rn(-root, root, square), __fmul_rn(0.5f, y), root);
+  return sum == __int_as_float(0x7f800000) ? 0.0f : quotient(1.0f, root);
+}
+
+// Columns from K on stay zeros, although the factor may be NaN; weight may be anything there.
+template <class T>
+__device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weight, float factor, int missing, DataType type) {
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 v = c.pair(i);
+    c.set(i, make_float2(__fmul_rn(v.x, factor), __fmul_rn(v.y, factor)), type);
+  }
+  c.multiply(weight, type);
+#pragma unroll
+  for (int i = 0; i < 8; ++i) {
+    float2 v = c.pair(i);
+    if (2 * i + 1 >= missing) c.set(i, make_float2(2 * i >= missing ? 0.0f : v.x, 0.0f), type);
+  }
+}
+
+// ---- blocks of 32, 64 or 128 columns
+
+template <class T, bool kSymmetric, Function kFunction>
+__global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant__ Params const p) {
+  wait_for_predecessor();
+  QuantizeProblem const& q = p.problem;
+  int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y, row = group * kBlockRows;
+  int const piece = blockIdx.x * blockDim.x + threadIdx.x, column = piece * kLaneColumns;
+  Columns<T> c[kBlockRows], up[kFunction == Function::kSiluMul ? kBlockRows : 1];
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    int const limit = row + i < q.m ? column : q.k;  // nothing from K on is read
+    load(c[i], q, q.x, q.x_stride, row + i, limit, q.perm);
+    if constexpr (kFunction == Function::kSiluMul) load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm);
+  }
+  Span<T, kSymmetric> spans[kBlockRows];
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    if constexpr (kFunction == Function::kSiluMul) silu_mul(c[i], up[i], q.x_type);
+    spans[i].add(c[i]);
+  }
+  for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) {
+#pragma unroll
+    for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
+  }
+  if (piece >= p.pieces || row >= q.m) return;
+  float scales[kBlockRows], zeros[kBlockRows];
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    Quantizer<kSymmetric> quantizer(spans[i].range());
+    scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
+    if (row + i < q.m) store_codes(p, row + i, piece, c[i], quantizer);
+  }
+  if (piece & ((1 << p.log2_lanes) - 1)) return;
+  // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
+  int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
+  *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
+  if (!kSymmetric) *reinterpret_cast<char2*>(q.out.zeros + to) = make_char2(int8_t(zeros[0]), int8_t(zeros[1]));
+}
+
+// ---- rows
+
+// The block's range and codes of 16 columns of a row. `token` is the range of a row that is one block.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
+                                               Span<T, kSymmetric> const& token) {
   QuantizedActivations const& out = p.problem.out;
-  out.scales[int64_t(block) * out.stride + row] = quantizer.scale;
-  if (!kSymmetric) out.zeros[int64_t(block) * out.stride + row] = int8_t(quantizer.zero);
-}
-
-template <bool kSymmetric>
-__global__ void __launch_bounds__(kThreads) quantize_blocks(__grid_constant__ Params const p) {
-  wait_for_predecessor();
-  int runs = (p.k_pad + kWarpColumns - 1) / kWarpColumns, warps = kThreads / 32;
-  int64_t work = int64_t(blockIdx.x) * warps + threadIdx.x / 32;
-  int row = int(work / runs), column = int(work % runs) * kWarpColumns + threadIdx.x % 32 * kLaneColumns;
-  if (row >= p.problem.m) return;
-  int lanes = p.problem.out.block / kLaneColumns;
-  float v[kLaneColumns];
-  load_columns(p.rows, row, column, v);
-  Range<kSymmetric> range{};
-#pragma unroll
-  for (int i = 0; i < kLaneColumns; ++i) range.add(v[i]);
-  range.share(lanes);
-  if (column >= p.k_pad) return;
-  Quantizer<kSymmetric> quantizer(range);
-  store_codes(p, row, column, v, quantizer);
-  if (threadIdx.x % lanes == 0) store_scale(p, row, column / p.problem.out.block, quantizer);
-}
-
-template <bool kSymmetric>
-__global__ void __launch_bounds__(kThreads, 4) quantize_tokens(__grid_constant__ Params const p) {
-  wait_for_predecessor();
-  __shared__ Range<kSymmetric> parts[kThreads / 32];
-  int row = blockIdx.x;
-  float v[kLaneColumns];
-  Range<kSymmetric> range{};
-  for (int column = threadIdx.x * kLaneColumns; column < p.k_pad; column += kThreads * kLaneColumns) {
-    load_columns(p.rows, row, column, v);
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) range.add(v[i]);
+  Span<T, kSymmetric> span = token;
+  if (out.block != -1) {
+    span = {};
+    span.add(c);
+    for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) span.add(span.of_lane(distance));
   }
-  range.share(32);
-  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = range;
+  if (piece >= p.pieces) return;
+  Quantizer<kSymmetric> quantizer(span.range());
+  store_codes(p, row, piece, c, quantizer);
+  if (piece & ((1u << p.log2_lanes) - 1)) return;
+  int64_t to = int64_t(piece >> p.log2_lanes) * out.stride + row;
+  out.scales[to] = quantizer.scale;
+  if (!kSymmetric) out.zeros[to] = int8_t(quantizer.zero);
+}
+
+// The range of a row from those of its warps, by way of `parts`.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void share_with_block(Span<T, kSymmetric>& span, Span<T, kSymmetric>* parts) {
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) span.add(span.of_lane(distance));
+  if (threadIdx.x % 32 == 0) parts[threadIdx.x / 32] = span;
   __syncthreads();
+  for (int i = 0; i < int(blockDim.x) / 32; ++i) span.add(parts[i]);
+}
+
+template <int kPieces>
+constexpr int kRowThreads = kPieces == 1 ? 1024 : 448;  // at most: rows of 16384 or 28672 columns
+
+template <class T, bool kSymmetric, Function kFunction, int kPieces>
+__global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_constant__ Params const p) {
+  constexpr bool kNorm = kFunction == Function::kRmsNorm, kTwo = kFunction != Function::kNone;
+  constexpr int kWarps = kRowThreads<kPieces> / 32;
+  // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
+  __shared__ float run_sums[2][kWarps * kPieces];
+  __shared__ Span<T, kSymmetric> spans[2][kWarps];
+  wait_for_predecessor();
+  QuantizeProblem const& q = p.problem;
+  int const first = threadIdx.x, step = blockDim.x, runs = (p.pieces + 31) / 32;
+  void const* const other_rows = kNorm ? q.residual : q.up;
+  int64_t const other_stride = kNorm ? q.residual_stride : q.up_stride;
+  Columns<T> x[kPieces], other[kTwo ? kPieces : 1], weight[kNorm ? kPieces : 1];
+  auto const load_row = [&](int row) {
 #pragma unroll
-  for (int i = 0; i < kThreads / 32; ++i) range.add(parts[i]);
-  Quantizer<kSymmetric> quantizer(range);
-  bool one_pass = p.k_pad <= kThreads * kLaneColumns;  // the row is still in v
-  for (int column = threadIdx.x * kLaneColumns; column < p.k_pad; column += kThreads * kLaneColumns) {
-    if (!one_pass) load_columns(p.rows, row, column, v);
-    store_codes(p, row, column, v, quantizer);
+    for (int i = 0; i < kPieces; ++i) {
+      int const column = (first + i * step) * kLaneColumns;
+      load(x[i], q, q.x, q.x_stride, row, column, nullptr);
+      if (kTwo && other_rows) load(other[i], q, other_rows, other_stride, row, column, nullptr);
+    }
+  };
+  load_row(blockIdx.x);
+  if constexpr (kNorm) {
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) load(weight[i], q, q.norm_weight, 0, 0, (first + i * step) * kLaneColumns, nullptr);
   }
-  if (threadIdx.x == 0) store_scale(p, row, 0, quantizer);
+  for (int row = blockIdx.x, odd = 0; row < q.m; row += gridDim.x, odd ^= 1) {
+    Columns<T> c[kPieces];
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      c[i] = x[i];
+      if constexpr (kFunction == Function::kSiluMul) silu_mul(c[i], other[i], q.x_type);
+      if (kNorm && other_rows) c[i].add(other[i], q.x_type);
+    }
+    if (row + int(gridDim.x) < q.m) load_row(row + gridDim.x);
+    if constexpr (kNorm) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) {
+        int const piece = first + i * step;
+        if (q.sum) store(c[i], q, q.sum, int64_t(row) * q.k, piece * kLaneColumns);
+        float sum = sum_of_lanes(sum_of_squares(c[i]));
+        if (first % 32 == 0) run_sums[odd][piece / 32] = sum;
+      }
+      __syncthreads();
+      float const factor = norm_factor(run_sums[odd], runs, q);
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) normalize(c[i], weight[i], factor, q.k - (first + i * step) * kLaneColumns, q.x_type);
+    }
+    Span<T, kSymmetric> token;
+    if (q.out.block == -1) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) token.add(c[i]);
+      share_with_block(token, spans[odd]);
+    }
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) quantize_piece(p, row, first + i * step, c[i], token);
+  }
+}
+
+template <bool kSymmetric, Function kFunction>
+__global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
+  extern __shared__ float run_sums[];
+  __shared__ Span<float, kSymmetric> spans[kAnyThreads / 32];
+  wait_for_predecessor();
+  QuantizeProblem const& q = p.problem;
+  int const row = blockIdx.x, runs = (p.pieces + 31) / 32;
+  float factor = 0.0f;
+  if constexpr (kFunction == Function::kRmsNorm) {
+    for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads) {
+      Columns<float> c, residual;
+      load(c, q, q.x, q.x_stride, row, piece * kLaneColumns, nullptr);
+      if (q.residual) {
+        load(residual, q, q.residual, q.residual_stride, row, piece * kLaneColumns, nullptr);
+        c.add(residual, q.x_type);
+        store(c, q, q.sum, int64_t(row) * q.k, piece * kLaneColumns);
+      }
+      float sum = sum_of_lanes(sum_of_squares(c));
+      if (threadIdx.x % 32 == 0) run_sums[piece / 32] = sum;
+    }
+    __syncthreads();
+    factor = norm_factor(run_sums, runs, q);
+  }
+  auto const values = [&](int piece) {
+    Columns<float> c, other;
+    int const column = piece * kLaneColumns;
+    if constexpr (kFunction == Function::kRmsNorm) {
+      load(c, q, q.sum ? q.sum : q.x, q.sum ? q.k : q.x_stride, row, column, q.perm);
+      load(other, q, q.norm_weight, 0, 0, column, q.perm);
+      normalize(c, other, factor, q.k - column, q.x_type);
+    } else {
+      load(c, q, q.x, q.x_stride, row, column, q.perm);
+      if constexpr (kFunction == Function::kSiluMul) {
+        load(other, q, q.up, q.up_stride, row, column, q.perm);
+        silu_mul(c, other, q.x_type);
+      }
+    }
+    return c;
+  };
+  Span<float, kSymmetric> token;
+  if (q.out.block == -1) {
+    for (int piece = threadIdx.x; piece < p.pieces; piece += kAnyThreads) token.add(values(piece));
+    share_with_block(token, spans);
+  }
+  for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads) quantize_piece(p, row, piece, values(piece), token);
+}
+
+// ---- launch
+
+bool starts_on_16_bytes(void const* data, int64_t stride, int element) {
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * element % 16 == 0;
+}
+
+template <class T, bool kSymmetric, Function kFunction>
+Status launch_blocks(Params const& p, Stream stream) {
+  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short.
+  int const chunks = (p.pieces + kBlockThreads - 1) / kBlockThreads, groups = (p.problem.m + kBlockRows - 1) / kBlockRows;
+  int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(kBlockThreads / wide, 1, groups);
+  int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
+  dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
+  return launch(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), 0, stream, p);
+}
+
+template <class T, bool kSymmetric, Function kFunction, int kPieces>
+Status launch_rows(Params const& p, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
+  // Blocks that fit at a time: each goes on to further rows.
+  int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
+  return launch(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks), dim3(threads), 0, stream, p);
+}
+
+template <bool kSymmetric, Function kFunction>
+Status launch_any_rows(Params const& p, Stream stream) {
+  int const shared = kFunction == Function::kRmsNorm ? (p.pieces + 31) / 32 * int(sizeof(float)) : 0;
+  return launch(quantize_any_rows<kSymmetric, kFunction>, dim3(p.problem.m), dim3(kAnyThreads), shared, stream, p);
+}
+
+template <class T, bool kSymmetric, Function kFunction>
+Status launch_function(Params const& p, Stream stream) {
+  if constexpr (kFunction != Function::kRmsNorm) {
+    if (p.problem.out.block != -1) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
+  }
+  if constexpr (!std::is_same_v<T, float>) {
+    if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
+    if constexpr (kFunction == Function::kNone) {
+      if (p.pieces <= kRowThreads<4> * 4) return launch_rows<T, kSymmetric, kFunction, 4>(p, stream);
+    }
+  }
+  return launch_any_rows<kSymmetric, kFunction>(p, stream);
+}
+
+template <class T, bool kSymmetric>
+Status launch_typed(Params const& p, Stream stream) {
+  if (p.problem.norm_weight) return launch_function<T, kSymmetric, Function::kRmsNorm>(p, stream);
+  if (p.problem.up) return launch_function<T, kSymmetric, Function::kSiluMul>(p, stream);
+  return launch_function<T, kSymmetric, Function::kNone>(p, stream);
 }
 
 }  // namespace
 
-Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream) {
-  int k_pad = int(padded_k(problem.k));
-  Params p{problem, FloatRows(problem.x, problem.x_type, problem.x_stride, problem.k, problem.perm), k_pad};
-  bool symmetric = !problem.out.zeros;
-  if (problem.out.block == -1) {
-    return launch(symmetric ? quantize_tokens<true> : quantize_tokens<false>, dim3(problem.m), kThreads, 0, stream, p);
-  }
-  int64_t warps = int64_t(problem.m) * ((k_pad + kWarpColumns - 1) / kWarpColumns);
-  int64_t blocks = (warps + kThreads / 32 - 1) / (kThreads / 32);
-  return launch(symmetric ? quantize_blocks<true> : quantize_blocks<false>, dim3(unsigned(blocks)), kThreads, 0, stream, p);
+Status launch_quantize_activations(QuantizeProblem const& q, Stream stream) {
+  int const block = q.out.block;
+  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31};
+  int const element = size_of(q.x_type);
+  bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
+                    starts_on_16_bytes(q.up, q.up_stride, element) &&
+                    starts_on_16_bytes(q.residual, q.residual_stride, element) && starts_on_16_bytes(q.sum, q.k, element) &&
+                    starts_on_16_bytes(q.norm_weight, 0, element);
+  bool const symmetric = !q.out.zeros;
+  if (!fast) return (symmetric ? launch_typed<float, true> : launch_typed<float, false>)(p, stream);
+  if (q.x_type == DataType::kFloat16) return (symmetric ? launch_typed<__half, true> : launch_typed<__half, false>)(p, stream);
+  return (symmetric ? launch_typed<__nv_bfloat16, true> : launch_typed<__nv_bfloat16, false>)(p, stream);
 }
 
 }  // namespace cutlass_ops

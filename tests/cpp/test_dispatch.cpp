@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <functional>
+#include <limits>
 #include <set>
 #include <string>
 #include <utility>
@@ -397,6 +398,71 @@ TEST(Splits, DependOnShapesAlone) {
     ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, true), kHopper, &on_the_way).ok());
     EXPECT_EQ(before.splits, on_the_way.splits);
   }
+}
+
+TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
+  for (Device const& device : kDevices)
+    for (int bits : {4, 8})
+      for (auto [n, k] : {std::pair(4096, 4096), std::pair(28672, 4096), std::pair(192, 576)}) {
+        Plan expected;
+        ASSERT_TRUE(plan(problem(kInvariantM, n, k, bits), device, &expected).ok());
+        for (int m : {0, 1, 3, 17, 64, 129, 1000, 100000}) {
+          GemmProblem p = problem(m, n, k, bits);
+          p.batch_invariant = true;
+          Plan chosen;
+          ASSERT_TRUE(plan(p, device, &chosen).ok());
+          EXPECT_STREQ(chosen.kernel, expected.kernel) << m;
+          EXPECT_EQ(chosen.splits, expected.splits) << m;
+          EXPECT_TRUE(chosen.row->fixed_order);
+        }
+      }
+}
+
+TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
+  for (int m : {1, 40, 4096}) {
+    GemmProblem p = problem(m, 4096, 4096);
+    Plan old;
+    ASSERT_TRUE(plan(p, kDevices[0], &old).ok());
+    p.architecture = 80;
+    Plan chosen;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    EXPECT_STREQ(chosen.kernel, old.kernel);
+    p.architecture = 100;
+    Status const status = plan(p, kHopper, &chosen);
+    EXPECT_EQ(status.code, Status::kUnsupported);
+    EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos) << status.text;
+  }
+}
+
+TEST(Quantize, RefusesFunctionsThatMeanNothing) {
+  QuantizeProblem good;
+  good.m = 3, good.k = 576, good.out.stride = 16, good.out.block = 128;
+  ASSERT_TRUE(check_quantize(good).ok());
+  QuantizeProblem norm = good;
+  norm.norm_weight = &some_byte;
+  norm.norm_eps = 1e-6f;
+  ASSERT_TRUE(check_quantize(norm).ok());
+  auto const refuses = [](QuantizeProblem const& p, char const* words) {
+    Status const status = check_quantize(p);
+    EXPECT_NE(status.text.find(words), std::string::npos) << status.text;
+  };
+  QuantizeProblem p = norm;
+  p.up = &some_byte;
+  refuses(p, "both norm_weight and up");
+  p = norm;
+  p.residual = &some_byte;
+  refuses(p, "a residual comes with a norm, and has a place for the sum");
+  p = good;
+  p.residual = p.sum = &some_byte;
+  refuses(p, "a residual comes with a norm");
+  for (float eps : {0.0f, 2.0f, std::numeric_limits<float>::quiet_NaN()}) {
+    p = norm;
+    p.norm_eps = eps;
+    refuses(p, "norm_eps is");
+  }
+  p = norm;
+  p.k = kMaxNormK + 1;
+  refuses(p, "a norm of at most 4194304 columns");
 }
 
 struct Part {

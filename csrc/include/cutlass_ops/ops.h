@@ -17,8 +17,11 @@ struct Status {
   bool ok() const { return code == kOk; }
 };
 
+struct Row;
+
 // What would run for a problem, from the dispatch table.
 struct Plan {
+  Row const* row = nullptr;      // of the dispatch table
   char const* kernel = nullptr;  // name of the kernel; the file csrc/kernels/<kernel>.cu holds it
   char const* why = nullptr;     // the measured reason for the row
   int tile_rows = 0;             // output features a block computes
@@ -32,10 +35,24 @@ struct Plan {
 // The current device's properties; read once.
 Status current_device(Device* device);
 
+// Makes a device the current one as long as it lives.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(int device);
+  ~DeviceGuard();
+  DeviceGuard(DeviceGuard const&) = delete;
+  DeviceGuard& operator=(DeviceGuard const&) = delete;
+
+ private:
+  int previous_ = -1;  // to go back to, or -1
+};
+
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
 
-// y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so.
+// y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so. `plan` is what plan() chose for this
+// problem on the current device; without it, mixed_gemm asks itself.
+Status mixed_gemm(GemmProblem const& problem, Plan const& plan, Workspace workspace, Stream stream);
 Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream);
 
 // Floats to int8 codes in kernel order with their scales (and zero points).

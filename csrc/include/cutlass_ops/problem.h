@@ -49,6 +49,7 @@ struct QuantizedActivations {
   int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
 };
 
+// What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All matrices are of x_type.
 struct QuantizeProblem {
   void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kFloat16;
@@ -57,6 +58,15 @@ struct QuantizeProblem {
   int k = 0;
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
+
+  void const* up = nullptr;  // [m][k], or null; never beside norm_weight
+  int64_t up_stride = 0;
+
+  void const* norm_weight = nullptr;  // [k], or null
+  float norm_eps = 0.0f;
+  void const* residual = nullptr;  // [m][k], or null
+  int64_t residual_stride = 0;
+  void* sum = nullptr;  // [m][k], contiguous: where x + residual is written; null if residual is
 };
 
 struct GemmProblem {
@@ -83,6 +93,10 @@ struct GemmProblem {
   float clamp_low = 0.0f;
   float clamp_high = 0.0f;
   bool saturate = false;  // fp16 results beyond 65504 become 65504 instead of inf
+
+  // Choice of a kernel.
+  bool batch_invariant = false;  // the bits of a row of the result depend neither on m nor on the other rows
+  int architecture = 0;          // kernels of this architecture (10 * major + minor) or before it alone; 0: the device's
 };
 
 struct DequantizeProblem {
