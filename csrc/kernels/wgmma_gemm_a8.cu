@@ -1,10 +1,10 @@
 // int8 activations x int4 or int8 weights on Hopper's wgmma: W8A8 and W4A8 at prefill, sm_90a. The tile, its loads and its stores are
 // device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
-//   decode   the stage's weights, which were loaded while the previous sums were promoted
+//   decode   the stage's weights, which were loaded piece by piece while the previous sums were promoted
 //   multiply exact int32 sums of 128 columns, which never leave registers
-//   promote  sum = fma(float(I), token scale * weight scale, sum), once a group and block
 //   shift    with zero points za of the activations: I -= za * (sum of the weights' codes), which the warpgroup adds up while its products run
+//   promote  sum = fma(float(I), token scale * weight scale, sum), once a group and block
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
