@@ -64,8 +64,9 @@ from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .words import unpack_bytes
 
 _GROUP = 32
-#: Bytes of blocks that are converted at a time: what they become stays in the cache.
-_PIECE = 1 << 18
+#: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers side by side seldom wait
+#: for Python's lock.
+_PIECE = 1 << 21
 _PLAIN = {
     "F32": torch.float32,
     "F16": torch.float16,
