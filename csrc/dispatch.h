@@ -19,8 +19,8 @@ struct Tile {
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
 };
 
-// Start the kernel of a row. problem.quantized is filled for int8 kernels; `partials` holds plan.splits x [m][n_pad] sums and is
-// null if plan.splits is 1.
+// Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
+// `partials` holds plan.splits x [m][n_pad] sums and is null if plan.splits is 1.
 using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights

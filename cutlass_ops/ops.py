@@ -509,10 +509,9 @@ def _gemm_quantized(
             )
 
         return _row_by_row(run, m, batch_invariant)
-    none = _C.DataType.none
-    problem = _C.GemmProblem(
-        weight.native, m, _TYPES[out_dtype], 0, none, 0, _C.ActQuant.none, True, batch_invariant, architecture
-    )
+    # Tensors without elements have no address: no rows look like floats, which must be of some type.
+    no_floats = (0, _C.DataType.float16, weight.k, _C.ActQuant.none, True)
+    problem = _C.GemmProblem(weight.native, m, _TYPES[out_dtype], *no_floats, batch_invariant, architecture)
     problem.set_quantized(x.codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1])
     if bias is None:
         bias = weight.bias
@@ -559,7 +558,8 @@ def mixed_gemm(
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
     There more than 192 rows times a code book's weight, with nothing but the product asked for, are torch's product with
     :func:`dequantize`'s values: each weight is rounded to x's dtype, as bitsandbytes has it.
-    A NaN or infinity in a row of x makes that row of the result NaN. No gradient flows through it.
+    A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
+    No gradient flows through it.
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), or what

@@ -769,13 +769,14 @@ def test_runs_on_the_current_stream(activations: str) -> None:
     assert same_bits(y, expected)
 
 
-def test_back_to_back_products_that_feed_each_other() -> None:
+@pytest.mark.parametrize("m", [3, 17])  # decode_gemm lets its successor start before it has waited for its predecessor
+def test_back_to_back_products_that_feed_each_other(m: int) -> None:
     # Kernels may start before their predecessor ends (programmatic dependent launch); they must still read what it wrote.
     packed = co.reorder(make_weight(Format(8, "symmetric", 128), 1536, 1536, exact=False))
     options: dict[str, Any] = {"act_quant": "block", "activation": ("clamp", -2.0, 2.0)}
 
     def chain(pause: bool) -> Tensor:
-        y = make_floats(17, 1536, HALF)
+        y = make_floats(m, 1536, HALF)
         for _ in range(20):
             y = co.mixed_gemm(y, packed, residual=y, **options)
             if pause:

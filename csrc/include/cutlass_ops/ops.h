@@ -29,7 +29,7 @@ struct Plan {
   int stages = 0;                // depth of the pipeline of tiles in shared memory
   int splits = 1;                // parts that K is cut into
   size_t workspace = 0;          // bytes
-  bool quantizes = false;        // the kernel quantises the activations itself
+  bool quantizes = false;        // the kernel quantises activations of floats itself
 };
 
 // The current device's properties; read once.

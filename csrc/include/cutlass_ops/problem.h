@@ -95,8 +95,10 @@ struct GemmProblem {
   bool saturate = false;  // fp16 results beyond 65504 become 65504 instead of inf
 
   // Choice of a kernel.
-  bool batch_invariant = false;  // the bits of a row of the result depend neither on m nor on the other rows
-  int architecture = 0;          // kernels of this architecture (10 * major + minor) or before it alone; 0: the device's
+  // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start on 16 bytes, or
+  // none of whose do (x and x_stride).
+  bool batch_invariant = false;
+  int architecture = 0;  // kernels of this architecture (10 * major + minor) or before it alone; 0: the device's
 };
 
 struct DequantizeProblem {
@@ -139,7 +141,7 @@ struct AwqWeight {
   DataType type = DataType::kFloat16;
 };
 
-// Scratch memory of the caller's, aligned to 256 bytes, of at least workspace_bytes(problem).
+// Scratch memory of the caller's, aligned to 256 bytes, of at least Plan::workspace bytes.
 struct Workspace {
   void* data = nullptr;
   size_t bytes = 0;
