@@ -772,12 +772,12 @@ def explain(
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
         return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, "the specification in plain torch")
-    if weight.book is not None and act_quant == "none" and m > _MOST_BOOK_ROWS and not (batch_invariant or architecture):
-        why = "then torch's product: with many rows, values are looked up once; what else is asked for goes to mma_gemm_a16"
-        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, weight.n * weight.k * 2, why)
     types = (_TYPES[dtype], 0, _TYPES[dtype], weight.k)
     problem = _C.GemmProblem(weight.native, m, *types, _ACT_QUANT[act_quant], act_symmetric, batch_invariant, architecture)
     plan = _C.plan(problem, gpu)
+    if weight.book is not None and m > _MOST_BOOK_ROWS and not (batch_invariant or architecture):
+        why = "then torch's product: with many rows, values are looked up once; what else is asked for goes to mma_gemm_a16"
+        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, weight.n * weight.k * 2, why)
     quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
     tile = (plan.tile_rows, plan.tile_tokens)
     return Explanation(

@@ -273,3 +273,6 @@ def test_what_is_refused() -> None:
         co.reorder([qw, co.quantize(x, group_size=64, book="fp4")])
     with pytest.raises(ValueError, match="a code book and the activations are int8"):
         co.explain(1, co.reorder(qw), act_quant="token", device="sm_90")
+    for m in (1, 300):
+        with pytest.raises(ValueError, match="x is float32 with act_quant"):
+            co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90")
