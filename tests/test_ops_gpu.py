@@ -939,6 +939,18 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
             assert same_bits(co.mixed_gemm(qa, packed, batch_invariant=True), whole[5:40])
 
 
+@pytest.mark.parametrize("act_quant", ["none", "token"])
+def test_batch_invariant_products_split_k_for_more_rows_than_a_grid_is_high(act_quant: str) -> None:
+    m, n, k = 70_001, 64, 2048
+    packed = co.reorder(make_weight(Format(), n, k, exact=False))
+    assert co.explain(m, packed, act_quant, batch_invariant=True).splits > 1
+    x = make_floats(m, k, HALF)
+    y = co.mixed_gemm(x, packed, act_quant=act_quant, batch_invariant=True)
+    for row in (0, 65_535, m - 1):
+        alone = co.mixed_gemm(x[row : row + 1], packed, act_quant=act_quant, batch_invariant=True)
+        assert same_bits(y[row : row + 1], alone)
+
+
 @pytest.mark.parametrize("fmt", [Format(4), Format(8, "zeros")], ids=str)
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 def test_kernels_of_an_earlier_architecture(activations: str, fmt: Format) -> None:

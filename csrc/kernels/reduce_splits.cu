@@ -13,7 +13,7 @@ constexpr int kThreads = 128;
 __global__ void __launch_bounds__(kThreads)
     reduce_splits(__grid_constant__ EpilogueParams const p, float const* __restrict__ partials, int splits, int n_pad) {
   wait_for_predecessor();
-  int n = (blockIdx.x * kThreads + threadIdx.x) * 8, m = blockIdx.y;
+  int n = (blockIdx.y * kThreads + threadIdx.x) * 8, m = blockIdx.x;
   if (n >= p.n) return;
   float const* from = partials + int64_t(m) * n_pad + n;
   int64_t const stride = int64_t(p.m) * n_pad;
@@ -29,7 +29,8 @@ __global__ void __launch_bounds__(kThreads)
 }  // namespace
 
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream) {
-  dim3 grid((problem.weight.n + kThreads * 8 - 1) / (kThreads * 8), problem.m);
+  // Rows along x, of which there may be more than y can count: a batch-invariant product is split for any m.
+  dim3 grid(problem.m, (problem.weight.n + kThreads * 8 - 1) / (kThreads * 8));
   return launch(reduce_splits, grid, kThreads, 0, stream, EpilogueParams(problem), partials, splits,
                 int(padded_rows(problem.weight.n)));
 }
