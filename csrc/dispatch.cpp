@@ -257,13 +257,14 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
                       (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
   Device seen = device;
   seen.architecture = architecture;
+  // A row's architectures are the GPU's too: code for sm_90a, say, runs on no later GPU.
   // The best row for m tokens; of `kernel` alone, for any number of them, if that is given.
   auto const choose = [&](int m, char const* kernel) {
     Row const* best = nullptr;
     int64_t best_cost = 0;
     for (Row const& candidate : kTable) {
       bool takes = (candidate.weights & weight) && (candidate.inputs & input) && !(features & ~candidate.features) &&
-                   architecture >= candidate.min_architecture && architecture <= candidate.max_architecture &&
+                   architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
                    device.shared_memory >= candidate.tile.shared_bytes && (kernel || m >= candidate.min_m) &&
                    m <= candidate.max_m && (!problem.batch_invariant || (candidate.fixed_order && candidate.max_m == kAnyM));
       takes = takes && (!candidate.takes || candidate.takes(problem, seen));

@@ -431,6 +431,10 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
     Status const status = plan(p, kHopper, &chosen);
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("architecture is 100; the GPU is sm_90"), std::string::npos) << status.text;
+    // Hopper's own kernels run on Hopper alone.
+    p.architecture = 90;
+    ASSERT_TRUE(plan(p, kDevices[4], &chosen).ok());
+    EXPECT_STREQ(chosen.kernel, "mma_gemm_a16");
   }
 }
 

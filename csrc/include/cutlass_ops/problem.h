@@ -98,7 +98,8 @@ struct GemmProblem {
   // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start on 16 bytes, or
   // none of whose do (x and x_stride).
   bool batch_invariant = false;
-  int architecture = 0;  // kernels of this architecture (10 * major + minor) or before it alone; 0: the device's
+  // Kernels of this architecture (10 * major + minor) or before it alone, as far as the device runs them; 0: the device's.
+  int architecture = 0;
 };
 
 struct DequantizeProblem {
