@@ -7,6 +7,9 @@
 
 #if CUTLASS_OPS_CUDA
 #include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <mutex>
 #endif
 
 namespace cutlass_ops {
@@ -30,11 +33,12 @@ std::string shape(GemmProblem const& problem) {
 }  // namespace
 
 Status current_device(Device* device) {
-  // Written once per device with the same values by whoever comes first.
   static Device known[kMaxDevices];
+  static std::atomic<bool> is_known[kMaxDevices];
+  static std::mutex writing;
   int id = 0;
   if (Status status = cuda_status("cudaGetDevice", cudaGetDevice(&id)); !status.ok()) return status;
-  if (id < kMaxDevices && known[id].architecture) {
+  if (id < kMaxDevices && is_known[id].load(std::memory_order_acquire)) {
     *device = known[id];
     return {};
   }
@@ -52,7 +56,11 @@ Status current_device(Device* device) {
     if (!status.ok()) return status;
   }
   found.architecture = 10 * major + minor;
-  if (id < kMaxDevices) known[id] = found;
+  if (id < kMaxDevices) {
+    std::lock_guard<std::mutex> lock(writing);
+    if (!is_known[id]) known[id] = found;
+    is_known[id].store(true, std::memory_order_release);
+  }
   *device = found;
   return {};
 }
@@ -74,6 +82,7 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 }
 
 Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
+  if (!chosen.row) return {Status::kInvalid, "the plan is empty; plan() fills it"};
   if (problem.m == 0) return {};
   if (workspace.bytes < chosen.workspace) {
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
