@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import test_hostile_directories
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +18,7 @@ from test_hostile_directories import VALUES, paths
 from test_hostile_files import header_length, mutations, read_or_refuse
 from torch import Tensor
 
-from cutlass_ops import CheckpointError, QuantizedWeight, formats, load_checkpoint
+from cutlass_ops import QuantizedWeight, formats, load_checkpoint
 from cutlass_ops.reference import dequantize_weight
 
 MANY = settings(
@@ -133,24 +134,7 @@ def close(weight: QuantizedWeight, values: Tensor) -> bool:
 
 
 def read_all(path: Path) -> int:
-    """Read everything in every way; how many quantised weights there were."""
-    checkpoint = load_checkpoint(path)
-    for name, entry in checkpoint.entries.items():
-        if entry.problem:
-            with pytest.raises(CheckpointError):
-                _ = checkpoint[name]
-            continue
-        values = entry.values()
-        assert tuple(values.shape) == entry.shape
-        assert values.dtype == entry.dtype
-        if entry.quantized is not None:
-            weight = checkpoint[name]
-            assert weight.shape == entry.shape
-            assert (weight.bits, weight.group_size) == (entry.quantized.bits, entry.quantized.group_size)
-            parts = {part: getattr(weight, part) for part in ("scales", "zeros", "offsets", "bias", "book")}
-            assert {part: t.dtype for part, t in parts.items() if t is not None} == entry.quantized.dtypes
-            assert close(weight, values)
-    return len(checkpoint)
+    return test_hostile_directories.read_all(path, close)
 
 
 @pytest.mark.parametrize(("name", "weights"), [("hqq", 3), ("bitsandbytes", 3), ("torchao", 4)])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from test_hostile_files import JSON, header_length, mutations, read_or_refuse
 from test_llm_checkpoints import AWQ_CONFIG, awq, ct_config, ct_weights, gptq, gptq_config, randint, randn, words
 from torch import Tensor
 
-from cutlass_ops import CheckpointError, load_checkpoint
+from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint
 from cutlass_ops.reference import dequantize_weight
 
 MANY = settings(
@@ -75,8 +76,12 @@ def write(folder: Path, content: bytes | dict[str, Tensor], config: object) -> P
     return folder
 
 
-def read_all(path: Path) -> None:
-    """Read every tensor in every way; both ways to the values of a weight must agree."""
+def equal(weight: QuantizedWeight, values: Tensor) -> bool:
+    return torch.equal(dequantize_weight(weight, torch.float32).nan_to_num(), values.nan_to_num())
+
+
+def read_all(path: Path, agree: Callable[[QuantizedWeight, Tensor], bool] = equal) -> int:
+    """Read every tensor in every way; both ways to the values of a weight must agree. How many quantised weights there were."""
     checkpoint = load_checkpoint(path)
     for name, entry in checkpoint.entries.items():
         if entry.problem:
@@ -85,11 +90,15 @@ def read_all(path: Path) -> None:
             continue
         values = entry.values()
         assert tuple(values.shape) == entry.shape
+        assert values.dtype == entry.dtype
         if entry.quantized is not None:
             weight = checkpoint[name]
             assert weight.shape == entry.shape
             assert (weight.bits, weight.group_size) == (entry.quantized.bits, entry.quantized.group_size)
-            assert torch.equal(dequantize_weight(weight, torch.float32).nan_to_num(), values.nan_to_num())
+            parts = {part: getattr(weight, part) for part in ("scales", "zeros", "offsets", "bias", "perm", "book")}
+            assert {part: t.dtype for part, t in parts.items() if t is not None} == entry.quantized.dtypes
+            assert agree(weight, values)
+    return len(checkpoint)
 
 
 def refused_or_read(folder: Path) -> bool:
