@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
@@ -134,6 +137,43 @@ def test_awq_gemv(tmp_path: Path, k: int, size: int, width: int) -> None:
     config = AWQ_CONFIG | {"version": "gemv", "group_size": size}
     checkpoint = load_checkpoint(save(tmp_path, tensors, config))
     check(checkpoint, "m", expected(codes, scales, zeros, size if size > 0 else k))
+
+
+def autoawq(monkeypatch: pytest.MonkeyPatch, version: str) -> Any:
+    """A layer of AutoAWQ's. Its package imports what this module of it does not need: it is passed by."""
+    found = importlib.util.find_spec("awq")
+    if found is None or not found.submodule_search_locations:
+        pytest.skip("needs the package autoawq")
+    for name in ("awq", "awq.modules", "awq.modules.linear", "awq.utils"):
+        package = types.ModuleType(name)
+        package.__path__ = [str(Path(found.submodule_search_locations[0], *name.split(".")[1:]))]
+        monkeypatch.setitem(sys.modules, name, package)
+    try:
+        return importlib.import_module(f"awq.modules.linear.{version}")
+    except ImportError as error:
+        pytest.skip(f"autoawq's layer cannot be imported: {error}")
+
+
+@pytest.mark.filterwarnings("ignore")  # autoawq's own: it is no longer kept up
+@pytest.mark.parametrize("version", ["gemm", "gemv"])
+@pytest.mark.parametrize(("k", "size"), [(256, 128), (128, 64), (96, 32)])
+def test_awq_as_the_package_writes_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, version: str, k: int, size: int) -> None:
+    layers = autoawq(monkeypatch, version)
+    n = 32
+    codes, zeros, scales = randint(16, n, k), randint(16, n, k // size, seed=2), randn(n, k // size).half().abs() + 0.5
+    linear = torch.nn.Linear(k, n)
+    with torch.no_grad():
+        linear.weight.copy_(expected(codes, scales, zeros, size))
+    if version == "gemm":
+        layer = layers.WQLinear_GEMM.from_linear(linear, 4, size, False, scales.t().contiguous(), zeros.t().contiguous())
+    else:
+        layer = layers.WQLinear_GEMV.from_linear(linear, 4, size, False, scales, zeros)
+    config = AWQ_CONFIG | {"version": version, "group_size": size}
+    checkpoint = load_checkpoint(save(tmp_path, {f"m.{name}": t for name, t in layer.state_dict().items()}, config))
+    weight = check(checkpoint, "m", expected(codes, scales, zeros, size))
+    assert torch.equal(weight.codes, codes.to(torch.uint8))
+    assert weight.bias is not None
+    assert torch.equal(weight.bias, linear.bias.detach().half())
 
 
 def test_awq_without_a_config(tmp_path: Path) -> None:
