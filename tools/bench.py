@@ -3,6 +3,7 @@
 
     tools/bench.py                                         the shapes and rows of the README's table
     tools/bench.py --host                                  CPU time of eager calls
+    tools/bench.py --architecture 80 --no-peers            the kernels for sm_80, on a later GPU
     tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
@@ -216,9 +217,12 @@ def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, C
     return found
 
 
-def measure(name: str, n: int, k: int, ms: list[int], bandwidth: float) -> list[dict[str, Any]]:
+def measure(
+    name: str, n: int, k: int, ms: list[int], bandwidth: float, architecture: int, with_peers: bool
+) -> list[dict[str, Any]]:
     """A row of results for each M."""
     bits, options = FORMATS[name]
+    options = options | {"architecture": architecture}
     weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits)
     packed = co.reorder(weight).to("cuda")
     properties = torch.cuda.get_device_properties(0)
@@ -243,8 +247,8 @@ def measure(name: str, n: int, k: int, ms: list[int], bandwidth: float) -> list[
             "us": round(us, 2),
             "tops": round(tops, 1),
         }
-        row |= {"floor_us": round(floor, 2), "kernel": co.explain(m, packed, options["act_quant"]).kernel, "peers_us": {}}
-        for peer, make in peers(name, weight, x).items():
+        row |= {"floor_us": round(floor, 2), "kernel": co.explain(m, packed, **options).kernel, "peers_us": {}}
+        for peer, make in peers(name, weight, x).items() if with_peers else ():
             try:
                 row["peers_us"][peer] = round(graph_time(make(count)), 2)
             except Exception as error:  # a peer that cannot is a result, not an end
@@ -302,6 +306,8 @@ def main() -> None:
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
     parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join((*FORMATS, *MOVES)))
+    parser.add_argument("--architecture", type=int, default=0, help="as in mixed_gemm: 80 for the kernels for sm_80")
+    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
     parser.add_argument("--host", action="store_true", help="CPU time of eager calls instead")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
@@ -325,6 +331,7 @@ def main() -> None:
         "cutlass_ops": co.__version__,
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,
         "group_size": GROUP,
+        "architecture": arguments.architecture,
         "rows": [],
     }
     print(f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, torch {torch.__version__}")
@@ -334,7 +341,8 @@ def main() -> None:
             if name in MOVES:
                 result["rows"].append(measure_move(name, n, k, bandwidth))
             else:
-                result["rows"] += measure(name, n, k, list(map(int, arguments.ms.split(","))), bandwidth)
+                ms = list(map(int, arguments.ms.split(",")))
+                result["rows"] += measure(name, n, k, ms, bandwidth, arguments.architecture, not arguments.no_peers)
             if arguments.out:
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")
 
