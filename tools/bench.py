@@ -8,7 +8,7 @@
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
 the L2 cache, so that no copy is found there. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of
-the activations included. Data are random; weights are in groups of 128.
+the activations included. Data are random. Weights are in groups of 128, of nf4 in groups of 64; "channel" has one scale a row.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
 tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
@@ -33,20 +33,22 @@ import torch
 
 import cutlass_ops as co
 
-GROUP = 128
 COLD_BYTES = 3 * (64 << 20)
 #: Dense operations a clock and multiprocessor of the tensor cores (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
 RATES = {(9, 0): {16: 4096, 8: 8192}}
+#: Bits of a weight, its group size, and what mixed_gemm does with the activations.
 FORMATS = {
-    "w4a16": (4, {"act_quant": "none"}),
-    "w8a16": (8, {"act_quant": "none"}),
-    "w4a8-block": (4, {"act_quant": "block"}),
-    "w8a8-block": (8, {"act_quant": "block"}),
-    "w4a8-token": (4, {"act_quant": "token"}),
-    "w8a8-token": (8, {"act_quant": "token"}),
-    "w4a8-block-asym": (4, {"act_quant": "block", "act_symmetric": False}),
-    "w8a8-block-asym": (8, {"act_quant": "block", "act_symmetric": False}),
-    "nf4": (4, {"act_quant": "none"}),  # groups of 64
+    "w4a16": (4, 128, {"act_quant": "none"}),
+    "w8a16": (8, 128, {"act_quant": "none"}),
+    "w4a8-block": (4, 128, {"act_quant": "block"}),
+    "w8a8-block": (8, 128, {"act_quant": "block"}),
+    "w4a8-token": (4, 128, {"act_quant": "token"}),
+    "w8a8-token": (8, 128, {"act_quant": "token"}),
+    "w8a8-channel": (8, -1, {"act_quant": "token"}),
+    "w4a8-block-asym": (4, 128, {"act_quant": "block", "act_symmetric": False}),
+    "w8a8-block-asym": (8, 128, {"act_quant": "block", "act_symmetric": False}),
+    "w8a8-channel-asym": (8, -1, {"act_quant": "token", "act_symmetric": False}),
+    "nf4": (4, 64, {"act_quant": "none"}),
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back.
 MOVES = ("awq-dequantize", "nf4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
@@ -93,12 +95,12 @@ def read_bandwidth() -> float:
     return 4 * data.numel() / graph_time([lambda: data.sum()]) * 1e6
 
 
-def random_weight(n: int, k: int, bits: int) -> co.QuantizedWeight:
+def random_weight(n: int, k: int, bits: int, group_size: int = 128) -> co.QuantizedWeight:
     """Uniform codes and positive fp16 scales."""
     generator = torch.Generator().manual_seed(n + k + bits)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator)
-    scales = (torch.rand(n, -(-k // GROUP), generator=generator) * 0.01 + 0.005).half()
-    return co.QuantizedWeight(codes, scales, bits=bits, group_size=GROUP)
+    scales = (torch.rand(n, 1 if group_size == -1 else -(-k // group_size), generator=generator) * 0.01 + 0.005).half()
+    return co.QuantizedWeight(codes, scales, bits=bits, group_size=group_size)
 
 
 def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
@@ -118,7 +120,7 @@ def moves(name: str, n: int, k: int) -> tuple[list[Call], dict[str, list[Call]],
         def words(rows: int) -> torch.Tensor:
             return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
 
-        groups = -(-k // GROUP)
+        groups = -(-k // 128)
         awq = [(words(k), torch.rand(groups, n, device="cuda").half(), words(groups)) for _ in range(count)]
         theirs = getattr(torch.ops._C, "awq_dequantize", None) if hasattr(torch.ops, "_C") else None
         others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
@@ -161,7 +163,7 @@ def measure_move(name: str, n: int, k: int, bandwidth: float) -> dict[str, Any]:
 
 def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[[int], list[Call]]]:
     """Products of the same size by others: name -> a maker of as many calls as there are to be copies."""
-    bits, options = FORMATS[name]
+    bits, group_size, options = FORMATS[name]
     dense = co.dequantize(weight, torch.float16).cuda()
     found: dict[str, Callable[[int], list[Call]]] = {}
 
@@ -198,13 +200,13 @@ def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, C
         def humming(count: int) -> list[Call]:
             config: dict[str, Any] = {}
             if options["act_quant"] != "none":
-                config = {"dtype": "int8"} | ({"group_size": GROUP} if options["act_quant"] == "block" else {})
+                config = {"dtype": "int8"} | ({"group_size": group_size} if options["act_quant"] == "block" else {})
             calls = []
             for _ in range(count):
                 layer = HummingLayer(
                     shape_n=weight.n,
                     shape_k=weight.k,
-                    weight_config={"dtype": f"uint{bits}", "group_size": GROUP},
+                    weight_config={"dtype": f"uint{bits}"} | ({"group_size": group_size} if group_size > 0 else {}),
                     input_config=dict(config),
                     torch_dtype=torch.half,
                 ).cuda()
@@ -221,9 +223,9 @@ def measure(
     name: str, n: int, k: int, ms: list[int], bandwidth: float, architecture: int, with_peers: bool
 ) -> list[dict[str, Any]]:
     """A row of results for each M."""
-    bits, options = FORMATS[name]
+    bits, group_size, options = FORMATS[name]
     options = options | {"architecture": architecture}
-    weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits)
+    weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits, group_size)
     packed = co.reorder(weight).to("cuda")
     properties = torch.cuda.get_device_properties(0)
     rate = RATES.get((properties.major, properties.minor), {}).get(16 if options["act_quant"] == "none" else 8)
@@ -290,8 +292,8 @@ def measure_host() -> list[dict[str, Any]]:
     with torch.inference_mode():
         for m in (1, 64):
             x = torch.randn(m, k, device="cuda").half()
-            for name, (bits, options) in FORMATS.items():
-                packed = co.reorder(random_weight(n, k, bits)).to("cuda")
+            for name, (bits, group_size, options) in FORMATS.items():
+                packed = co.reorder(random_weight(n, k, bits, group_size)).to("cuda")
                 add(f"mixed_gemm {name}", m, partial(co.mixed_gemm, x, packed, **options))
                 if "asym" not in name:
                     add(f"MixedLinear {name}", m, partial(co.MixedLinear(packed, **options), x))
@@ -330,7 +332,6 @@ def main() -> None:
         "torch": torch.__version__,
         "cutlass_ops": co.__version__,
         "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "group_size": GROUP,
         "architecture": arguments.architecture,
         "rows": [],
     }
