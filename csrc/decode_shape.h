@@ -13,22 +13,24 @@ struct DecodeShape {
   int clusters = 0;  // of which each has whole slabs
   int slabs = 0;     // of a cluster, at most
   int slice = 0;     // tiles of K of a block, at most
+  int warps = 0;     // of a block
+  int stages = 0;    // of each warp's ring
 };
 
-constexpr int kDecodeWarps = 8;
+constexpr int decode_warps(int) { return 8; }
 constexpr int decode_stages(int tokens) { return tokens == 8 ? 3 : 2; }  // of each warp's ring
+constexpr int kSlotFloats =
+    kRowsPerSlab + 4;  // of a token in a slot, the sums of a slab: four more keep lanes on different banks
 
-// Floats of a slot: the sums of `features` outputs of m tokens. Four more a token and slots of 4 mod 32 keep lanes on different banks.
-constexpr int slot_floats(int features, int m) { return ((features + 4) * m + 27) / 32 * 32 + 4; }
-
-// Where the parts of a block's shared memory begin.
+// Where the parts of a block's shared memory begin. The warps' rings are its first.
 struct DecodeMemory {
   int stage;           // bytes of a stage of a warp's ring
   int zeros, offsets;  // where in a stage those vectors begin, behind codes and scales
   int token;           // bytes of a token's row of x: 16 more than a multiple of 128, so that eight tokens meet every bank
-  int x, sums, scales, parts, slots, total;
+  int x;               // and, when x has been used, what other blocks send
+  int sums, scales, parts, slots, total;
 
-  DecodeMemory(GemmProblem const& p, DecodeShape const& shape, int tokens) {
+  DecodeMemory(GemmProblem const& p, DecodeShape const& shape) {
     PackedWeight const& w = p.weight;
     auto size = [](DataType type) { return type == DataType::kFloat32 ? 4 : 2; };
     bool int8 = p.act_quant != ActQuant::kNone || p.quantized.codes;
@@ -38,17 +40,18 @@ struct DecodeMemory {
     stage = offsets + (w.offsets ? rows * kRowsPerSlab * size(w.offset_type) : 0);
     int step = w.group_size == 32 || w.group_size == 64 ? 32 : columns, steps = shape.slice * kKPerTile / step;
     token = shape.slice * kKPerTile * 2 + 16;
-    x = kDecodeWarps * decode_stages(tokens) * stage;
-    sums = x + p.m * token;
-    scales = sums + steps * tokens * 4;
-    parts = scales + (int8 ? steps * tokens * 4 : 0);
-    slots = parts + (shape.slabs * shape.cluster * 4 + 15) / 16 * 16;
-    total = slots + (shape.slabs + kDecodeWarps - 1) * shape.cluster * slot_floats(kRowsPerSlab / shape.cluster, p.m) * 4;
+    x = shape.warps * shape.stages * stage;
+    sums = x + p.m * std::max(token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
+    scales = sums + steps * (p.m <= 8 ? 8 : 16) * 4;
+    parts = scales + (int8 ? steps * (p.m <= 8 ? 8 : 16) * 4 : 0);
+    slots = parts + (shape.slabs * 4 + 15) / 16 * 16;
+    total = slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
   }
 };
 
-// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes a clock of weights and x together, and a cluster's
-// exchange of sums 900 clocks. GPCs of an odd number of multiprocessors leave one in eleven out of clusters of 4 and 8.
+// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes a clock of weights and x together; a slab's sums of a
+// token cost 50 clocks at the end, and a cluster's exchange of sums 900. GPCs of an odd number of multiprocessors leave one in eleven out of clusters
+// of 4 and 8.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
   int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
@@ -60,10 +63,11 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
     shape.clusters = std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
     shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
-    if (shape.slabs > 0xffff - kDecodeWarps || DecodeMemory(p, shape, tokens).total > device.shared_memory - kStaticBytes)
-      continue;
+    shape.warps = decode_warps(tokens);
+    shape.stages = decode_stages(tokens);
+    if (shape.slabs > 0xffff || DecodeMemory(p, shape).total > device.shared_memory - kStaticBytes) continue;
     double bytes = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits) + double(p.m) * shape.slice * kKPerTile * 2;
-    double time = bytes / 18 + (cluster > 1 ? 900 : 0);
+    double time = bytes / 18 + 50.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0);
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

@@ -5,24 +5,24 @@
 //   cluster   whole slabs of 64 output features; its blocks share K in equal slices, so that a block's x is small and stays in shared memory
 //   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8), which follow one another in memory. Every
 //             lane copies its own 16-byte pieces to a ring of stages of its warp's (cp.async) and reads them back: no barrier. The first stages
-//             are asked for before the kernel waits for its predecessor, and the next launch's blocks before this one ends
+//             are asked for before the kernel waits for its predecessor, and the next launch's blocks once this one has asked for all it reads
 //   multiply  mma.sync m16n8k16, weights as operand A, x by ldmatrix as operand B
 //   promote   sum = fma(step's sum, weight scale, sum), as in mma_gemm_a16.cu
-//   end       sums of warps that share a slab go to the shared memory of the cluster's block that ends with those features, and are added
-//             there, always in the order of K: no scratch memory, no atomics
+//   end       sums of warps that share a slab are added in shared memory, and those of a cluster's blocks in the block that ends with those features,
+//             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
+//             fence at the scope of a cluster waits for every access under way, a tenth of a small product's time
 //
 // Codes become fp16 by bit operations alone: subnormal numbers (decode.cuh) with an excess that the sums' start takes away. That takes the sums of
-// x over a step, as zero points and offsets do; the tensor cores make them once a block.
+// x over a step, as zero points and offsets do; a block adds them up once.
 //
 // int8 activations take the same way. Blocks quantise x themselves while they bring it into shared memory, with the quantiser's arithmetic
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
 // below 2^24, exact in fp32.
-#include <cute/arch/cluster_sm90.hpp>
-
 #include "cutlass_ops/layout.h"
 #include "decode_shape.h"
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
+#include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/quantize.cuh"
@@ -32,11 +32,12 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kWarps = kDecodeWarps, kThreads = 32 * kWarps;
 constexpr int kRowBlocks = kRowsPerSlab / 16;
+constexpr int kSlotStride = kRowsPerSlab + 4;  // floats of a token's sums: keeps lanes on different banks
 
 // kTokens: 8 or 16. kShortGroups: groups of 32 or 64, steps of 32 columns; without it a step is a piece. kInt8: activations are integers with scales.
-template <class Element_, int kBits_, int kTokens_, bool kShortGroups_, bool kInt8_>
+template <class Element_, int kBits_, int kTokens_, bool kShortGroups_, bool kInt8_, int kWarps_ = decode_warps(kTokens_),
+          int kStages_ = decode_stages(kTokens_)>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
@@ -45,15 +46,36 @@ struct Config {
   static constexpr int kTokenBlocks = kTokens / 8;
   static constexpr bool kShortGroups = kShortGroups_;
   static constexpr bool kInt8 = kInt8_;
-  static constexpr int kStages = decode_stages(kTokens);
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
+  static constexpr int kStages = kStages_;
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kTokens == 8 && !kShortGroups && !kInt8 ? 2 : 1;
+  static constexpr int kResident = kTokens == 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   static constexpr int kPieceColumns = 512 / kBits;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;
   static constexpr int kRowBlockBytes = chunk_bytes(kBits) / kRowBlocks;
   static constexpr int kStepColumns = kShortGroups ? 32 : kPieceColumns;
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
+};
+
+// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait for every access to
+// memory that is under way.
+__device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+               : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_t* barrier, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
+               "r"(v), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+               : "memory");
+}
+
+// What blocks tell each other and their copies: x is there; the other blocks' ranges of x are; their sums are.
+struct Barriers {
+  uint64_t x, ranges, sums;
 };
 
 // What decoders leave to the caller.
@@ -72,15 +94,24 @@ using Decoder = std::conditional_t<std::is_same_v<Element, __half>,
 
 enum class Source { kFloats, kBlocks, kTokens, kCodes };
 
-// Every block of a cluster ends with an equal share of each slab's features; what the cluster's warps have of them lies in its slots:
-// [rank][slot][token][features], floats.
-struct SlotPlace {
-  int features, token_stride, slot_stride, rank_stride;
-  SlotPlace(DecodeShape const& shape, int m)
-      : features(kRowsPerSlab / shape.cluster),
-        token_stride(features + 4),
-        slot_stride(slot_floats(features, m)),
-        rank_stride(slot_stride * (shape.slabs + kWarps - 1)) {}
+// a / b and its remainder, for a below 2^31 and quotients below 2^22. The compiler's division takes several times as long.
+struct Quotient {
+  int quotient, remainder;
+  __device__ __forceinline__ Quotient(int a, int b) {
+    float estimate;
+    asm("div.approx.f32 %0, %1, %2;" : "=f"(estimate) : "f"(float(a)), "f"(float(b)));
+    quotient = int(estimate), remainder = a - quotient * b;
+    if (remainder < 0) --quotient, remainder += b;
+    if (remainder >= b) ++quotient, remainder -= b;
+  }
+};
+
+// `whole` things over `parts`, as equal as can be: part i has base + (i < rest) of them.
+struct Shares {
+  int base, rest;
+  Shares(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
+  __device__ __forceinline__ int first(int i) const { return base * i + min(i, rest); }
+  __device__ __forceinline__ int count(int i) const { return base + (i < rest); }
 };
 
 struct Params {
@@ -91,14 +122,14 @@ struct Params {
   bool symmetric;
   EpilogueParams epilogue;
   VectorRows weight_rows;
-  int k_tiles, n_pad, slabs, cluster, clusters, log_cluster;
-  int block;  // columns that share an activation scale
+  int k_tiles, n_pad, cluster, clusters, log_cluster;
+  Shares slabs, tiles;        // of the clusters, and of a cluster's blocks
+  Shares sum_step, end_step;  // from a thread's [slab][token] to its next: slabs and tokens
+  int block;                  // columns that share an activation scale
   int log_scale_bytes, log_offset_bytes;
   DecodeMemory memory;
-  SlotPlace place;
-  uint32_t token_reciprocal;  // ceil(2^32 / m), or 0 if m is 1
-  bool plain_epilogue;        // sums become outputs of type Element, and no more
-  bool async_x, step_sums;    // x can be copied as it is; the sums of x over a step are needed
+  bool plain_epilogue;       // sums become outputs of type Element, and no more
+  bool vector_x, step_sums;  // x can be loaded by 16 bytes; the sums of x over a step are needed
 };
 
 __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
@@ -110,23 +141,22 @@ __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
 struct Part {
   int first_slab, slabs, first_tile, tiles;
 
-  __device__ __forceinline__ Part(Params const& p, int cluster_index, int rank) {
-    first_slab = p.slabs * cluster_index / p.clusters;
-    slabs = p.slabs * (cluster_index + 1) / p.clusters - first_slab;
-    first_tile = p.k_tiles * rank / p.cluster;
-    tiles = p.k_tiles * (rank + 1) / p.cluster - first_tile;
-  }
+  __device__ __forceinline__ Part(Params const& p, int cluster_index, int rank)
+      : first_slab(p.slabs.first(cluster_index)),
+        slabs(p.slabs.count(cluster_index)),
+        first_tile(p.tiles.first(rank)),
+        tiles(p.tiles.count(rank)) {}
 };
 
-// The warps that share a slab are neighbours. Warp w's part of slab j is in slot j + w: along the run of all pieces j or w grows.
+// A block's pieces, slab after slab, in equal runs for its warps: those that share a slab are neighbours.
 template <class C>
-struct Slots {
-  int pieces, slab_pieces;
-  __device__ __forceinline__ explicit Slots(Part const& part)
-      : pieces(part.slabs * part.tiles * C::kTilePieces), slab_pieces(part.tiles * C::kTilePieces) {}
-  __device__ __forceinline__ int begin(int warp) const { return pieces * warp / kWarps; }
+struct Pieces {
+  int count, of_slab;
+  __device__ __forceinline__ explicit Pieces(Part const& part)
+      : count(part.slabs * part.tiles * C::kTilePieces), of_slab(part.tiles * C::kTilePieces) {}
+  __device__ __forceinline__ int begin(int warp) const { return int(uint32_t(count) * uint32_t(warp) / C::kWarps); }
   // Not of an empty block, of which there are some where the slabs are fewer than the clusters.
-  __device__ __forceinline__ int warp_of(int piece) const { return ((piece + 1) * kWarps - 1) / pieces; }
+  __device__ __forceinline__ int warp_of(int piece) const { return Quotient((piece + 1) * C::kWarps - 1, count).quotient; }
 };
 
 // Where a warp is among its pieces.
@@ -144,13 +174,11 @@ struct Feed {
   int left, slab_pieces, first_tile, first_slab;
   int stage = 0;  // to fill next, and the oldest that is full
 
-  __device__ __forceinline__ Feed(Params const& p, Part const& part, Slots<C> const& slots, int begin, int end, uint8_t* ring_)
-      : ring(ring_),
-        at{begin / slots.slab_pieces, begin % slots.slab_pieces},
-        left(end - begin),
-        slab_pieces(slots.slab_pieces),
-        first_tile(part.first_tile),
-        first_slab(part.first_slab) {
+  __device__ __forceinline__ Feed(Params const& p, Part const& part, Pieces<C> const& pieces, int begin, int end,
+                                  uint8_t* ring_)
+      : ring(ring_), left(end - begin), slab_pieces(pieces.of_slab), first_tile(part.first_tile), first_slab(part.first_slab) {
+    Quotient position(begin, slab_pieces);
+    at = {position.quotient, position.remainder};
     find(p);
   }
 
@@ -220,14 +248,8 @@ struct Feed {
 
 // The block's slice of x by runs of 512 columns, a warp's work at a time, 16 a lane. Made before the kernel waits.
 struct Runs {
-  int columns, runs, turn;
-  uint32_t reciprocal, row_reciprocal;
-  __device__ __forceinline__ Runs(Params const& p, Part const& part, int cluster_index)
-      : columns(part.tiles * kKPerTile),
-        runs((columns + 511) / 512),
-        turn(p.epilogue.m * (columns / 8) * cluster_index / p.clusters),
-        reciprocal(~0u / uint32_t(runs) + 1),
-        row_reciprocal(~0u / uint32_t(columns / 8) + 1) {}
+  int columns, runs;
+  __device__ __forceinline__ explicit Runs(Part const& part) : columns(part.tiles * kKPerTile), runs((columns + 511) / 512) {}
 };
 
 // work(token, column, inside, load(token, column)) for every 16 columns; `column` counts from the slice's first. Whole warps, so that lanes can share a
@@ -236,19 +258,20 @@ template <class C, int kBatch, class Load, class Work>
 __device__ __forceinline__ void for_columns(Params const& p, Runs const& runs, Load load, Work work) {
   int count = p.epilogue.m * runs.runs;
 #pragma unroll 1
-  for (int first = threadIdx.x / 32; first < count; first += kBatch * kWarps) {
+  for (int first = threadIdx.x / 32; first < count; first += kBatch * C::kWarps) {
     decltype(load(0, 0)) loaded[kBatch] = {};
     int token[kBatch], column[kBatch];
 #pragma unroll
     for (int j = 0; j < kBatch; ++j) {
-      int i = first + j * kWarps;
-      token[j] = runs.runs == 1 ? i : int(__umulhi(uint32_t(i), runs.reciprocal));
-      column[j] = (i - token[j] * runs.runs) * 512 + threadIdx.x % 32 * kLaneColumns;
+      int i = first + j * C::kWarps;
+      Quotient place(i, runs.runs);
+      token[j] = place.quotient;
+      column[j] = place.remainder * 512 + threadIdx.x % 32 * kLaneColumns;
       if (i < count && column[j] < runs.columns) loaded[j] = load(token[j], column[j]);
     }
 #pragma unroll 1
     for (int j = 0; j < kBatch; ++j) {
-      if (first + j * kWarps < count) work(token[0], column[0], column[0] < runs.columns, loaded[0]);
+      if (first + j * C::kWarps < count) work(token[0], column[0], column[0] < runs.columns, loaded[0]);
 #pragma unroll
       for (int i = 0; i + 1 < kBatch; ++i) token[i] = token[i + 1], column[i] = column[i + 1], loaded[i] = loaded[i + 1];
     }
@@ -331,9 +354,15 @@ __device__ __forceinline__ void quantize(Quantizer<kSymmetric> const& quantizer,
 // Largest absolute values by integer comparison: NaN is larger than all.
 __device__ __forceinline__ uint32_t ordered(float v) { return __float_as_uint(fabsf(v)); }
 
+// The range of each token's row, as bits that order integers do: [below, above zero].
+template <class C>
+struct RangeShares {
+  uint32_t own[2][C::kTokens], all[C::kInt8 ? 8 : 1][2][C::kTokens];
+};
+
 template <class C, bool kSymmetric>
 __device__ __forceinline__ void stage_quantized(uint8_t* shared, Params const& p, int first, Runs const& runs,
-                                                uint32_t (&ranges)[2][C::kTokens]) {
+                                                RangeShares<C>& shares, Barriers& barriers) {
   if (p.source == Source::kTokens) {
     for_floats<C>(p, runs, first, [&](int token, int, bool, float const(&v)[kLaneColumns]) {
       Range<kSymmetric> range{};
@@ -341,26 +370,29 @@ __device__ __forceinline__ void stage_quantized(uint8_t* shared, Params const& p
       for (float x : v) range.add(x);
       range.share(32);
       if (threadIdx.x % 32 == 0) {
-        atomicMax(&ranges[1][token], ordered(range.high));
-        if (!kSymmetric) atomicMax(&ranges[0][token], ordered(range.low));
+        atomicMax(&shares.own[1][token], ordered(range.high));
+        if (!kSymmetric) atomicMax(&shares.own[0][token], ordered(range.low));
       }
     });
-    // The row's range is that of all slices.
-    cute::cluster_arrive();
-    cute::cluster_wait();
+    // The row's range is that of all slices: every block gets every block's.
+    __syncthreads();
+    if (p.cluster > 1) {
+      int rank = blockIdx.x & (p.cluster - 1), count = p.epilogue.m * (kSymmetric ? 1 : 2);
+      for (int i = threadIdx.x; i < count << p.log_cluster; i += C::kThreads) {
+        int bound = (i >> p.log_cluster) < p.epilogue.m, token = (i >> p.log_cluster) - (bound ? 0 : p.epilogue.m);
+        store_remote(&shares.all[rank][bound][token], shares.own[bound][token], &barriers.ranges, i & (p.cluster - 1));
+      }
+      TransactionBarrier::wait(&barriers.ranges, 0);
+    }
   }
   for_floats<C>(p, runs, first, [&](int token, int column, bool inside, float (&v)[kLaneColumns]) {
     Range<kSymmetric> range{};
     if (p.source == Source::kTokens) {
       uint32_t low = 0, high = 0;
       for (int rank = 0; rank < p.cluster; ++rank) {
-        auto remote = [&](uint32_t const& here) {
-          uint32_t value, address = cute::set_block_rank(cute::cast_smem_ptr_to_uint(&here), rank);
-          asm volatile("ld.shared::cluster.u32 %0, [%1];" : "=r"(value) : "r"(address) : "memory");
-          return value;
-        };
-        high = max(high, remote(ranges[1][token]));
-        if (!kSymmetric) low = max(low, remote(ranges[0][token]));
+        uint32_t const(&theirs)[2][C::kTokens] = p.cluster > 1 ? shares.all[rank] : shares.own;
+        high = max(high, theirs[1][token]);
+        if (!kSymmetric) low = max(low, theirs[0][token]);
       }
       range = Range<kSymmetric>{-__uint_as_float(low), __uint_as_float(high)};
     } else {
@@ -376,27 +408,29 @@ __device__ __forceinline__ void stage_quantized(uint8_t* shared, Params const& p
 
 template <class C>
 __device__ __forceinline__ void stage_tokens(uint8_t* shared, Params const& p, Part const& part, Runs const& runs,
-                                             uint32_t (&ranges)[2][C::kTokens]) {
-  int first = part.first_tile * kKPerTile, m = p.epilogue.m;
+                                             RangeShares<C>& shares, Barriers& barriers) {
+  int first = part.first_tile * kKPerTile;
   if constexpr (!C::kInt8) {
     uint16_t const* x = static_cast<uint16_t const*>(p.x.x);
-    if (p.async_x) {
-      // All blocks want the same few lines at the same time: each begins elsewhere.
-      int row = runs.columns / 8, count = m * row, at = runs.turn + threadIdx.x;
-#pragma unroll 4
-      for (int i = threadIdx.x; i < count; i += kThreads, at += kThreads) {
-        if (at >= count) at -= count;
-        int token = m == 1 ? 0 : int(__umulhi(uint32_t(at), runs.row_reciprocal)), k = (at - token * row) * 8;
-        copy_async_16_or_zero(shared + p.memory.x + token * p.memory.token + k * 2, x + token * p.x.x_stride + first + k,
-                              first + k < p.x.k);
+    if (p.vector_x) {
+      // By the bulk copy engine: copies by threads would be waited for together with the weights before them.
+      if (threadIdx.x < 32 && cute::elect_one_sync()) {
+        int bytes = min(p.x.k - first, runs.columns) * 2;
+        TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(p.epilogue.m * bytes));
+        // Blocks want the same lines at the same time: each begins elsewhere.
+        int turn = int(__umulhi(uint32_t(blockIdx.x) * 0x9e3779b9u, uint32_t(p.epilogue.m)));
+        for (int i = 0; i < p.epilogue.m; ++i) {
+          int token = i + turn < p.epilogue.m ? i + turn : i + turn - p.epilogue.m;
+          cute::SM90_BULK_COPY_G2S::copy(x + token * p.x.x_stride + first, &barriers.x,
+                                         shared + p.memory.x + token * p.memory.token, bytes);
+        }
       }
-      commit_copies();
-      wait_copies<0>();
+      TransactionBarrier::wait(&barriers.x, 0);
       return;
     }
-    for (int token = 0; token < m; ++token, x += p.x.x_stride) {
+    for (int token = 0; token < p.epilogue.m; ++token, x += p.x.x_stride) {
 #pragma unroll 4
-      for (int k = threadIdx.x; k < runs.columns; k += kThreads) {
+      for (int k = threadIdx.x; k < runs.columns; k += C::kThreads) {
         bool inside = first + k < p.x.k;
         int column = inside && p.x.perm ? __ldg(p.x.perm + first + k) : first + k;
         *reinterpret_cast<uint16_t*>(shared + p.memory.x + token * p.memory.token + k * 2) = inside ? x[column] : uint16_t(0);
@@ -404,9 +438,9 @@ __device__ __forceinline__ void stage_tokens(uint8_t* shared, Params const& p, P
     }
   } else if (p.source != Source::kCodes) {
     if (p.symmetric) {
-      stage_quantized<C, true>(shared, p, first, runs, ranges);
+      stage_quantized<C, true>(shared, p, first, runs, shares, barriers);
     } else {
-      stage_quantized<C, false>(shared, p, first, runs, ranges);
+      stage_quantized<C, false>(shared, p, first, runs, shares, barriers);
     }
   } else {
     QuantizedActivations const& q = p.quantized;
@@ -427,6 +461,38 @@ __device__ __forceinline__ void stage_tokens(uint8_t* shared, Params const& p, P
       stage_codes<C>(shared, p, token, column, v, q.scales[index]);
     });
   }
+  if (p.step_sums) __syncthreads();
+}
+
+// The sums of x over each step, in units of what the decoder makes: a step of a token by four lanes.
+template <class C>
+__device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
+  using E = Excess<Decoder<C::kBits, typename C::Element>>;
+  constexpr int kPieces = C::kStepColumns / 32;  // of 16 bytes, a lane
+  int const steps = columns / C::kStepColumns, count = p.epilogue.m * steps;
+#pragma unroll 2
+  for (int item = threadIdx.x / 4; item < (count + 7) / 8 * 8; item += C::kThreads / 4) {  // whole warps
+    Quotient place(min(item, count - 1), steps);
+    uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.token + place.remainder * (C::kStepColumns * 2);
+    float sums[4] = {};
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) {
+      uint4 v = *reinterpret_cast<uint4 const*>(row + (i * 4 + threadIdx.x % 4) * 16);
+      uint32_t const words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        float2 pair = std::is_same_v<typename C::Element, __half>
+                          ? __half22float2(reinterpret_cast<__half2 const&>(words[j]))
+                          : make_float2(__uint_as_float(words[j] << 16), __uint_as_float(words[j] & 0xffff0000u));
+        sums[j] += pair.x + pair.y;
+      }
+    }
+    float sum = (sums[0] + sums[1]) + (sums[2] + sums[3]);
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    if (threadIdx.x % 4 == 0 && item < count)
+      reinterpret_cast<float*>(shared + p.memory.sums)[place.remainder * C::kTokens + place.quotient] = sum * E::kUnit;
+  }
 }
 
 // Operand B of eight tokens and 32 columns. Tokens that are not there repeat the last: their sums are not stored.
@@ -440,29 +506,6 @@ __device__ __forceinline__ void load_operand_b(uint32_t row, uint32_t (&b)[4]) {
                : "=r"(b[0]), "=r"(b[1]), "=r"(b[2]), "=r"(b[3])
                : "r"(row)
                : "memory");
-}
-
-// The sums of x over each step, in units of what decoders make.
-template <class C>
-__device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int steps) {
-  using E = Excess<Decoder<C::kBits, typename C::Element>>;
-  constexpr uint32_t kOne = C::kOperand == Operand::kHalf ? 0x3c003c00u : 0x3f803f80u;
-  uint32_t const ones[4] = {kOne, kOne, kOne, kOne};
-  for (int i = threadIdx.x / 32; i < steps * C::kTokenBlocks; i += kWarps) {
-    int tb = i % C::kTokenBlocks, step = i / C::kTokenBlocks;
-    uint32_t row = token_row<C>(shared, p, tb) + step * C::kStepColumns * 2;
-    float even[4] = {}, odd[4] = {};
-#pragma unroll
-    for (int pair = 0; pair < C::kStepColumns / 32; ++pair) {
-      uint32_t b[4];
-      load_operand_b(row + pair * 64, b);
-      multiply_add<C::kOperand>(even, ones, b[0], b[1], even[0], even[1], even[2], even[3]);
-      multiply_add<C::kOperand>(odd, ones, b[2], b[3], odd[0], odd[1], odd[2], odd[3]);
-    }
-    if (threadIdx.x % 32 < 4)
-      reinterpret_cast<float2*>(shared + p.memory.sums)[(step * C::kTokens + tb * 8) / 2 + threadIdx.x % 4] =
-          make_float2((even[0] + odd[0]) * E::kUnit, (even[1] + odd[1]) * E::kUnit);
-  }
 }
 
 // ---- the main loop
@@ -515,6 +558,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
   for (int tb = 0; tb < C::kTokenBlocks; ++tb) x[tb] = token_row<C>(shared, p, tb) + column * 2;
 
   float products[C::kTokenBlocks][kRowBlocks][4];
+  float start[C::kTokenBlocks][4] = {};
   uint32_t b[C::kTokenBlocks][4];
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
@@ -530,6 +574,14 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       bool const first = at * 16 % C::kStepColumns == 0, last = (at + 1) * 16 % C::kStepColumns == 0;
       int const index = (column / C::kStepColumns + step) * C::kTokens + 2 * t;
       float const* step_sums = reinterpret_cast<float const*>(shared + p.memory.sums) + index;
+      if (first && E::kExcess > 0) {
+#pragma unroll
+        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+          float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
+          start[tb][0] = -E::kExcess * sum.x, start[tb][1] = -E::kExcess * sum.y;
+          start[tb][2] = E::kUpper * start[tb][0], start[tb][3] = E::kUpper * start[tb][1];
+        }
+      }
       if (at % 2 == 0) {
 #pragma unroll
         for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
@@ -546,9 +598,8 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
           float (&d)[4] = products[tb][rb];
           if (first) {
-            float2 start = E::kExcess > 0 ? *reinterpret_cast<float2 const*>(step_sums + tb * 8) : float2{};
-            float low = -E::kExcess * start.x, high = -E::kExcess * start.y;
-            multiply_add<C::kOperand>(d, a, b[tb][0], b[tb][1], low, high, E::kUpper * low, E::kUpper * high);
+            float (&c)[4] = start[tb];
+            multiply_add<C::kOperand>(d, a, b[tb][0], b[tb][1], c[0], c[1], c[2], c[3]);
           } else {
             multiply_add<C::kOperand>(d, a, b[tb][at % 2 * 2], b[tb][at % 2 * 2 + 1], d[0], d[1], d[2], d[3]);
           }
@@ -613,42 +664,71 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
   feed.copy_rest(p);
 }
 
-// A warp's sums of a slab to their slot in the blocks that end with them.
+// A warp's sums of a slab to shared memory, [token][row].
 template <class C>
-__device__ __forceinline__ void store_slot(float const* slots, Params const& p, int rank, int slot, Sums<C>& sums) {
+__device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
   using E = Excess<Decoder<C::kBits, typename C::Element>>;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint32_t here = cute::cast_smem_ptr_to_uint(slots + rank * p.place.rank_stride + slot * p.place.slot_stride +
-                                              2 * t * p.place.token_stride);
+  to += 2 * t * kSlotStride + g;
 #pragma unroll
-  for (int eight = 0; eight < 2 * kRowBlocks; ++eight) {
-    int row = eight * 8 + g;
-    uint32_t to = cute::set_block_rank(here, (eight << p.log_cluster) / (2 * kRowBlocks)) + (row & (p.place.features - 1)) * 4;
+  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int e = 0; e < 2; ++e) {
+      bool const there = tb * 8 + 2 * t + e < p.epilogue.m;
 #pragma unroll
-      for (int e = 0; e < 2; ++e) {
+      for (int eight = 0; eight < 2 * kRowBlocks; ++eight) {
         float& sum = sums[tb][eight / 2][eight % 2 * 2 + e];
-        float value = sum * (1.0f / (E::kUnit * (eight % 2 ? E::kUpper : 1.0f)));
-        if (tb * 8 + 2 * t + e < p.epilogue.m)
-          asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(to + (tb * 8 + e) * p.place.token_stride * 4), "f"(value)
-                       : "memory");
+        if (there) to[(tb * 8 + e) * kSlotStride + eight * 8] = sum * (1.0f / (E::kUnit * (eight % 2 ? E::kUpper : 1.0f)));
         sum = 0.0f;
       }
+    }
+}
+
+__device__ __forceinline__ void add(float (&sum)[4], float4 const& v) {
+  sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
+}
+
+// Every `step`th row of [slab][token], from row `first`.
+struct Rows {
+  int slab, token, slab_step, token_step;
+  __device__ __forceinline__ Rows(int first, Shares const& step, int m) : slab_step(step.base), token_step(step.rest) {
+    Quotient begin(first, m);
+    slab = begin.quotient, token = begin.remainder;
+  }
+  __device__ __forceinline__ void next(int m) {
+    slab += slab_step, token += token_step;
+    if (token >= m) token -= m, ++slab;
+  }
+};
+
+// Four neighbouring features of a token.
+template <class C>
+__device__ __forceinline__ void finish(float (&v)[4], int token, int n, Params const& p) {
+  if (n >= p.epilogue.n) return;
+  if (p.plain_epilogue) {
+    uint32_t low = pair_bits<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
+    uint32_t high = pair_bits<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(token) * p.epilogue.n + n) =
+        make_uint2(low, high);
+  } else {
+    store_outputs(v, token, n, p.epilogue);
   }
 }
 
+// Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
+__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
+
 template <class C>
-__global__ void __launch_bounds__(kThreads, C::kResident) decode_gemm(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_constant__ Params const p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ uint32_t ranges[2][C::kTokens];
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  __shared__ RangeShares<C> shares;
+  __shared__ Barriers barriers;
   int warp = threadIdx.x / 32, rank = blockIdx.x & (p.cluster - 1), m = p.epilogue.m;
   Part part(p, blockIdx.x >> p.log_cluster, rank);
-  Slots<C> slots(part);
-  int begin = slots.begin(warp), end = slots.begin(warp + 1);
-  Feed<C> feed(p, part, slots, begin, end, shared + warp * (C::kStages * p.memory.stage));
+  Pieces<C> pieces(part);
+  int begin = pieces.begin(warp), end = pieces.begin(warp + 1), ring_bytes = C::kStages * p.memory.stage;
+  Feed<C> feed(p, part, pieces, begin, end, shared + warp * ring_bytes);
   Cursor at = feed.at;
 #pragma unroll
   for (int i = 0; i < C::kStages; ++i) {
@@ -656,72 +736,104 @@ __global__ void __launch_bounds__(kThreads, C::kResident) decode_gemm(__grid_con
     feed.copy_codes(p, 1);
     feed.copy_rest(p);
   }
-  // Everything else that does not depend on x. Of each slab and rank the slots that hold a part: the first, and how many.
+  // Everything else that does not depend on x. Of each slab the warps that share it: the first, and how many; and whether the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
-  for (int i = threadIdx.x; i < part.slabs << p.log_cluster; i += kThreads) {
-    int slab = i >> p.log_cluster;
-    Slots<C> theirs(Part(p, blockIdx.x >> p.log_cluster, i & (p.cluster - 1)));
-    int first = theirs.warp_of(slab * theirs.slab_pieces), last = theirs.warp_of((slab + 1) * theirs.slab_pieces - 1);
-    parts[i] = uint32_t(slab + first) | uint32_t(last - first + 1) << 16;
+  for (int slab = threadIdx.x; slab < part.slabs; slab += C::kThreads) {
+    int past = (slab + 1) * pieces.of_slab, first = pieces.warp_of(past - pieces.of_slab), last = pieces.warp_of(past - 1);
+    parts[slab] = uint32_t(first) | uint32_t(last - first) << 8 | uint32_t(pieces.begin(last + 1) > past) << 16;
   }
-  Runs runs(p, part, blockIdx.x >> p.log_cluster);
-  if (C::kInt8 && threadIdx.x < 2 * C::kTokens) ranges[threadIdx.x / C::kTokens][threadIdx.x % C::kTokens] = 0;
-  cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
-  if (C::kInt8) __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  if (C::kInt8) cute::cluster_wait();
-  stage_tokens<C>(shared, p, part, runs, ranges);
+  Runs runs(part);
+  if (C::kInt8 && threadIdx.x < 2 * C::kTokens) shares.own[threadIdx.x / C::kTokens][threadIdx.x % C::kTokens] = 0;
+  if (threadIdx.x == 0) {
+    TransactionBarrier::init(&barriers.x, 1);
+    TransactionBarrier::init(&barriers.ranges, 1);
+    TransactionBarrier::init(&barriers.sums, 1);
+    cutlass::arch::fence_barrier_init();
+    TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8)) << p.log_cluster);
+    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, uint32_t(part.slabs * m * kRowsPerSlab * 4));
+  }
+  if (!C::kInt8 && p.vector_x) {
+    int past = p.weight.k - part.first_tile * kKPerTile, width = runs.columns - past;  // columns beyond K
+    for (int i = threadIdx.x; i < m * width; i += C::kThreads) {
+      Quotient place(i, width);
+      reinterpret_cast<uint16_t*>(shared + p.memory.x + place.quotient * p.memory.token)[past + place.remainder] = 0;
+    }
+  }
   __syncthreads();
-  if (p.step_sums) {
-    sum_steps<C>(shared, p, runs.columns / C::kStepColumns);
-    __syncthreads();
+  if (p.cluster > 1) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
   }
-  if (!C::kInt8) cute::cluster_wait();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  stage_tokens<C>(shared, p, part, runs, shares, barriers);
+  if (p.step_sums) sum_steps<C>(shared, p, runs.columns);
+  __syncthreads();
+  if (feed.left <= 0) let_next_start();
 
-  float* all_slots = reinterpret_cast<float*>(shared + p.memory.slots);
+  float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),
+        *slots = reinterpret_cast<float*>(shared + p.memory.slots);
+  int const slot = m * kSlotStride;
   Sums<C> sums = {};
   for (int i = begin; i < end; ++i) {
     wait_copies<C::kStages - 1>();
     __syncwarp();
     multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, feed);
-    if (++at.piece == slots.slab_pieces && i + 1 < end) {
-      store_slot<C>(all_slots, p, rank, at.slab + warp, sums);
+    if (feed.left <= 0) let_next_start();
+    if (++at.piece == pieces.of_slab && i + 1 < end) {
+      store_sums<C>(slots + at.slab * slot, p, sums);
       ++at.slab, at.piece = 0;
     }
   }
-  store_slot<C>(all_slots, p, rank, at.slab + warp, sums);
-  cute::cluster_arrive();
-  cute::cluster_wait();
+  store_sums<C>(own_sums, p, sums);  // where its ring was
+  __syncthreads();
+  if (p.cluster > 1) {  // all blocks are done with their x: other blocks' sums take its place
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+  }
 
-  // A thread ends with four neighbouring features of a token.
-  int const log_quads = 4 - p.log_cluster;
-#pragma unroll 1
-  for (int item = thread_again(); item < part.slabs * m << log_quads; item += kThreads) {
-    int quad = item & ((1 << log_quads) - 1),
-        slab = int(__umulhi(uint32_t(item >> log_quads), p.token_reciprocal)) + (m == 1 ? item >> log_quads : 0);
-    int token = (item >> log_quads) - slab * m;
+  // A slab's sums in the order of its warps, by four features of a token a thread.
+  int const features = kRowsPerSlab >> p.log_cluster, log_quads = 4 - p.log_cluster;
+  float* const received = reinterpret_cast<float*>(shared + p.memory.x);  // [rank][slab][token][features]
+#pragma unroll 2
+  for (Rows rows(thread_again() / 16, p.sum_step, m); rows.slab < part.slabs; rows.next(m)) {
+    uint32_t warps = parts[rows.slab];
+    int quad = thread_again() % 16, place = rows.token * kSlotStride + quad * 4;
+    int first = int(warps & 0xff), last = first + int(warps >> 8 & 0xff);
+    uint8_t const* from = shared + first * ring_bytes + place * 4;
     float v[4] = {};
-    for (int r = 0; r < p.cluster; ++r) {
-      uint32_t theirs = parts[(slab << p.log_cluster) + r];
-      float const* from = all_slots + r * p.place.rank_stride + int(theirs & 0xffff) * p.place.slot_stride +
-                          token * p.place.token_stride + quad * 4;
-#pragma unroll 4
-      for (int count = theirs >> 16; count > 0; --count, from += p.place.slot_stride) {
-        float4 a = *reinterpret_cast<float4 const*>(from);
-        v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w;
-      }
+#pragma unroll 1
+    for (; first < last; first += 4) {
+      float4 theirs[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4; ++i, from += ring_bytes)
+        if (first + i < last) theirs[i] = *reinterpret_cast<float4 const*>(from);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) add(v, theirs[i]);
     }
-    int n = (part.first_slab + slab) * kRowsPerSlab + rank * p.place.features + quad * 4;
-    if (n < p.epilogue.n) {
-      if (p.plain_epilogue) {
-        uint32_t low = pair_bits<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
-        uint32_t high = pair_bits<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
-        *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(token) * p.epilogue.n + n) =
-            make_uint2(low, high);
-      } else {
-        store_outputs(v, token, n, p.epilogue);
-      }
+    from = warps >> 16 ? reinterpret_cast<uint8_t const*>(slots + rows.slab * slot + place)
+                       : shared + last * ring_bytes + place * 4;
+    add(v, *reinterpret_cast<float4 const*>(from));
+    if (p.cluster == 1) {
+      finish<C>(v, rows.token, (part.first_slab + rows.slab) * kRowsPerSlab + quad * 4, p);
+    } else {
+      float* to =
+          received + ((rank * part.slabs + rows.slab) * m + rows.token) * features + (quad & ((1 << log_quads) - 1)) * 4;
+      store_remote(to, make_float4(v[0], v[1], v[2], v[3]), &barriers.sums, quad >> log_quads);
     }
+  }
+  if (p.cluster == 1) return;
+
+  // Every block ends with an equal share of each slab's features, which it adds up in the order of K.
+  TransactionBarrier::wait(&barriers.sums, 0);
+  int const all = part.slabs * m * features;
+#pragma unroll 2
+  for (Rows rows(thread_again() >> log_quads, p.end_step, m); rows.slab < part.slabs; rows.next(m)) {
+    int quad = thread_again() & ((1 << log_quads) - 1);
+    float const* from = received + (rows.slab * m + rows.token) * features + quad * 4;
+    float v[4] = {};
+#pragma unroll 2
+    for (int r = 0; r < p.cluster; ++r, from += all) add(v, *reinterpret_cast<float4 const*>(from));
+    finish<C>(v, rows.token, (part.first_slab + rows.slab) * kRowsPerSlab + rank * features + quad * 4, p);
   }
 #endif
 }
@@ -729,12 +841,12 @@ __global__ void __launch_bounds__(kThreads, C::kResident) decode_gemm(__grid_con
 template <class C>
 Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
   PackedWeight const& w = problem.weight;
-  DecodeMemory memory(problem, shape, C::kTokens);
+  DecodeMemory memory(problem, shape);
   EpilogueParams epilogue(problem);
   bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
                epilogue.vector_store &&
                problem.out_type == (std::is_same_v<typename C::Element, __half> ? DataType::kFloat16 : DataType::kBFloat16);
-  bool async_x = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
+  bool vector_x = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
   Source source = !C::kInt8                               ? Source::kFloats
                   : problem.quantized.codes               ? Source::kCodes
                   : problem.act_quant == ActQuant::kToken ? Source::kTokens
@@ -750,20 +862,21 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
            VectorRows(w.group_size),
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
-           int(padded_rows(w.n)) / kRowsPerSlab,
            shape.cluster,
            shape.clusters,
            log_cluster,
+           Shares(int(padded_rows(w.n)) / kRowsPerSlab, shape.clusters),
+           Shares(int(padded_k(w.k) / kKPerTile), shape.cluster),
+           Shares(C::kThreads / 16, problem.m),
+           Shares(C::kThreads * shape.cluster / 16, problem.m),
            activation_block(w.group_size),
            log2_size_of(w.scale_type),
            log2_size_of(w.offset_type),
            memory,
-           SlotPlace(shape, problem.m),
-           problem.m > 1 ? ~0u / uint32_t(problem.m) + 1 : 0,
            plain,
-           async_x,
+           vector_x,
            Excess<Decoder<C::kBits, typename C::Element>>::kExcess > 0 || w.zeros || w.offsets};
-  return launch_clusters(decode_gemm<C>, dim3(shape.clusters * shape.cluster), shape.cluster, kThreads, memory.total, stream,
+  return launch_clusters(decode_gemm<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, memory.total, stream,
                          p);
 }
 

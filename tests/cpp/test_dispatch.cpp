@@ -169,7 +169,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
     EXPECT_GE(shape.slabs * shape.clusters * kRowsPerSlab, c.n);
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
-    EXPECT_LE(DecodeMemory(p, shape, 8).total, kHopper.shared_memory);
+    EXPECT_LE(DecodeMemory(p, shape).total, kHopper.shared_memory);
   }
 }
 
