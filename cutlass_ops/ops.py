@@ -29,8 +29,9 @@ _ACTIVATIONS = {
     "clamp": _C.Activation.clamp,
 }
 _MAX_M = 1 << 24
-#: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` (measured on an H200).
-_MOST_BOOK_ROWS = 192
+#: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` than by wgmma_gemm_a16, and
+#: than by the other kernels (measured on an H200).
+_MOST_WGMMA_BOOK_ROWS, _MOST_BOOK_ROWS = 640, 192
 _MAX_NORM_K = 1 << 22
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
@@ -447,9 +448,6 @@ def _gemm_floats(
     m, stride = x.shape[0], x.stride(0)
     if bias is None:
         bias = weight.bias
-    plain = bias is None and activation is None and residual is None and out_dtype == x.dtype and not saturate
-    if weight.book is not None and m > _MOST_BOOK_ROWS and plain and not (batch_invariant or architecture):
-        return x.detach() @ _dequantize(weight, x.dtype).t()
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         if stride != weight.k and m > 1:
@@ -469,9 +467,18 @@ def _gemm_floats(
         batch_invariant,
         architecture,
     )
+    if weight.book is not None and m > _MOST_BOOK_ROWS and not (batch_invariant or architecture):
+        plain = bias is None and activation is None and residual is None and out_dtype == x.dtype and not saturate
+        if plain and _dequantizes(_C.plan(problem, cast("_C.Device", _device(x.device))), m):
+            return x.detach() @ _dequantize(weight, x.dtype).t()
     if residual is not None:
         residual = _rows(residual)
     return _launch(problem, shape or (m, weight.n), x, bias, activation, low, high, residual, out_dtype, saturate)
+
+
+def _dequantizes(plan: _C.Plan, m: int) -> bool:
+    """Whether m rows times a code book's weight take less time through :func:`dequantize` than as planned."""
+    return m > (_MOST_WGMMA_BOOK_ROWS if plan.kernel == "wgmma_gemm_a16" else _MOST_BOOK_ROWS)
 
 
 def _gemm_quantized(
@@ -556,8 +563,9 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    There more than 192 rows times a code book's weight, with nothing but the product asked for, are torch's product with
-    :func:`dequantize`'s values: each weight is rounded to x's dtype, as bitsandbytes has it.
+    There more than 640 rows (192 where wgmma_gemm_a16 cannot run) times a code book's weight, with nothing but the product
+    asked for, are torch's product with :func:`dequantize`'s values: each weight is rounded to x's dtype, as bitsandbytes has
+    it.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
     No gradient flows through it.
 
@@ -777,8 +785,8 @@ def explain(
     types = (_TYPES[dtype], 0, _TYPES[dtype], weight.k)
     problem = _C.GemmProblem(weight.native, m, *types, _ACT_QUANT[act_quant], act_symmetric, batch_invariant, architecture)
     plan = _C.plan(problem, gpu)
-    if weight.book is not None and m > _MOST_BOOK_ROWS and not (batch_invariant or architecture):
-        why = "then torch's product: with many rows, values are looked up once; what else is asked for goes to mma_gemm_a16"
+    if weight.book is not None and _dequantizes(plan, m) and not (batch_invariant or architecture):
+        why = f"then torch's product: with many rows, values are looked up once; what else is asked for goes to {plan.kernel}"
         return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, weight.n * weight.k * 2, why)
     quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
     tile = (plan.tile_rows, plan.tile_tokens)

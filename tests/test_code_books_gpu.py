@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 #: Every kernel's and tile's tokens.
-MS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 150)
+MS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 150, 600)
 SHAPES = [(1000, 576), (64, 128), (70, 200), (2048, 4096), (512, 8256), (4096, 2048)]
 
 
@@ -80,6 +80,10 @@ def test_many_rows(dtype: torch.dtype) -> None:
     exact = x.double() @ values.t()
     unit = {HALF: 2.0**-10, BFLOAT: 2.0**-8}[dtype]
     assert ((y - exact).abs() <= unit * exact.abs() + 1e-5 * exact.square().mean().sqrt()).all()
+    # Without act order by a kernel, up to more rows.
+    regular = co.reorder(make(512, 2048, 64, HALF, exact=False))
+    if torch.cuda.get_device_capability() == (9, 0):
+        assert [co.explain(m, regular).kernel for m in (640, 641)] == ["wgmma_gemm_a16", "dequantize"]
     # And with more asked for than the product, by the kernels.
     y = co.mixed_gemm(x, packed, out_dtype=FLOAT).double()
     exact = oracle(x, qw)

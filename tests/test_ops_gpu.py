@@ -602,7 +602,8 @@ def test_fused_quantisers_read_strided_rows_and_both_halves_of_one_product() -> 
 def test_products_of_strided_operands(activations: str, view: str) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
     for k in (576, 100):
-        packed = co.reorder(make_weight(Format(4, "zeros", 32), 200, k, exact=False))
+        # Offsets: one kernel for every view of x.
+        packed = co.reorder(make_weight(Format(4, "offsets", 32), 200, k, exact=False))
         for m in (10, 70):
             x = VIEWS[view](make_floats(m, k, HALF))
             residual = VIEWS[view](make_floats(m, 200, BFLOAT))

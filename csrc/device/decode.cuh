@@ -437,6 +437,74 @@ struct Int4Book {
 #endif
 };
 
+// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in registers: PRMT picks four bytes of eight by four selectors, which are the low
+// three bits of four codes; a second PRMT picks between the lower and the upper eight values of the book by the fourth bit. 22 instructions
+// for eight codes, none of them a load: for kernels whose shared memory is busy (Int4Book has 11, and four loads).
+//
+// Worked example, word = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice), bytes reordered
+// 0, 2, 1, 3: still 0x0000'00e3, selectors & 7: 0x63, halves: nibble 0 (3) picks the lower, nibble 1 (14) the upper eight of the stored order:
+//   out[0] = (book[11], book[8]);  out[1] = (book[6], book[8])
+struct Int4BookRegisters {
+  static constexpr int kWords = 1;
+
+  // Byte i of low[j] and high[j]: of the value that is stored as nibble 4 * j + i, which is centred: code = nibble ^ 8.
+  struct Table {
+    uint32_t low[4], high[4];
+  };
+
+  template <class Bits>
+  CUTLASS_OPS_HD static Table table(Bits const& value_bits) {
+    Table table = {};
+    for (int nibble = 0; nibble < 16; ++nibble) {
+      uint32_t const value = uint32_t(value_bits(nibble ^ 8));
+      table.low[nibble / 4] |= (value & 0xffu) << 8 * (nibble % 4);
+      table.high[nibble / 4] |= (value >> 8) << 8 * (nibble % 4);
+    }
+    return table;
+  }
+
+  CUTLASS_OPS_HD static void fragment(uint32_t const* word, Table const& table, uint32_t (&out)[4]) {
+    uint32_t const reordered =
+        permute_bytes(word[0], word[0], 0x3120u);  // of four neighbouring nibbles, k 2t and 2t+1 or both plus 8
+    uint32_t const in_eight = reordered & 0x77777777u, which_eight = and_or(reordered >> 1, 0x44444444u, 0x32103210u);
+    for (int i = 0; i < 2; ++i) {
+      uint32_t const inside = in_eight >> 16 * i, which = which_eight >> 16 * i;
+      uint32_t const low =
+          pick_bytes(pick_bytes(table.low[0], table.low[1], inside), pick_bytes(table.low[2], table.low[3], inside), which);
+      uint32_t const high =
+          pick_bytes(pick_bytes(table.high[0], table.high[1], inside), pick_bytes(table.high[2], table.high[3], inside), which);
+      out[2 * i] = permute_bytes(low, high, 0x6240u);
+      out[2 * i + 1] = permute_bytes(low, high, 0x7351u);
+    }
+  }
+
+  // The bits of a book's value rounded to Element.
+#ifdef __CUDACC__
+  template <class Element>
+  __device__ static Table load(float const* book) {
+    return table([&](int code) {
+      if constexpr (std::is_same_v<Element, __half>) {
+        return __half_as_ushort(__float2half_rn(book[code]));
+      } else {
+        return __bfloat16_as_ushort(__float2bfloat16_rn(book[code]));
+      }
+    });
+  }
+#endif
+
+ private:
+  // permute_bytes for a selector whose low sixteen bits have no fourth bit of a nibble, which the compiler would clear.
+  CUTLASS_OPS_HD static uint32_t pick_bytes(uint32_t low, uint32_t high, uint32_t selector) {
+#ifdef __CUDA_ARCH__
+    uint32_t result;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(result) : "r"(low), "r"(high), "r"(selector));
+    return result;
+#else
+    return permute_bytes(low, high, selector);
+#endif
+  }
+};
+
 #ifdef __CUDACC__
 // The decoder of `kBits`-bit weights for activations of type Element (__half or __nv_bfloat16).
 template <int kBits, class Element>

@@ -29,8 +29,9 @@ namespace cutlass_ops::hopper {
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales, kTokenScales, kTokenZeros: whether every stage brings them; kZeros: likewise the weights' zero points
+//   kGroups: groups of weights in a stage, at most
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_>
+          int kStages_, int kGroups_ = 1>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
@@ -39,6 +40,7 @@ struct TileConfig {
   static constexpr bool kLoadTokenZeros = kTokenZeros_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
+  static constexpr int kGroups = kGroups_;
   static constexpr int kWarpgroups = 2;  // that multiply
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRows = kRowsPerSlab * kWarpgroups;
@@ -55,9 +57,9 @@ struct TileConfig {
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
-  static constexpr int kZeroPoints = kScales + kRows * 4;
+  static constexpr int kZeroPoints = kScales + kGroups * kRows * 4;
   static constexpr int kStageBytes =
-      (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
+      (kZeroPoints + (kZeros ? kGroups * kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
   static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
@@ -78,7 +80,8 @@ struct Params {
   EpilogueParams epilogue;
   float* partials;
   int row_pairs, token_tiles, k_tiles, n_pad, splits;
-  int group_tiles;    // tiles of K that share a weight scale
+  int group_tiles;    // tiles of K that share a weight scale, at least 1
+  int tile_groups;    // groups in a tile of K, at least 1
   int scale_bytes;    // of one weight scale
   bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
@@ -121,17 +124,18 @@ template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
-  bool leader = cute::elect_one_sync();
+  bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kGroups == 1 || p.weight.zeros);
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     Work work(index, p);
     int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
     int slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
-    int bytes = slabs * (kChunk + kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
+    int groups = C::kGroups > 1 ? p.tile_groups : 1;
+    int bytes = slabs * (kChunk + groups * kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (zeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int chunk = row0 / kRowsPerSlab * p.k_tiles + k, group = k / p.group_tiles, until_next = (group + 1) * p.group_tiles - k;
-    int vector = group * p.n_pad + row0;
+    int vector = group * groups * p.n_pad + row0;
 #pragma unroll 1
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -145,14 +149,18 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
             Copy::copy(p.weight.codes + int64_t(chunk + slab * p.k_tiles) * kChunk, full, stage + C::kWeights + slab * kChunk,
                        kChunk);
         }
-        if (C::kLoadScales && slabs > 0) {
-          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
-                     slabs * kRowsPerSlab * p.scale_bytes);
+#pragma unroll 1
+        for (int g = 0; g < groups; ++g) {
+          int from = vector + g * p.n_pad, to = g * C::kRows;
+          if (C::kLoadScales && slabs > 0) {
+            Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(from) * p.scale_bytes, full,
+                       stage + C::kScales + to * p.scale_bytes, slabs * kRowsPerSlab * p.scale_bytes);
+          }
+          if (zeros && slabs > 0) Copy::copy(p.weight.zeros + from, full, stage + C::kZeroPoints + to, slabs * kRowsPerSlab);
         }
-        if (C::kZeros && slabs > 0) Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, slabs * kRowsPerSlab);
       }
       ++chunk;
-      if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
+      if (--until_next == 0) until_next = p.group_tiles, vector += groups * p.n_pad;
     }
   }
 }
@@ -391,6 +399,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
                          float* partials, CUtensorMap const& map, Stream stream) {
   PackedWeight const& w = problem.weight;
   int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  bool short_groups = w.group_size > 0 && w.group_size < kKPerTile;
   Params p{w,
            problem.quantized,
            EpilogueParams(problem),
@@ -400,7 +409,10 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
            k_tiles,
            n_pad,
            plan.splits,
-           w.group_size == -1 ? k_tiles : w.group_size / kKPerTile,
+           w.group_size == -1 ? k_tiles
+           : short_groups     ? 1
+                              : w.group_size / kKPerTile,
+           short_groups ? kKPerTile / w.group_size : 1,
            size_of(w.scale_type),
            false};
   EpilogueParams const& e = p.epilogue;

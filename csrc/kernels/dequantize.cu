@@ -1,46 +1,41 @@
 // Packed codes -> floats [N][K], for looking at a weight and for those who want the matrix itself.
 //
-// A block takes 64 rows x 256 columns: its lanes put the codes of their fragments in rows in shared memory, and then take eight neighbours
-// of a row each to 16-byte stores. The arithmetic is the reference's: (q - z) * s, c * s + o or book[q] * s, each operation rounded to fp32 by
-// itself, then one rounding to the output's type.
-#include "cutlass_ops/layout.h"
+// A warp takes 16 rows x 256 columns (128 at 8 bits), all of whose codes it asks for at once. A lane's record holds pairs of columns of two rows; the
+// four lanes of those rows trade words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines. The
+// arithmetic is the reference's: (q - z) * s, c * s + o or book[q] * s, each operation rounded to fp32 by itself, then one rounding to the
+// output's type.
+#include "device/decode.cuh"
 #include "device/launch.cuh"
-#include "device/scalar.cuh"
+#include "device/tile.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kTiles = 2;  // of K, a block
-constexpr int kColumns = kTiles * kKPerTile;
-constexpr int kStride = kColumns + 8;  // bytes of a row in shared memory: neighbours start on other banks
+constexpr int kUnits = 4;  // a warp
 
 struct Params {
   DequantizeProblem problem;
+  VectorRows rows;  // of the group vectors
+  int log_group;    // of the columns a row covers in a tile of K
   int k_tiles, n_pad;
+  int columns;         // warps side by side
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
 };
 
-// The codes of a chunk, centred, a byte each, to rows of shared memory.
-template <int kBits>
-__device__ __forceinline__ void spread_chunk(uint4 const* chunk, int8_t* rows) {
-  constexpr int kUnits = chunk_bytes(kBits) / kUnitBytes / 4, kUnitColumns = kKPerTile / kUnits;
-  for (int i = threadIdx.x; i < chunk_bytes(kBits) / kLaneBytes; i += kThreads) {
-    int unit = i / 32, g = i % 32 / 4, t = i % 4;
-    int8_t* to = rows + (unit / kUnits * 16 + g) * kStride + unit % kUnits * kUnitColumns + 2 * t;
-    uint4 q = __ldcs(chunk + i);
-    uint32_t const words[4] = {q.x, q.y, q.z, q.w};
+// The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring columns, becomes the lane's share of four records:
+// word t has pair t of its eight columns. `t`: the lane's place among the four.
+__device__ __forceinline__ void trade_words(uint32_t (&words)[4], int t) {
 #pragma unroll
-    for (int pair = 0; pair < 8 * 8 / kBits; ++pair) {
-      // Of the lane's record: word, row (g or g + 8) and pair of columns (2t, 2t + 1, or eight further).
-      int word = kBits == 4 ? pair / 4 : pair / 2, half = kBits == 4 ? pair % 2 : word % 2;
-      int eight = kBits == 4 ? pair / 2 % 2 : pair % 2, column16 = kBits == 4 ? word : word / 2;
-      int low_shift = kBits == 4 ? 4 * (2 * eight + half) : 8 * eight, high_shift = low_shift + 16;
-      int low = int(words[word] << (32 - kBits - low_shift)) >> (32 - kBits);
-      int high = int(words[word] << (32 - kBits - high_shift)) >> (32 - kBits);
-      *reinterpret_cast<uint16_t*>(to + 8 * half * kStride + 16 * column16 + 8 * eight) =
-          uint16_t((low & 0xff) | (high & 0xff) << 8);
+  for (int distance = 1; distance < 4; distance *= 2) {
+    bool upper = t & distance;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      if (i & distance) continue;
+      uint32_t received = __shfl_xor_sync(~0u, upper ? words[i] : words[i + distance], distance);
+      words[i] = upper ? received : words[i];
+      words[i + distance] = upper ? words[i + distance] : received;
     }
   }
 }
@@ -64,12 +59,15 @@ __device__ __forceinline__ void store_eight(void* out, DataType type, int64_t in
     return;
   }
   uint32_t words[4];
+  if (type == DataType::kFloat16) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    if (type == DataType::kFloat16) {
+    for (int i = 0; i < 4; ++i) {
       __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
       words[i] = reinterpret_cast<uint32_t const&>(pair);
-    } else {
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
       __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
       words[i] = reinterpret_cast<uint32_t const&>(pair);
     }
@@ -77,45 +75,95 @@ __device__ __forceinline__ void store_eight(void* out, DataType type, int64_t in
   __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + index), make_uint4(words[0], words[1], words[2], words[3]));
 }
 
-template <int kBits>
-__global__ void __launch_bounds__(kThreads, 5) dequantize_chunks(__grid_constant__ Params const p) {
-  __shared__ __align__(16) int8_t rows[kRowsPerSlab * kStride];
-  __shared__ float book[16];
-  wait_for_predecessor();
-  PackedWeight const& w = p.problem.weight;
-  int slab = blockIdx.y, first_tile = blockIdx.x * kTiles;
-  if (w.book && threadIdx.x < 16) book[threadIdx.x] = w.book[threadIdx.x ^ 8];  // by the centred code's four bits
-#pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
-    if (first_tile + tile >= p.k_tiles) break;
-    int64_t chunk = int64_t(slab) * p.k_tiles + first_tile + tile;
-    spread_chunk<kBits>(reinterpret_cast<uint4 const*>(w.codes + chunk * chunk_bytes(kBits)), rows + tile * kKPerTile);
+// What makes values of a row's codes in a group.
+struct Factors {
+  float scale, offset;
+  int zero;
+
+  __device__ __forceinline__ Factors(Params const& p, int n, int k) {
+    PackedWeight const& w = p.problem.weight;
+    int group = p.rows.first(k / kKPerTile) + (k % kKPerTile >> p.log_group);
+    int64_t at = int64_t(group) * p.n_pad + n / kRowsPerSlab * kRowsPerSlab + group_row(n % kRowsPerSlab);
+    scale = load_float(w.scales, w.scale_type, at);
+    offset = w.offsets ? load_float(w.offsets, w.offset_type, at) : 0.0f;
+    zero = w.zeros ? w.zeros[at] : 0;
   }
-  __syncthreads();
-#pragma unroll 2
-  for (int i = threadIdx.x; i < kRowsPerSlab * kColumns / 8; i += kThreads) {
-    int row = i / (kColumns / 8), column = i % (kColumns / 8) * 8, n = slab * kRowsPerSlab + row;
-    int k = first_tile * kKPerTile + column;
-    if (n >= w.n || k >= w.k) continue;
-    uint2 codes = *reinterpret_cast<uint2 const*>(rows + row * kStride + column);
-    int group = w.group_size == -1 ? 0 : k / w.group_size;  // of all eight
-    int64_t at = int64_t(group) * p.n_pad + slab * kRowsPerSlab + group_row(row);
-    float scale = load_float(w.scales, w.scale_type, at), offset = w.offsets ? load_float(w.offsets, w.offset_type, at) : 0.0f;
-    int zero = w.zeros ? w.zeros[at] : 0;
-    float v[8];
+};
+
+// Eight codes of a row, centred, from column k on, whose row begins at `row` in the output.
+template <bool kBook>
+__device__ __forceinline__ void finish(Params const& p, float const* book, Factors const& factors, int64_t row, int k,
+                                       int const (&codes)[8]) {
+  PackedWeight const& w = p.problem.weight;
+  float v[8];
 #pragma unroll
-    for (int e = 0; e < 8; ++e) {
-      int code = int8_t((e < 4 ? codes.x : codes.y) >> e % 4 * 8);
-      v[e] = __fmul_rn(w.book ? book[code & 15] : float(code - zero), scale);
-      if (w.offsets) v[e] = __fadd_rn(v[e], offset);
-    }
-    int64_t index = int64_t(n) * w.k;
-    if (p.vector_stores) {
-      store_eight(p.problem.out, p.problem.out_type, index + k, v);
-    } else {
+  for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(kBook ? book[codes[e] & 15] : float(codes[e] - factors.zero), factors.scale);
+  if (!kBook && w.offsets) {
 #pragma unroll
-      for (int e = 0; e < 8; ++e)
-        if (k + e < w.k) store_value(p.problem.out, p.problem.out_type, index + (w.perm ? w.perm[k + e] : k + e), v[e]);
+    for (float& x : v) x = __fadd_rn(x, factors.offset);
+  }
+  if (p.vector_stores) {
+    store_eight(p.problem.out, p.problem.out_type, row + k, v);
+  } else {
+#pragma unroll
+    for (int e = 0; e < 8; ++e)
+      if (k + e < w.k) store_value(p.problem.out, p.problem.out_type, row + (w.perm ? w.perm[k + e] : k + e), v[e]);
+  }
+}
+
+template <int kBits, bool kBook>
+__global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant__ Params const p) {
+  constexpr int kTileUnits = kBits / 2, kUnitColumns = kKPerTile / kTileUnits;  // of 16 rows
+  __shared__ float book[16];
+  PackedWeight const& w = p.problem.weight;
+  int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
+  int row0 = warp / p.columns * kRowsPerBlock, first = warp % p.columns * kUnits;  // unit along K
+  uint8_t const* from = w.codes + int64_t(row0 / kRowsPerSlab) * p.k_tiles * chunk_bytes(kBits) +
+                        row0 % kRowsPerSlab / kRowsPerBlock * kTileUnits * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
+  uint4 records[kUnits];
+  bool there = row0 < p.n_pad;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    int unit = first + i;
+    if (there && unit < p.k_tiles * kTileUnits)
+      records[i] = __ldcs(reinterpret_cast<uint4 const*>(from + int64_t(unit / kTileUnits) * chunk_bytes(kBits) +
+                                                         unit % kTileUnits * kUnitBytes));
+  }
+  if (kBook) {
+    if (threadIdx.x < 16) book[threadIdx.x] = w.book[threadIdx.x ^ 8];  // by the centred code's four bits
+    __syncthreads();
+  }
+  wait_for_predecessor();
+  if (!there) return;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    int column = (first + i) * kUnitColumns;
+    if (column >= w.k) break;
+    uint4 const& q = records[i];
+    // Words for eight columns each: of two rows, or, at 4 bits, of both rows and 32 columns further.
+    uint32_t const a[2] = {q.x, kBits == 4 ? q.y : q.z}, b[2] = {kBits == 4 ? q.z : q.y, q.w};
+    uint32_t words[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) words[j] = decode::permute_bytes(a[j / 2], b[j / 2], j % 2 ? 0x7531u : 0x6420u);
+    trade_words(words, t);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {  // row g or g + 8
+      int n = row0 + g + 8 * half;
+      if (n >= w.n) break;
+      int64_t row = int64_t(n) * w.k;
+      Factors factors(p, n, column);
+#pragma unroll
+      for (int further = 0; further < 8 / kBits; ++further) {
+        int low_shift = kBits == 4 ? further * 16 + half * 4 : half * 16, codes[8];
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          int shift = low_shift + e % 2 * 8;
+          codes[e] = int(words[e / 2] << (32 - kBits - shift)) >> (32 - kBits);
+        }
+        int k = column + further * 32 + 8 * t;
+        if (further && p.log_group == 5) factors = Factors(p, n, column + 32);
+        if (k < w.k) finish<kBook>(p, book, factors, row, k, codes);
+      }
     }
   }
 }
@@ -125,10 +173,14 @@ __global__ void __launch_bounds__(kThreads, 5) dequantize_chunks(__grid_constant
 Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   PackedWeight const& w = problem.weight;
   bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 && w.k % 8 == 0;
-  Params p{problem, int(padded_k(w.k) / kKPerTile), int(padded_rows(w.n)), aligned && !w.perm};
-  dim3 grid((p.k_tiles + kTiles - 1) / kTiles, p.n_pad / kRowsPerSlab);
-  return w.bits == 4 ? launch(dequantize_chunks<4>, grid, kThreads, 0, stream, p)
-                     : launch(dequantize_chunks<8>, grid, kThreads, 0, stream, p);
+  VectorRows rows(w.group_size);
+  int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  int columns = (k_tiles * w.bits / 2 + kUnits - 1) / kUnits;
+  Params p{problem, rows, rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm};
+  dim3 grid(unsigned((int64_t(columns) * (n_pad / kRowsPerBlock) + kThreads / 32 - 1) / (kThreads / 32)));
+  return w.bits == 8 ? launch(dequantize_units<8, false>, grid, kThreads, 0, stream, p)
+         : w.book    ? launch(dequantize_units<4, true>, grid, kThreads, 0, stream, p)
+                     : launch(dequantize_units<4, false>, grid, kThreads, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -13,11 +13,18 @@ namespace {
 
 using hopper::Params;
 
-template <class Element_, int kBits, int kTokens, bool kZeros>
-struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages> {
+// kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer).
+template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false>
+struct Config
+    : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages, kGroups> {
   using Element = Element_;
-  using Decode = decode::ToFloat<kBits, Element>;
-  static constexpr int kPieces = kKPerTile / 16;
+  static constexpr bool kBook = kBook_;
+  using Decode = std::conditional_t<kBook, decode::Int4BookRegisters, decode::ToFloat<kBits, Element>>;
+  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few
+  // tokens do not take long enough, and 8 bits take few instructions.
+  static constexpr int kSteps = kGroups > 1 ? kGroups : kTokens == 64 || kBits == 8 ? 1 : 2;
+  static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
+  static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   static_assert(Config::kSharedBytes <= wgmma_gemm_a16_tile(kTokens).shared_bytes,
                 "the dispatch table promises less shared memory");
 
@@ -25,13 +32,12 @@ struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros
                                  CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
 };
 
-// A warpgroup's weights of a stage as they lie in shared memory, and their scales and zero points for a thread's rows g and g + 8. Scales become
-// floats only where they are used: a load takes long while an MMA reads shared memory, and nothing should wait for it before the MMAs are done.
+// A warpgroup's weights of a stage as they lie in shared memory, and the zero points of a thread's rows g and g + 8.
 template <class C>
 struct StoredWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
-  uint32_t words[4 * kLoads], scales[2];
-  int8_t zeros[2];
+  uint32_t words[4 * kLoads];
+  int8_t zeros[2] = {};
 
   __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
 #pragma unroll
@@ -39,46 +45,66 @@ struct StoredWeights {
       uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
       words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
     }
-    if (C::kZeros) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
-      zeros[0] = z.x, zeros[1] = z.y;
-    }
-    scales[0] = *reinterpret_cast<uint32_t const*>(stage + at.scales);
-    if (p.weight.scale_type == DataType::kFloat32) scales[1] = *reinterpret_cast<uint32_t const*>(stage + at.scales + 4);
+    load_zeros(stage, p, at, 0);
   }
 
-  // The eight operands of 16 columns each.
-  __device__ __forceinline__ void decode(uint32_t (&a)[C::kPieces][4]) const {
+  __device__ __forceinline__ void load_zeros(uint8_t const* stage, Params const& p, hopper::Place<C> const& at, int group) {
+    if (C::kZeros && (C::kGroups == 1 || p.weight.zeros)) {
+      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros + group * C::kRows);
+      zeros[0] = z.x, zeros[1] = z.y;
+    }
+  }
+
+  // A step's operands, of 16 columns each.
+  __device__ __forceinline__ void decode(int step, decode::Int4BookRegisters::Table const& book,
+                                         uint32_t (&a)[C::kPieces][4]) const {
 #pragma unroll
     for (int i = 0; i < C::kPieces; ++i) {
-      if constexpr (C::kZeros) {
-        C::Decode::fragment(words + i * C::Decode::kWords, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
+      uint32_t const* from = words + (step * C::kPieces + i) * C::Decode::kWords;
+      if constexpr (C::kBook) {
+        C::Decode::fragment(from, book, a[i]);
+      } else if constexpr (C::kZeros) {
+        C::Decode::fragment(from, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
       } else {
-        C::Decode::fragment(words + i * C::Decode::kWords, a[i]);
+        C::Decode::fragment(from, a[i]);
       }
     }
   }
 };
 
-// What StoredWeights::scales hold, as numbers.
-__device__ __forceinline__ void scale_values(uint32_t const (&stored)[2], DataType type, float (&values)[2]) {
-  if (type == DataType::kFloat32) {
-    values[0] = __uint_as_float(stored[0]), values[1] = __uint_as_float(stored[1]);
-  } else {
-    float2 half = __half22float2(reinterpret_cast<__half2 const&>(stored[0]));
-    bool is_half = type == DataType::kFloat16;
-    values[0] = is_half ? half.x : __uint_as_float(stored[0] << 16);
-    values[1] = is_half ? half.y : __uint_as_float(stored[0] & 0xffff0000u);
-  }
-}
+// The scales of a thread's rows as they lie in shared memory. They become floats only where they are used: a load takes long while an MMA reads
+// shared memory, and nothing should wait for it before the MMAs are done.
+struct StoredScales {
+  uint32_t words[2];
 
-template <class Element, int kBits, int kTokens, bool kZeros>
-__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume(uint8_t* stages, float* staging,
-                                                                                 hopper::Barriers<Config>& barriers,
-                                                                                 CUtensorMap const& out_map, Params const& p,
-                                                                                 hopper::Place<Config> const& at) {
+  __device__ __forceinline__ StoredScales(uint8_t const* from, DataType type) { load(from, type); }
+
+  __device__ __forceinline__ void load(uint8_t const* from, DataType type) {
+    words[0] = *reinterpret_cast<uint32_t const*>(from);
+    if (type == DataType::kFloat32) words[1] = *reinterpret_cast<uint32_t const*>(from + 4);
+  }
+
+  __device__ __forceinline__ void values(DataType type, float (&out)[2]) const {
+    if (type == DataType::kFloat32) {
+      out[0] = __uint_as_float(words[0]), out[1] = __uint_as_float(words[1]);
+    } else {
+      float2 half = __half22float2(reinterpret_cast<__half2 const&>(words[0]));
+      bool is_half = type == DataType::kFloat16;
+      out[0] = is_half ? half.x : __uint_as_float(words[0] << 16);
+      out[1] = is_half ? half.y : __uint_as_float(words[0] & 0xffff0000u);
+    }
+  }
+};
+
+template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook>
+__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook>::consume(
+    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
+    hopper::Place<Config> const& at) {
   using C = Config;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
+  decode::Int4BookRegisters::Table book;
+  if (kBook) book = decode::Int4BookRegisters::load<Element>(p.weight.book);
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
@@ -86,38 +112,72 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros>::consume
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kSums], sums[C::kSums] = {};
     StoredWeights<C> weights;
+    uint32_t a[C::kSteps > 1 ? 2 : 1][C::kPieces][4];
+    uint8_t const* base = stages + ring.stage * C::kStageBytes;
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    weights.load(stages + ring.stage * C::kStageBytes, p, at);
+    weights.load(base, p, at);
+    StoredScales next_scales(base + at.scales, p.weight.scale_type);
+    if (C::kSteps > 1) weights.decode(0, book, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
-      int stage = ring.stage;
-      uint32_t a[C::kPieces][4], stored_scales[2] = {weights.scales[0], weights.scales[1]};
-      weights.decode(a);
-      uint64_t tokens = uniform_operand_descriptor(stages + stage * C::kStageBytes + C::kActivations);
-#pragma unroll
-      for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[piece]);
-      fence_registers(products);
-      cute::warpgroup_arrive();
-#pragma unroll
-      for (int piece = 0; piece < C::kPieces; ++piece) {
-        constexpr int kInPanel = C::kPanelColumns / 16;
-        wgmma_float<Element, C::kTokens>(a[piece], tokens + piece / kInPanel * (C::kPanelBytes / 16) + piece % kInPanel * 2,
-                                         products, piece > 0);
-      }
-      cute::warpgroup_commit_batch();
-      fence_registers(products);
+      int const stage = ring.stage;
+      base = stages + stage * C::kStageBytes;
+      uint64_t tokens = uniform_operand_descriptor(base + C::kActivations);
+      if (C::kSteps == 1) weights.decode(0, book, a[0]);
       ring.advance();
-      if (i + 1 < count) {
-        TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-        weights.load(stages + ring.stage * C::kStageBytes, p, at);
-      }
-      cute::warpgroup_wait<0>();
-      fence_registers(products);
-      if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
-      float scale[2];
-      scale_values(stored_scales, p.weight.scale_type, scale);
+      uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
+      auto load_next = [&] {
+        if (i + 1 < count) {
+          TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+          weights.load(next_base, p, at);
+        }
+      };
 #pragma unroll
-      for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+      for (int step = 0; step < C::kSteps; ++step) {
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
+        fence_registers(products);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece) {
+          constexpr int kInPanel = C::kPanelColumns / 16;
+          int const column = step * C::kPieces + piece;
+          wgmma_float<Element, C::kTokens>(a[step % 2][piece],
+                                           tokens + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2, products,
+                                           step % C::kGroupSteps > 0 || piece > 0);
+        }
+        cute::warpgroup_commit_batch();
+        fence_registers(products);
+        StoredScales scales = next_scales;
+        if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
+          cute::warpgroup_wait<1>();
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[(step + 1) % 2][piece]);
+        }
+        if (step + 1 < C::kSteps) {
+          if ((step + 1) % C::kGroupSteps == 0) {
+            int const group = (step + 1) / C::kGroupSteps;
+            weights.load_zeros(base, p, at, group);
+            next_scales.load(base + at.scales + group * group_scales, p.weight.scale_type);
+          }
+          weights.decode(step + 1, book, a[(step + 1) % 2]);
+          if (step + 2 == C::kSteps) load_next();
+        } else {
+          if (C::kSteps == 1) load_next();
+          if (i + 1 < count) {
+            next_scales.load(next_base + at.scales, p.weight.scale_type);
+            if (C::kSteps > 1) weights.decode(0, book, a[0]);
+          }
+        }
+        if ((step + 1) % C::kGroupSteps) continue;
+        cute::warpgroup_wait<0>();
+        fence_registers(products);
+        if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+        float scale[2];
+        scales.values(p.weight.scale_type, scale);
+#pragma unroll
+        for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+      }
     }
     hopper::store<C>([&](int i) { return sums[i]; }, staging, out_map, p, at, row0, m0, work.split);
   }
@@ -143,8 +203,17 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, int kBits, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.zeros ? launch_config<Config<Element, kBits, kTokens, true>>(problem, plan, partials, stream)
-                              : launch_config<Config<Element, kBits, kTokens, false>>(problem, plan, partials, stream);
+  PackedWeight const& w = problem.weight;
+  if constexpr (kBits == 4) {
+    if (w.book) {
+      return w.group_size == 32 ? launch_config<Config<Element, 4, kTokens, false, 4, true>>(problem, plan, partials, stream)
+                                : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);
+    }
+  }
+  if (w.group_size == 32) return launch_config<Config<Element, kBits, kTokens, true, 4>>(problem, plan, partials, stream);
+  if (w.group_size == 64) return launch_config<Config<Element, kBits, kTokens, true, 2>>(problem, plan, partials, stream);
+  return w.zeros ? launch_config<Config<Element, kBits, kTokens, true, 1>>(problem, plan, partials, stream)
+                 : launch_config<Config<Element, kBits, kTokens, false, 1>>(problem, plan, partials, stream);
 }
 
 }  // namespace
