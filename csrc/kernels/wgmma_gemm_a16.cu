@@ -1,7 +1,8 @@
 // fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads and its stores are
 // device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
-//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point: exact in fp16 and bf16
+//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point, exact in fp16 and bf16; or to a code book's
+//            value, looked up
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
 #include "device/decode.cuh"
@@ -19,14 +20,19 @@ struct Config
     : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages, kGroups> {
   using Element = Element_;
   static constexpr bool kBook = kBook_;
-  using Decode = std::conditional_t<kBook, decode::Int4BookRegisters, decode::ToFloat<kBits, Element>>;
+  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few
   // tokens do not take long enough, and 8 bits take few instructions.
   static constexpr int kSteps = kGroups > 1 ? kGroups : kTokens == 64 || kBits == 8 ? 1 : 2;
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
-  static_assert(Config::kSharedBytes <= wgmma_gemm_a16_tile(kTokens).shared_bytes,
-                "the dispatch table promises less shared memory");
+  // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
+  // Programming Guide, "Compute Capability 9.0").
+  static constexpr int kKept = 1024, kTableBytes = decode::Int4Book::kTableBytes;
+  static constexpr int kTable =
+      (kKept + Config::TileConfig::kSharedBytes + kTableBytes - 1) / kTableBytes * kTableBytes - kKept;
+  static constexpr int kSharedBytes = kBook ? kTable + kTableBytes + 256 : Config::TileConfig::kSharedBytes;
+  static_assert(kSharedBytes <= wgmma_gemm_a16_tile(kTokens).shared_bytes, "the dispatch table promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                  CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
@@ -56,13 +62,14 @@ struct StoredWeights {
   }
 
   // A step's operands, of 16 columns each.
-  __device__ __forceinline__ void decode(int step, decode::Int4BookRegisters::Table const& book,
-                                         uint32_t (&a)[C::kPieces][4]) const {
+  __device__ __forceinline__ void decode(int step, uint32_t table, uint32_t (&a)[C::kPieces][4]) const {
 #pragma unroll
     for (int i = 0; i < C::kPieces; ++i) {
       uint32_t const* from = words + (step * C::kPieces + i) * C::Decode::kWords;
       if constexpr (C::kBook) {
-        C::Decode::fragment(from, book, a[i]);
+        uint32_t pairs[4];
+        C::Decode::look_up(from[0], table, pairs);
+        C::Decode::combine(pairs, a[i]);
       } else if constexpr (C::kZeros) {
         C::Decode::fragment(from, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
       } else {
@@ -103,8 +110,12 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
   using C = Config;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
-  decode::Int4BookRegisters::Table book;
-  if (kBook) book = decode::Int4BookRegisters::load<Element>(p.weight.book);
+  uint32_t table = 0;                                                   // the lane's, of a code book
+  if constexpr (kBook) {
+    decode::Int4Book::fill<Element>(stages + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
+    cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
+    table = cute::cast_smem_ptr_to_uint(stages + C::kTable) + at.lane * 4;
+  }
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
@@ -117,13 +128,13 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     weights.load(base, p, at);
     StoredScales next_scales(base + at.scales, p.weight.scale_type);
-    if (C::kSteps > 1) weights.decode(0, book, a[0]);
+    if (C::kSteps > 1) weights.decode(0, table, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       int const stage = ring.stage;
       base = stages + stage * C::kStageBytes;
       uint64_t tokens = uniform_operand_descriptor(base + C::kActivations);
-      if (C::kSteps == 1) weights.decode(0, book, a[0]);
+      if (C::kSteps == 1) weights.decode(0, table, a[0]);
       ring.advance();
       uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
       auto load_next = [&] {
@@ -160,13 +171,13 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
             weights.load_zeros(base, p, at, group);
             next_scales.load(base + at.scales + group * group_scales, p.weight.scale_type);
           }
-          weights.decode(step + 1, book, a[(step + 1) % 2]);
+          weights.decode(step + 1, table, a[(step + 1) % 2]);
           if (step + 2 == C::kSteps) load_next();
         } else {
           if (C::kSteps == 1) load_next();
           if (i + 1 < count) {
             next_scales.load(next_base + at.scales, p.weight.scale_type);
-            if (C::kSteps > 1) weights.decode(0, book, a[0]);
+            if (C::kSteps > 1) weights.decode(0, table, a[0]);
           }
         }
         if ((step + 1) % C::kGroupSteps) continue;

@@ -183,21 +183,6 @@ TEST(Decode, FourBitsByCodeBook) {
   }
 }
 
-TEST(Decode, FourBitsByCodeBookInRegisters) {
-  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };
-  Int4BookRegisters::Table const table = Int4BookRegisters::table(value_bits);
-  for_each_word([&](uint32_t word) {
-    uint32_t out[4];
-    Int4BookRegisters::fragment(&word, table, out);
-    for (int r = 0; r < 4; ++r) {
-      for (int h = 0; h < 2; ++h) {
-        uint32_t const expected = uint32_t(value_bits(nibble(word, kNibble[r][h]) + 8)), found = out[r] >> 16 * h & 0xffff;
-        if (found != expected) ADD_FAILURE() << std::hex << word << " register " << r << " half " << h << ": " << found;
-      }
-    }
-  });
-}
-
 TEST(Decode, FourBitsToInt8) {
   for_each_word([](uint32_t word) {
     uint32_t const words[2] = {word, ~word};
