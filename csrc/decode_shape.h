@@ -17,7 +17,9 @@ struct DecodeShape {
   int stages = 0;    // of each warp's ring
 };
 
-constexpr int decode_warps(int) { return 8; }
+constexpr int decode_warps(int tokens) {
+  return tokens == 8 ? 8 : 12;
+}  // of a block, at most: or 8, where those need too much memory
 constexpr int decode_stages(int tokens) { return tokens == 8 ? 3 : 2; }  // of each warp's ring
 constexpr int kSlotFloats =
     kRowsPerSlab + 4;  // of a token in a slot, the sums of a slab: four more keep lanes on different banks
@@ -38,7 +40,7 @@ struct DecodeMemory {
     zeros = 4096 + rows * kRowsPerSlab * size(w.scale_type);
     offsets = zeros + (w.zeros ? rows * kRowsPerSlab : 0);
     stage = offsets + (w.offsets ? rows * kRowsPerSlab * size(w.offset_type) : 0);
-    int step = w.group_size == 32 || w.group_size == 64 ? 32 : columns, steps = shape.slice * kKPerTile / step;
+    int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns, steps = shape.slice * kKPerTile / step;
     token = shape.slice * kKPerTile * 2 + 16;
     x = shape.warps * shape.stages * stage;
     sums = x + p.m * std::max(token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
@@ -49,9 +51,9 @@ struct DecodeMemory {
   }
 };
 
-// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes a clock of weights and x together; a slab's sums of a
-// token cost 50 clocks at the end, and a cluster's exchange of sums 900. GPCs of an odd number of multiprocessors leave one in eleven out of clusters
-// of 4 and 8.
+// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock and 13 of x; a slab's sums of a token
+// cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for one of the next launch 1500. GPCs of an odd number
+// of multiprocessors leave one in eleven out of clusters of 4 and 8.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
   int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
@@ -63,11 +65,16 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
     shape.clusters = std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
     shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
-    shape.warps = decode_warps(tokens);
     shape.stages = decode_stages(tokens);
-    if (shape.slabs > 0xffff || DecodeMemory(p, shape).total > device.shared_memory - kStaticBytes) continue;
-    double bytes = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits) + double(p.m) * shape.slice * kKPerTile * 2;
-    double time = bytes / 18 + 50.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0);
+    auto fits = [&](int warps) {
+      shape.warps = warps;
+      return DecodeMemory(p, shape).total <= device.shared_memory - kStaticBytes;
+    };
+    if (shape.slabs > 0xffff || (!fits(decode_warps(tokens)) && !fits(8))) continue;
+    double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
+           x = double(p.m) * shape.slice * kKPerTile * 2;
+    bool beside = tokens == 8 && DecodeMemory(p, shape).total <= device.shared_memory / 2 - 2 * kStaticBytes;
+    double time = weights / 18 + x / 13 + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

@@ -296,6 +296,17 @@ def test_large_shapes(case: Case) -> None:
     test_any_scales_within_tolerance(case)
 
 
+@pytest.mark.parametrize("m", [4, 16])
+def test_small_weights_and_floats_of_one_sign_keep_their_precision(m: int) -> None:
+    """8-bit codes near zero: what a decoder adds to them and takes away again must not outweigh the result."""
+    codes = torch.randint(126, 131, (576, 4096), dtype=torch.uint8)
+    weight = co.QuantizedWeight(codes, torch.rand(576, 32) * 0.01 + 0.005, None, None, bits=8, group_size=128)
+    x = torch.randn(m, 4096).abs().half().cuda()
+    want = reference.mixed_gemm(x, weight.to("cuda"), out_dtype=FLOAT, compute_dtype=torch.float64).double()
+    error = co.mixed_gemm(x, co.reorder(weight).to("cuda"), out_dtype=FLOAT).double() - want
+    assert error.norm() <= 1e-6 * want.norm()
+
+
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 @pytest.mark.parametrize("shape", [(0, 576), (2, 0, 576)], ids=str)
 def test_no_rows(shape: tuple[int, ...], activations: str) -> None:

@@ -12,8 +12,8 @@
 //             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
 //             fence at the scope of a cluster waits for every access under way, a tenth of a small product's time
 //
-// Codes become fp16 by bit operations alone: subnormal numbers (decode.cuh) with an excess that the sums' start takes away. That takes the sums of
-// x over a step, as zero points and offsets do; a block adds them up once.
+// Codes become fp16 by bit operations alone where they can: subnormal numbers (decode.cuh) with an excess that the sums' start takes away. That takes
+// the sums of x over a step, as zero points and offsets do; a block adds them up once.
 //
 // int8 activations take the same way. Blocks quantise x themselves while they bring it into shared memory, with the quantiser's arithmetic
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
@@ -35,26 +35,32 @@ namespace {
 constexpr int kRowBlocks = kRowsPerSlab / 16;
 constexpr int kSlotStride = kRowsPerSlab + 4;  // floats of a token's sums: keeps lanes on different banks
 
-// kTokens: 8 or 16. kShortGroups: groups of 32 or 64, steps of 32 columns; without it a step is a piece. kInt8: activations are integers with scales.
-template <class Element_, int kBits_, int kTokens_, bool kShortGroups_, bool kInt8_, int kWarps_ = decode_warps(kTokens_),
-          int kStages_ = decode_stages(kTokens_)>
+// kTokens: 8 or 16. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a piece. kInt8:
+// activations are integers with scales.
+template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr int kTokenBlocks = kTokens / 8;
-  static constexpr bool kShortGroups = kShortGroups_;
+  static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kStages = kStages_;
+  static constexpr int kStages = decode_stages(kTokens);
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kTokens == 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+  static constexpr int kResident = kTokens == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+
+  // Subnormal numbers take the fewest instructions. Not 8 bits beside floats: sums are then of products as large as their excess of 128, and lose what
+  // small weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
+  using Decode = std::conditional_t<std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
+                                    std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
+                                    decode::ToFloat<kBits, Element>>;
 
   static constexpr int kPieceColumns = 512 / kBits;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;
   static constexpr int kRowBlockBytes = chunk_bytes(kBits) / kRowBlocks;
-  static constexpr int kStepColumns = kShortGroups ? 32 : kPieceColumns;
+  static constexpr int kStepColumns = kShortGroups ? kShortGroup_ : kPieceColumns;
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
 };
 
@@ -87,11 +93,6 @@ template <class Decode>
 struct Excess<Decode, std::enable_if_t<(Decode::kExcess > 0)>> {
   static constexpr float kExcess = Decode::kExcess, kUnit = Decode::kUnit, kUpper = Decode::kUpper;
 };
-template <int kBits, class Element>
-using Decoder = std::conditional_t<std::is_same_v<Element, __half>,
-                                   std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
-                                   decode::ToFloat<kBits, Element>>;
-
 enum class Source { kFloats, kBlocks, kTokens, kCodes };
 
 // a / b and its remainder, for a below 2^31 and quotients below 2^22. The compiler's division takes several times as long.
@@ -467,7 +468,7 @@ __device__ __forceinline__ void stage_tokens(uint8_t* shared, Params const& p, P
 // The sums of x over each step, in units of what the decoder makes: a step of a token by four lanes.
 template <class C>
 __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
-  using E = Excess<Decoder<C::kBits, typename C::Element>>;
+  using E = Excess<typename C::Decode>;
   constexpr int kPieces = C::kStepColumns / 32;  // of 16 bytes, a lane
   int const steps = columns / C::kStepColumns, count = p.epilogue.m * steps;
 #pragma unroll 2
@@ -547,7 +548,7 @@ using Sums = float[C::kTokenBlocks][kRowBlocks][4];
 template <class C>
 __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params const& p, int column, Sums<C>& sums,
                                                Feed<C>& feed) {
-  using Decode = Decoder<C::kBits, typename C::Element>;
+  using Decode = typename C::Decode;
   using E = Excess<Decode>;
   constexpr int kUnitColumns = C::kPieceColumns / 2;
   constexpr int kUnitPieces = kUnitColumns / 16;  // of 16 columns
@@ -606,7 +607,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         }
       }
       if (!last) continue;
-      int row = (C::kShortGroups ? step * p.weight_rows.count / 4 : 0) * kRowsPerSlab + g * 8;
+      int row = (C::kShortGroups ? step : 0) * kRowsPerSlab + g * 8;
       if (p.weight.zeros) {
         uint32_t zeros[kRowBlocks / 2];
 #pragma unroll
@@ -667,7 +668,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
 // A warp's sums of a slab to shared memory, [token][row].
 template <class C>
 __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
-  using E = Excess<Decoder<C::kBits, typename C::Element>>;
+  using E = Excess<typename C::Decode>;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   to += 2 * t * kSlotStride + g;
 #pragma unroll
@@ -875,16 +876,28 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
            memory,
            plain,
            vector_x,
-           Excess<Decoder<C::kBits, typename C::Element>>::kExcess > 0 || w.zeros || w.offsets};
+           Excess<typename C::Decode>::kExcess > 0 || w.zeros || w.offsets};
   return launch_clusters(decode_gemm<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, memory.total, stream,
                          p);
 }
 
+template <class Element, int kBits, int kTokens, bool kInt8, int kWarps>
+Status launch_warps(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
+  switch (problem.weight.group_size) {
+    case 32:
+      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps>>(problem, shape, stream);
+    case 64:
+      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps>>(problem, shape, stream);
+    default:
+      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps>>(problem, shape, stream);
+  }
+}
+
 template <class Element, int kBits, int kTokens, bool kInt8>
 Status launch_element(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
-  bool short_groups = problem.weight.group_size == 32 || problem.weight.group_size == 64;
-  return short_groups ? launch_config<Config<Element, kBits, kTokens, true, kInt8>>(problem, shape, stream)
-                      : launch_config<Config<Element, kBits, kTokens, false, kInt8>>(problem, shape, stream);
+  if (kTokens == 16 && shape.warps == 12)
+    return launch_warps<Element, kBits, kTokens, kInt8, kTokens == 16 ? 12 : 8>(problem, shape, stream);
+  return launch_warps<Element, kBits, kTokens, kInt8, 8>(problem, shape, stream);
 }
 
 }  // namespace
