@@ -29,11 +29,6 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
 }
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeLarge = 16 << 20, kAnySize = int64_t(1) << 62;
 
-// Whether a weight has as many elements as that few tokens were measured to take less time on wgmma than on mma.sync.
-bool is_large(GemmProblem const& problem, Device const&) {
-  return padded_rows(problem.weight.n) * padded_k(problem.weight.k) >= kDecodeLarge;
-}
-
 // clang-format off
 constexpr Row kTable[] = {
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
@@ -62,8 +57,6 @@ constexpr Row kTable[] = {
      "where 128 would leave a wave of blocks less full"},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
-    {"wgmma_gemm_a16", kWeights4, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<4, 64>)),
-     "where the weight is large: 35 us for 28672 x 4096, 46 by mma_gemm_a16; for 4096 x 4096 11 and 9", is_large},
     {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 17, 32, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<4, 64>)),
      "for 8192 x 28672 in three quarters of the time that mma_gemm_a16 takes"},
     {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<4, 160>)),
