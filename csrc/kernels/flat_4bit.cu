@@ -9,6 +9,8 @@
 // 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold floor(32 * v + 32), and stand where
 // the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the
 // neighbour, so the cuts that count as inside are those within a little more than the range. Books with two cuts in a range are searched cut by cut.
+#include <cute/arch/util.hpp>
+
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
@@ -174,6 +176,25 @@ __device__ __forceinline__ bool make_table(FlatProblem const& p, uint8_t* table)
   return good;
 }
 
+// The value in a word, or in its lower (`half` 0) or upper half.
+template <class T>
+__device__ __forceinline__ float number(uint32_t word, int half) {
+  if constexpr (sizeof(T) == 4) {
+    return __uint_as_float(word);
+  } else if constexpr (std::is_same_v<T, __half>) {
+    float2 pair = __half22float2(reinterpret_cast<__half2 const&>(word));
+    return half ? pair.y : pair.x;
+  } else {
+    return __uint_as_float(half ? word & 0xffff0000u : word << 16);
+  }
+}
+
+// Of bits of magnitudes; of 16-bit types in both halves.
+template <class T>
+__device__ __forceinline__ uint32_t larger(uint32_t a, uint32_t b) {
+  return sizeof(T) == 4 ? max(a, b) : __vmaxu2(a, b);
+}
+
 // Eight elements as they are stored.
 template <class T>
 struct Eight {
@@ -183,48 +204,23 @@ struct Eight {
   __device__ __forceinline__ void load(T const* from) {
 #pragma unroll
     for (int i = 0; i < kWords / 4; ++i) {
-      uint4 v = __ldcs(reinterpret_cast<uint4 const*>(from) + i);
+      uint4 v = reinterpret_cast<uint4 const*>(from)[i];  // evict-first loads (__ldcs) take 5 % longer
       words[4 * i] = v.x, words[4 * i + 1] = v.y, words[4 * i + 2] = v.z, words[4 * i + 3] = v.w;
     }
   }
 
   __device__ __forceinline__ float value(int i) const {
-    if constexpr (sizeof(T) == 4) {
-      return __uint_as_float(words[i]);
-    } else if constexpr (std::is_same_v<T, __half>) {
-      float2 pair = __half22float2(reinterpret_cast<__half2 const&>(words[i / 2]));
-      return i % 2 ? pair.y : pair.x;
-    } else {
-      return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
-    }
+    return sizeof(T) == 4 ? number<T>(words[i], 0) : number<T>(words[i / 2], i % 2);
   }
 
-  // The bits of the largest magnitude, compared as integers: NaN is larger than all.
+  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit types two, of each half of the words.
   __device__ __forceinline__ uint32_t largest() const {
-    if constexpr (sizeof(T) == 4) {
-      uint32_t most = 0;
+    uint32_t most = 0;
 #pragma unroll
-      for (uint32_t word : words) most = max(most, word & 0x7fffffffu);
-      return most;
-    } else {
-      uint32_t most = __vmaxu2(__vmaxu2(words[0] & 0x7fff7fffu, words[1] & 0x7fff7fffu),
-                               __vmaxu2(words[2] & 0x7fff7fffu, words[3] & 0x7fff7fffu));
-      return max(most >> 16, most & 0xffffu);
-    }
+    for (uint32_t word : words) most = larger<T>(most, word & (sizeof(T) == 4 ? 0x7fffffffu : 0x7fff7fffu));
+    return most;
   }
 };
-
-// A number from its bits.
-template <class T>
-__device__ __forceinline__ float number(uint32_t bits) {
-  if constexpr (sizeof(T) == 4) {
-    return __uint_as_float(bits);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    return __half2float(__ushort_as_half(uint16_t(bits)));
-  } else {
-    return __uint_as_float(bits << 16);
-  }
-}
 
 // The code of v by all cuts in turn.
 __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes, float v) {
@@ -234,25 +230,44 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
   return codes[below];
 }
 
+// 1 / absmax as __frcp_rn rounds it; 0 for infinity, NaN for NaN, any number for 0.
+template <class T>
+__device__ __forceinline__ float reciprocal_of(float absmax) {
+  if constexpr (std::is_same_v<T, __half>) {
+    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: a test compares all fp16 numbers.
+    float a, approximate;
+    asm("max.NaN.f32 %0, %1, 0f33800000;" : "=f"(a) : "f"(absmax));  // 2^-24, fp16's least
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(a));
+    return fmaf(approximate, fminf(fmaf(-a, approximate, 1.0f), 1.0f), approximate);  // inf: 0 + 0 * min(NaN, 1)
+  } else {
+    return isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
+  }
+}
+
 // What a warp does with kBlocks blocks of kChunks pieces of 256 elements.
 template <class T, int kChunks, int kBlocks, bool kMagnitudes>
 struct Turn {
+  static constexpr int64_t kSpan = 256 * kChunks * kBlocks;
+  using Eights = Eight<T>[kBlocks][kChunks];
+  static constexpr bool kPairs = sizeof(T) == 2 && kBlocks % 2 == 0;  // two blocks' largest values in one word
+  static constexpr int kMaxima = kPairs ? kBlocks / 2 : kBlocks;
+  static_assert(kBlocks == 1 || kChunks == 1);
+
   FlatProblem const& p;
   T const* x;
-  uint8_t const* table;
+  uint32_t lane_bytes;  // of the table's rows
+  float row_bias;
   T const* tail;
   int lanes, log_block;
 
-  // kFast: all elements are there, and the table serves.
-  template <bool kFast>
-  __device__ __forceinline__ void run(int64_t begin, bool searched) const {
-    int lane = threadIdx.x % 32;
-    begin += lane * 8;
-    Eight<T> eights[kBlocks][kChunks];
+  // kAll: all elements are there.
+  template <bool kAll>
+  __device__ __forceinline__ void load(Eights& eights, int64_t begin) const {
+    begin += threadIdx.x % 32 * 8;
 #pragma unroll
     for (int i = 0; i < kBlocks * kChunks; ++i) {
       Eight<T>& eight = eights[i / kChunks][i % kChunks];
-      if (kFast || begin + i * 256 + 8 <= p.count) {
+      if (kAll || begin + i * 256 + 8 <= p.count) {
         eight.load(x + begin + i * 256);
       } else {
 #pragma unroll
@@ -260,27 +275,55 @@ struct Turn {
           eight.words[word] = begin + i * 256 < p.count ? reinterpret_cast<uint32_t const*>(tail)[word] : 0;
       }
     }
+  }
+
+  // kFast: all elements are there, and the table serves.
+  template <bool kFast>
+  __device__ __forceinline__ void run(Eights const& eights, int64_t begin, bool searched) const {
+    int lane = threadIdx.x % 32;
+    begin += lane * 8;
+    uint32_t largest[kMaxima] = {};
+#pragma unroll
+    for (int i = 0; i < kMaxima; ++i) {
+      if constexpr (kPairs) {
+        uint32_t const first = eights[2 * i][0].largest(), second = eights[2 * i + 1][0].largest();
+        largest[i] = __vmaxu2(__byte_perm(first, second, 0x5410u), __byte_perm(first, second, 0x7632u));
+      } else {
+#pragma unroll
+        for (int c = 0; c < kChunks; ++c) largest[i] = larger<T>(largest[i], eights[i][c].largest());
+        if (sizeof(T) == 2) largest[i] = __vmaxu2(largest[i], __byte_perm(largest[i], 0u, 0x1032u));
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      if (distance >= lanes) break;
+#pragma unroll
+      for (uint32_t& most : largest) most = larger<T>(most, __shfl_xor_sync(~0u, most, distance));
+    }
+    auto absmax_of = [&](uint32_t word, int b) { return number<T>(word, kPairs ? b % 2 : 0); };
+    // Of the lanes that share blocks each stores another's largest value, so that there is one store.
+    if (int const place = lane & (lanes - 1); place < kBlocks) {
+      uint32_t mine = largest[0];
+#pragma unroll
+      for (int i = 1; i < kMaxima; ++i)
+        if (place / (kBlocks / kMaxima) == i) mine = largest[i];
+      int64_t const block_begin = begin + place * (256 - 8);
+      if (kFast || block_begin < p.count)
+        p.absmax[block_begin >> log_block] = place % 2 ? absmax_of(mine, 1) : absmax_of(mine, 0);
+    }
 #pragma unroll
     for (int b = 0; b < kBlocks; ++b) {
-      uint32_t largest = 0;
-#pragma unroll
-      for (int c = 0; c < kChunks; ++c) largest = max(largest, eights[b][c].largest());
-#pragma unroll
-      for (int distance = 1; distance < 32; distance *= 2)
-        if (distance < lanes) largest = max(largest, __shfl_xor_sync(~0u, largest, distance));
-      float absmax = number<T>(largest);
-      float reciprocal = isnan(absmax) ? absmax : __frcp_rn(fmaxf(absmax, 1e-38f));
-      int64_t first = begin + b * kChunks * 256;
-      if ((lane & (lanes - 1)) == 0 && (kFast || first < p.count)) p.absmax[first >> log_block] = absmax;
+      float const reciprocal = reciprocal_of<T>(absmax_of(largest[b * kMaxima / kBlocks], b));
 #pragma unroll
       for (int c = 0; c < kChunks; ++c) {
-        int64_t element = first + c * 256;
-        uint32_t packed = kFast || !searched ? look_up(eights[b][c], reciprocal) : search_all(eights[b][c], reciprocal);
+        Eight<T> const& eight = eights[b][c];
+        int64_t element = begin + (b * kChunks + c) * 256;
+        uint32_t packed = kFast || !searched ? look_up(eight, reciprocal) : search_all(eight, reciprocal);
         if (kFast || element + 8 <= p.count) {
           __stcs(reinterpret_cast<uint32_t*>(p.packed + element / 2), packed);
         } else if (element < p.count) {
 #pragma unroll 1
-          for (int i = 0; element + 2 * i < p.count; ++i) p.packed[element / 2 + i] = uint8_t(packed >> 8 * i);
+          for (int j = 0; element + 2 * j < p.count; ++j) p.packed[element / 2 + j] = uint8_t(packed >> 8 * j);
         }
       }
     }
@@ -288,12 +331,12 @@ struct Turn {
 
   __device__ __forceinline__ uint32_t look_up(Eight<T> const& eight, float reciprocal) const {
     uint32_t nibbles[2] = {};  // bytes: codes of the even and of the odd elements
-    uint32_t const lane_bytes = threadIdx.x % 32 * 8;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       float scaled = __fmul_rn(eight.value(i), reciprocal), key = kMagnitudes ? fabsf(scaled) : scaled;
-      uint32_t at = decode::and_or(__float_as_uint(fmaf(key, 32.0f, 49184.0f)), 0x7f00u, lane_bytes);
-      uint2 range = *reinterpret_cast<uint2 const*>(table + at);
+      uint32_t at = decode::and_or(__float_as_uint(fmaf(key, 32.0f, row_bias)), 0x7f00u, lane_bytes);
+      uint2 range;
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(range.x), "=r"(range.y) : "r"(at));
       // The byte of range.y that becomes byte i / 2: 0 or 1, and 2 or 3 for negative numbers.
       uint32_t const step = 1u << i / 2 * 4, keep = 0x3210u - step * uint32_t(i / 2) + step * 4;
       uint32_t selector = key > __uint_as_float(range.x) ? keep + step : keep;
@@ -312,14 +355,26 @@ struct Turn {
   }
 };
 
+// Independent blocks that a warp has at a time, and whether it asks for its next turn's elements before it works on this one's: as registers allow.
+template <class T>
+constexpr int blocks_at_once(int chunks) {
+  return sizeof(T) == 2 && chunks == 1 ? 2 : 1;
+}
+template <class T>
+constexpr bool looks_ahead(int chunks) {
+  return blocks_at_once<T>(chunks) * chunks * Eight<T>::kWords <= 8;
+}
+
 // kChunks: pieces of 256 elements that share a block (1 where blocks are of 256 or less). A warp has kBlocks independent ones at a time.
 template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
                                             : kChunks == 8 ? 2
+                                            : kChunks == 4 ? 3
                                                            : kResident)
     quantize_flat(__grid_constant__ FlatProblem const p, int lanes, int log_block) {
-  constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
-  extern __shared__ __align__(128) uint8_t table[];
+  constexpr int kBlocks = blocks_at_once<T>(kChunks);
+  constexpr bool kAhead = looks_ahead<T>(kChunks);
+  extern __shared__ __align__(256) uint8_t table[];
   wait_for_predecessor();
   bool good = make_table<kMagnitudes>(p, table);
   T const* x = static_cast<T const*>(p.floats);
@@ -329,15 +384,33 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
     tail[threadIdx.x] = element < p.count ? x[element] : T(0.0f);
   }
   bool searched = !__syncthreads_and(good);
-  constexpr int64_t kSpan = 256 * kChunks * kBlocks;
-  int64_t warps = int64_t(gridDim.x) * (kThreads / 32), warp = int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32;
-  Turn<T, kChunks, kBlocks, kMagnitudes> turn{p, x, table, tail, lanes, log_block};
-  for (int64_t begin = warp * kSpan; begin < p.count; begin += warps * kSpan) {
-    if (begin + kSpan <= p.count && (kMagnitudes || !searched)) {
-      turn.template run<true>(begin, false);
-    } else {
-      turn.template run<false>(begin, searched);
+  using Turn = Turn<T, kChunks, kBlocks, kMagnitudes>;
+  constexpr int64_t kSpan = Turn::kSpan;
+  int const step = int(gridDim.x) * int(kThreads / 32 * kSpan);  // the grid has at most four blocks a multiprocessor
+  int64_t begin = (int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * kSpan;
+  // Rows are counted from the beginning of shared memory, in which the table follows a few hundred bytes.
+  uint32_t const table_begin = cute::cast_smem_ptr_to_uint(table);
+  Turn const turn{p, x, threadIdx.x % 32 * 8, 49184.0f + float(table_begin / 256), tail, lanes, log_block};
+  bool const fast = kMagnitudes || !searched;
+  typename Turn::Eights now;
+  if constexpr (kAhead) {
+    typename Turn::Eights next;
+    if (fast && begin + kSpan <= p.count) turn.template load<true>(next, begin);
+    for (; fast && begin + kSpan <= p.count; begin += step) {
+#pragma unroll
+      for (int i = 0; i < kBlocks * kChunks; ++i) now[i / kChunks][i % kChunks] = next[i / kChunks][i % kChunks];
+      if (begin + step + kSpan <= p.count) turn.template load<true>(next, begin + step);
+      turn.template run<true>(now, begin, false);
     }
+  } else {
+    for (; fast && begin + kSpan <= p.count; begin += step) {
+      turn.template load<true>(now, begin);
+      turn.template run<true>(now, begin, false);
+    }
+  }
+  for (; begin < p.count; begin += step) {
+    turn.template load<false>(now, begin);
+    turn.template run<false>(now, begin, searched);
   }
 }
 
@@ -360,7 +433,7 @@ Status launch_dequantize_type(FlatProblem const& p, int multiprocessors, Stream 
 
 template <class T, int kChunks>
 Status launch_quantize_chunks(FlatProblem const& p, int multiprocessors, Stream stream) {
-  constexpr int kBlocks = kChunks >= 4 ? 1 : 4 / kChunks;
+  constexpr int kBlocks = blocks_at_once<T>(kChunks);
   int64_t blocks = ceil_div(p.count, int64_t(kThreads) * 8 * kChunks * kBlocks), most = int64_t(multiprocessors) * 4;
   dim3 grid(unsigned(blocks < most ? blocks : most));
   int lanes = p.blocksize < 256 ? p.blocksize / 8 : 32;
