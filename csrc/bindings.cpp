@@ -301,7 +301,8 @@ PYBIND11_MODULE(_C, m) {
         check(awq_gemm(weight, as<void>(x), x_stride, rows, as<void>(out), as<void>(stream)));
       },
       py::arg("weight"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("m"), py::arg("out_ptr"), py::arg("stream"),
-      "Write x times an AWQ weight, [m, n], m up to 16.");
+      "Write x times an AWQ weight, [m, n], m up to max_awq_rows.");
+  m.attr("max_awq_rows") = kMaxAwqRows;
 
   // ---- the dispatch table
 

@@ -136,10 +136,14 @@ Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
 
 Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
   if (Status status = check_awq(weight); !status.ok() || m == 0) return status;
-  if (m < 0 || m > 16 || weight.k / weight.groups % 16) {
-    return {Status::kUnsupported, "m is " + std::to_string(m) + " and groups are of " +
-                                      std::to_string(weight.k / weight.groups) +
-                                      "; up to 16 rows and groups of a multiple of 16 are supported"};
+  int const group = weight.k / weight.groups;
+  if (m < 0 || m > kMaxAwqRows || group % 32) {
+    return {Status::kUnsupported, "m is " + std::to_string(m) + " and groups are of " + std::to_string(group) + "; up to " +
+                                      std::to_string(kMaxAwqRows) + " rows and groups of a multiple of 32 are supported"};
+  }
+  if (reinterpret_cast<uintptr_t>(x) % 16 || x_stride % 8) {
+    return {Status::kUnsupported,
+            "the rows of x begin at an address that is no multiple of 16 bytes; kernels load 16 at a time"};
   }
   return launch_awq_gemm(weight, x, x_stride, m, out, stream);
 }

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 built_with_cuda: bool
 cuda_architectures: str
 cutlass_version: str
+max_awq_rows: int
 
 class DataType:
     none: DataType

@@ -16,8 +16,6 @@ from torch import Tensor
 from . import _C, formats, ops, reference
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
-#: Rows that the fused AWQ kernel takes.
-_MOST_AWQ_ROWS = 16
 
 
 def _check_tensor(name: str, value: Tensor, types: tuple[torch.dtype, ...]) -> None:
@@ -276,8 +274,9 @@ def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
 def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     """``x @ W`` with an AWQ weight as AutoAWQ stores it ("gemm"), not reordered.
 
-    On a GPU up to 16 rows are multiplied in one launch that rounds once, at the end; more rows, or groups that are no
-    multiple of 16, by torch's product with :func:`awq_dequantize`'s values, as on the CPU.
+    On a GPU up to 32 rows (64 with weights of 2**25 elements or more) are multiplied in one launch that rounds once, at the
+    end; more rows, or groups that are no multiple of 32, by torch's product with :func:`awq_dequantize`'s values, as on the
+    CPU.
 
     Args:
         x: of the scales' dtype, ``[..., K]``.
@@ -348,14 +347,18 @@ def _awq_dequantize_fake(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
 def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
     x = x.detach()
     group = qweight.shape[0] // scales.shape[0]
-    if x.device.type == "cpu" or x.shape[0] > _MOST_AWQ_ROWS or group % 16:
+    # The values of small weights stay in the L2 cache on their way to torch's product.
+    most = _C.max_awq_rows if qweight.numel() * 8 >= 1 << 25 else _C.max_awq_rows // 2
+    if x.device.type == "cpu" or x.shape[0] > most or group % 32:
         return x @ _awq_dequantize(qweight, scales, qzeros)
     qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
-    x = x if x.stride(1) == 1 else x.contiguous()
+    m, k = x.shape
+    if x.stride(1) != 1 or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:
+        x = _aligned(x)
     out = _awq_gemm_fake(x, qweight, scales, qzeros)
     with ops._on(x.device):
         weight = _awq_weight(qweight, scales, qzeros)
-        _C.awq_gemm(weight, x.data_ptr(), x.stride(0), x.shape[0], out.data_ptr(), ops._stream(x.get_device()))
+        _C.awq_gemm(weight, x.data_ptr(), x.stride(0) if m > 1 else k, m, out.data_ptr(), ops._stream(x.get_device()))
     return out
 
 

@@ -164,7 +164,7 @@ def test_awq_products(k: int, n: int, groups: int, dtype: torch.dtype) -> None:
     integers = reference.awq_unpack(weight[0]).double() - reference.awq_unpack(weight[2]).double()[group]
     values = integers * weight[1].double()[group]
     unit = {HALF: 2.0**-11, BFLOAT: 2.0**-8}[dtype]
-    for m in (1, 2, 8, 16, 17, 33, 200):
+    for m in (1, 2, 8, 16, 17, 33, 64, 65, 200):
         x = randn(m, k, dtype=dtype)
         y = co.awq_gemm(x, *weight)
         exact = x.double() @ values
@@ -174,6 +174,12 @@ def test_awq_products(k: int, n: int, groups: int, dtype: torch.dtype) -> None:
         )
         assert ((y.double() - exact).abs() <= allowed).all(), f"m={m}: {((y.double() - exact).abs() / allowed).max()}"
         assert same_bits(y, co.awq_gemm(x, *weight))
+        if m > 32 or k // groups % 32:  # torch's product has other bits where rows begin elsewhere
+            continue
+        wider = torch.full((m, k + 16), math.nan, dtype=dtype, device="cuda")
+        for first in (0, 1, 8):  # rows apart, from any address
+            wider[:, first : first + k] = x
+            assert same_bits(y, co.awq_gemm(wider[:, first : first + k], *weight)), f"m={m}, from column {first}"
 
 
 def test_vllm_has_the_same_awq_values() -> None:

@@ -2,13 +2,21 @@
 //
 //   dequantise   a thread takes a word of eight codes to one 16-byte store, and keeps its columns' scales and zero points for the rows of a
 //                group that it walks along: only codes are read once a store
-//   multiply     up to 16 tokens, as they are: a block takes 64 columns of W and all of K, each of its warps an equal run; sums meet in shared
-//                memory in the order of K. A lane takes the words of 8 columns (an octet) in rows 2t, 2t+1, 2t+8, 2t+9 of 16: two PRMT put two rows'
-//                nibbles side by side, and then they are what Int4Half decodes, one fragment of mma.sync for two columns of each of the 8 octets.
-//                Scales are applied to fp32 sums, once a group
+//   multiply     tiles of 8, 16 or 32 tokens. Blocks of a cluster share 256 columns and cut K into equal runs, and so do a block's warps. A warp copies
+//                32 rows of its columns and of x at a time to a ring of its own in shared memory; no barrier. Two rows' nibbles side by side, which
+//                one PRMT makes, are fp16's subnormal numbers as they are: an AND a register of mma.sync's operand A. Zero points are taken away
+//                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. The warps'
+//                sums meet in the shared memory of the block that ends with their columns and are added in the order of K
 //
-// (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
+// To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
 // negative scale is +0, as the kernels have it that people use today.
+#include <cute/arch/cluster_sm90.hpp>
+
+#include <algorithm>
+#include <array>
+#include <map>
+#include <mutex>
+
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
@@ -91,17 +99,30 @@ Status launch_type(AwqWeight const& w, void* out, Stream stream) {
 
 // ---- multiply
 
-template <class Element_, int kTokenBlocks_>
+// kTokenBlocks: of 8 tokens, 1, 2 or 4. The more tokens a warp has, the fewer columns: its sums fill its registers.
+template <class Element_, int kTokenBlocks_, int kOctets_ = 4 / kTokenBlocks_, int kWarps_ = 4, int kStages_ = 3,
+          int kResident_ = 2>
 struct GemmConfig {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kTokenBlocks = kTokenBlocks_;
   static constexpr int kTokens = 8 * kTokenBlocks;
-  static constexpr int kWarps = kTokenBlocks == 1 ? 16 : 8;  // the sums of sixteen tokens want more registers a thread
-  static constexpr int kColumns = 64;
-  static constexpr int kAhead = 64 / kWarps;  // runs of 16 rows whose words are on their way
-  static constexpr int kSharedBytes = kWarps * kTokens * kColumns * int(sizeof(float));
+  static constexpr int kOctets = kOctets_;  // of columns, a lane
+  static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
+  static constexpr int kWarpsN = 4 / kOctets, kWarpsK = kWarps / kWarpsN;
+  static constexpr int kResident = kResident_;
+  static constexpr int kStages = kStages_;
+  static constexpr int kWeightBytes = 1024 * kOctets;                    // of a warp's stage: 32 rows of its columns
+  static constexpr int kStageBytes = kWeightBytes + 512 * kTokenBlocks;  // and those columns of x, 16 bytes a lane
+  static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
+  // fp16: codes are subnormal numbers, in bits 0 to 3 or 4 to 7.
+  static constexpr bool kSubnormal = kOperand == Operand::kHalf;
+  static constexpr float unit(int nibble) { return !kSubnormal ? 1.0f : nibble % 2 ? 0x1p-20f : 0x1p-24f; }  // of products
+  static constexpr uint32_t kOne = kSubnormal ? 0x3c003c00u : 0x3f803f80u;
+  static_assert(kWarps % kWarpsN == 0);
 };
+
+constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32;
 
 struct GemmParams {
   AwqWeight weight;
@@ -109,174 +130,402 @@ struct GemmParams {
   int64_t x_stride;
   void* out;
   int m;
-  int words;       // of a row
-  int group_runs;  // of 16 rows, in a group
+  int words;        // of a row
+  int steps;        // of 32 rows
+  int group_steps;  // of a group
+  int cluster;
+  bool wide_words;  // rows begin on 16 bytes
 };
 
 // Column of an octet that stands in nibble i.
 __device__ __forceinline__ constexpr int column_of(int nibble) { return nibble % 4 * 2 + nibble / 4; }
 
-// What a lane needs of a group: per nibble, the zero point as the decoder wants it, and the scale.
+__device__ __forceinline__ void copy_weights(void* shared, void const* source) {
+  uint32_t to = cute::cast_smem_ptr_to_uint(shared);
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+}
+__device__ __forceinline__ void copy_x(void* shared, void const* source) {
+  uint32_t to = cute::cast_smem_ptr_to_uint(shared);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
+}
+__device__ __forceinline__ void copy_word(void* shared, void const* source) {
+  uint32_t to = cute::cast_smem_ptr_to_uint(shared);
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(source) : "memory");
+}
+
+__device__ __forceinline__ __half2 pack2(float a, float b, __half) { return __floats2half2_rn(a, b); }
+__device__ __forceinline__ __nv_bfloat162 pack2(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
+
+// What a lane needs of a group, as it is stored.
 template <class C>
 struct Group {
-  uint32_t zeros[8];
-  uint4 scales;
+  uint4 scales[C::kOctets];
+  uint32_t zeros[C::kOctets];
 
-  __device__ __forceinline__ void load(GemmParams const& p, int group, int octet) {
-    using decode::both_halves;
-    uint32_t word = __ldg(p.weight.zeros + int64_t(group) * p.words + octet);
-    scales = __ldg(reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.weight.scales) + int64_t(group) * p.weight.n) +
-                   octet);
+  __device__ __forceinline__ void load(GemmParams const& p, int group, int first_octet) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-      uint32_t zero = word >> 4 * i & 15;
-      if (C::kOperand == Operand::kHalf) {
-        zeros[i] = i % 2 == 0 ? both_halves(0x6400u + zero) : both_halves(0xd400u + 16 * zero);  // 1024 + z; -(64 + z)
-      } else {
-        zeros[i] = both_halves(0x4300u + zero);  // 128 + z
-      }
+    for (int o = 0; o < C::kOctets; ++o) {
+      int octet = min(first_octet + o, p.words - 1);
+      zeros[o] = __ldg(p.weight.zeros + int64_t(group) * p.words + octet);
+      scales[o] = __ldg(reinterpret_cast<uint4 const*>(p.weight.scales) + int64_t(group) * p.words + octet);
     }
   }
 
-  __device__ __forceinline__ float scale(int nibble) const {
-    int column = column_of(nibble);
-    uint32_t const words[4] = {scales.x, scales.y, scales.z, scales.w};
+  // Of nibble i of octet o.
+  __device__ __forceinline__ float scale(int o, int i) const {
+    int column = column_of(i);
+    uint32_t const words[4] = {scales[o].x, scales[o].y, scales[o].z, scales[o].w};
     uint32_t word = words[column / 2];
     if (C::kOperand == Operand::kBFloat16) return __uint_as_float(column % 2 ? word & 0xffff0000u : word << 16);
     float2 pair = __half22float2(reinterpret_cast<__half2 const&>(word));
     return column % 2 ? pair.y : pair.x;
   }
+  // In units of the products: as subnormal numbers of fp16, codes and zero points are the same.
+  __device__ __forceinline__ float zero(int o, int i) const {
+    uint32_t const pair = zeros[o] >> i % 4 / 2 * 8 & (i % 2 ? 0x00f000f0u : 0x000f000fu);  // of nibbles i % 4 and i % 4 + 4
+    float2 const values = __half22float2(reinterpret_cast<__half2 const&>(pair));
+    return (i < 4 ? values.x : values.y) * (C::kSubnormal ? 1.0f : i % 2 ? 0x1p20f : 0x1p24f);
+  }
 };
 
-// Operand A of nibbles i and i + 1 (i even): `low` holds rows 2t and 2t+1 of their half word in its two halves, `high` rows 2t+8 and 2t+9.
+// Operand A of nibbles 2 * pair and 2 * pair + 1 of four rows' words.
 template <class C>
-__device__ __forceinline__ void decode_pair(uint32_t low, uint32_t high, uint32_t const* zeros, uint32_t (&a)[4]) {
+__device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32_t row2, uint32_t row3, int pair,
+                                            uint32_t (&a)[4]) {
   using namespace decode;
   using namespace decode::detail;
-  if constexpr (C::kOperand == Operand::kHalf) {
-    __half2 sixteenth = as_half2(Int4Half::kSixteenth);
-    a[0] = as_bits(__hsub2(as_half2(and_xor(low, 0x000f000fu, 0x64006400u)), as_half2(zeros[0])));
-    a[1] = as_bits(__hfma2(as_half2(and_xor(low, 0x00f000f0u, 0x64006400u)), sixteenth, as_half2(zeros[1])));
-    a[2] = as_bits(__hsub2(as_half2(and_xor(high, 0x000f000fu, 0x64006400u)), as_half2(zeros[0])));
-    a[3] = as_bits(__hfma2(as_half2(and_xor(high, 0x00f000f0u, 0x64006400u)), sixteenth, as_half2(zeros[1])));
+  uint32_t const selector = 0x4400u + 0x1111u * uint32_t(pair);
+  uint32_t const low = __byte_perm(row0, row1, selector), high = __byte_perm(row2, row3, selector);
+  if constexpr (C::kSubnormal) {
+    a[0] = low & 0x000f000fu, a[1] = low & 0x00f000f0u, a[2] = high & 0x000f000fu, a[3] = high & 0x00f000f0u;
   } else {
 #pragma unroll
     for (int r = 0; r < 4; ++r) {
       uint32_t bits = and_xor((r < 2 ? low : high) >> r % 2 * 4, 0x000f000fu, 0x43004300u);
-      a[r] = as_bits(__hsub2(as_bfloat162(bits), as_bfloat162(zeros[r % 2])));
+      a[r] = as_bits(__hsub2(as_bfloat162(bits), as_bfloat162(0x43004300u)));
     }
   }
 }
 
+// The sums of kOctets * 4 pairs of nibbles and kTokenBlocks * 8 tokens.
 template <class C>
-__global__ void __launch_bounds__(32 * C::kWarps) awq_gemm(__grid_constant__ GemmParams const p) {
-  extern __shared__ __align__(16) float sums_of_warps[];  // [warp][token][column]
-  AwqWeight const& w = p.weight;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int octet = blockIdx.x * (C::kColumns / 8) + g;
-  bool there = octet < p.words;  // the last block's octets may reach beyond N
-  octet = there ? octet : p.words - 1;
-  int all = w.k / 16, run = all * warp / C::kWarps, end = all * (warp + 1) / C::kWarps;
-  uint32_t const* from = w.codes + (int64_t(run) * 16 + 2 * t) * p.words + octet;
-  uint32_t ahead[C::kAhead][4];
-  auto load = [&](uint32_t (&to)[4], int runs_ahead) {
-    uint32_t const* at = from + int64_t(runs_ahead) * 16 * p.words;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) to[i] = __ldcs(at + (i % 2 + i / 2 * 8) * p.words);
-  };
-#pragma unroll
-  for (int i = 0; i < C::kAhead; ++i)
-    if (run + i < end) load(ahead[i], i);
-  wait_for_predecessor();
+using GemmSums = float[C::kOctets][4][C::kTokenBlocks][4];
 
-  float sums[4][C::kTokenBlocks][4] = {}, products[4][C::kTokenBlocks][4] = {};
-  Group<C> group;
-  int now = -1;
-  auto promote = [&] {
+// To the shared memory of a block of the cluster.
+__device__ __forceinline__ void store_quad(float* slots, int rank, int64_t index, float4 v) {
+#if __CUDA_ARCH__ >= 900
+  uint32_t to = cute::set_block_rank(cute::cast_smem_ptr_to_uint(slots + index), rank);
+  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+               : "memory");
+#else
+  *reinterpret_cast<float4*>(slots + index) = v;
+#endif
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
+  extern __shared__ __align__(128) uint8_t shared[];
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+  AwqWeight const& w = p.weight;
+  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
+  int const warp_n = warp % C::kWarpsN, warp_k = warp / C::kWarpsN;
+  int const strip = blockIdx.x / p.cluster, rank = blockIdx.x - strip * p.cluster;
+  int const parts = p.cluster * C::kWarpsK, part = rank * C::kWarpsK + warp_k;
+  int step = int(int64_t(p.steps) * part / parts);
+  int const end = int(int64_t(p.steps) * (part + 1) / parts);
+  int const first_word = strip * kStripWords + warp_n * 8 * C::kOctets;  // of the warp
+  int const first_token = blockIdx.y * C::kTokens, tokens = min(p.m - first_token, C::kTokens);
+
+  // Sixteen bytes a lane, in the order in which they stand in memory, so that eight lanes ask for whole lines. Row 8 t + i of a stage is for the
+  // lanes t of an MMA's operand; the XOR of 32 t keeps their reads of row i off each other's banks.
+  uint8_t* const ring = shared + warp * (C::kStages * C::kStageBytes);
+  constexpr int kRowChunks = 2 * C::kOctets, kCopyRows = 32 / kRowChunks;  // sixteens of a row; rows that a warp copies at once
+  int const first_chunk_word = lane % kRowChunks * 4, copy_row = lane / kRowChunks;
+  uint32_t const* from = w.codes + (int64_t(step) * kStepRows + copy_row) * p.words + first_word + first_chunk_word;
+  int const words_left = p.words - first_word - first_chunk_word;
+  auto copy_codes = [&](int stage) {
+    uint8_t* to = ring + stage * C::kStageBytes;
+    if (p.wide_words) {
 #pragma unroll
-    for (int pair = 0; pair < 4; ++pair)
+      for (int j = 0; j < kRowChunks; ++j)
+        if (words_left > 0)
+          copy_weights(to + ((j * 512 + lane * 16) ^ (j * kCopyRows + copy_row) / 8 * 32),
+                       from + int64_t(j * kCopyRows) * p.words);
+    } else {
+#pragma unroll 1
+      for (int j = 0; j < kRowChunks; ++j)
+#pragma unroll 1
+        for (int word = 0; word < min(words_left, 4); ++word)
+          copy_word(to + ((j * 512 + lane * 16) ^ (j * kCopyRows + copy_row) / 8 * 32) + word * 4,
+                    from + int64_t(j * kCopyRows) * p.words + word);
+    }
+    from += int64_t(kStepRows) * p.words;
+  };
+#pragma unroll 1
+  for (int s = 0; s < C::kStages; ++s) {
+    if (step + s < end) copy_codes(s);
+    commit_copies();
+  }
+  int const first_octet = first_word + g * C::kOctets;
+  int group_index = step / p.group_steps, group_left = (group_index + 1) * p.group_steps - step;
+  Group<C> group;
+  if (step < end) group.load(p, group_index, first_octet);
+#if __CUDA_ARCH__ >= 900
+  cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+
+  uint16_t const* x = p.x + (first_token + g) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
+  uint8_t* const own_x = ring + C::kWeightBytes + lane * 16;
+  {
+    uint4 first[C::kStages][C::kTokenBlocks] = {};
+#pragma unroll
+    for (int s = 0; s < C::kStages; ++s)
 #pragma unroll
       for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+        if (step + s < end && tb * 8 + g < tokens)
+          first[s][tb] = *reinterpret_cast<uint4 const*>(x + s * kStepRows + tb * 8 * p.x_stride);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          sums[pair][tb][e] = fmaf(products[pair][tb][e], group.scale(2 * pair + e / 2), sums[pair][tb][e]);
-          products[pair][tb][e] = 0.0f;
-        }
-  };
-  for (; run < end; run += C::kAhead) {
+    for (int s = 0; s < C::kStages; ++s)
 #pragma unroll
-    for (int i = 0; i < C::kAhead; ++i) {
-      if (run + i >= end) break;
-      if (int next = (run + i) / p.group_runs; next != now) {
-        if (now >= 0) promote();
-        group.load(p, now = next, octet);
-      }
-      uint32_t b[C::kTokenBlocks][2] = {};
-#pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
-        int token = tb * 8 + g;
-        if (token >= p.m) continue;
-        uint16_t const* x = p.x + token * p.x_stride + (run + i) * 16 + 2 * t;
-        b[tb][0] = x[0] | uint32_t(x[1]) << 16, b[tb][1] = x[8] | uint32_t(x[9]) << 16;
-      }
-      uint32_t const words[4] = {ahead[i][0], ahead[i][1], ahead[i][2], ahead[i][3]};
-      if (run + i + C::kAhead < end) load(ahead[i], i + C::kAhead);
-#pragma unroll
-      for (int pair = 0; pair < 4; ++pair) {
-        uint32_t const selector = pair < 2 ? 0x5410u : 0x7632u;
-        uint32_t low = __byte_perm(words[0], words[1], selector) >> pair % 2 * 8, a[4];
-        uint32_t high = __byte_perm(words[2], words[3], selector) >> pair % 2 * 8;
-        decode_pair<C>(low, high, group.zeros + 2 * pair, a);
-#pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
-          float (&d)[4] = products[pair][tb];
-          multiply_add<C::kOperand>(d, a, b[tb][0], b[tb][1], d[0], d[1], d[2], d[3]);
-        }
-      }
-    }
-    from += int64_t(C::kAhead) * 16 * p.words;
+      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+        *reinterpret_cast<uint4*>(own_x + s * C::kStageBytes + tb * 512) = first[s][tb];
   }
-  if (now >= 0) promote();
 
+  GemmSums<C> sums = {}, products = {};
+  float token_sums[C::kTokenBlocks][4] = {};
+  auto promote = [&] {
 #pragma unroll
-  for (int pair = 0; pair < 4; ++pair)
+    for (int o = 0; o < C::kOctets; ++o)
+#pragma unroll
+      for (int nibble = 0; nibble < 8; ++nibble) {
+        float const zero = -group.zero(o, nibble), scale = group.scale(o, nibble);
+#pragma unroll
+        for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            float& product = products[o][nibble / 2][tb][nibble % 2 * 2 + e];
+            float& sum = sums[o][nibble / 2][tb][nibble % 2 * 2 + e];
+            sum = fmaf(fmaf(zero, token_sums[tb][e], product), scale, sum);
+            product = 0.0f;
+          }
+      }
 #pragma unroll
     for (int tb = 0; tb < C::kTokenBlocks; ++tb)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        int token = tb * 8 + 2 * t + e % 2, column = g * 8 + column_of(2 * pair + e / 2);
-        sums_of_warps[(warp * C::kTokens + token) * C::kColumns + column] = sums[pair][tb][e];
-      }
-  __syncthreads();
-  for (int i = threadIdx.x; i < p.m * C::kColumns; i += 32 * C::kWarps) {
-    int token = i / C::kColumns, n = blockIdx.x * C::kColumns + i % C::kColumns;
-    if (n >= w.n) continue;
-    float total = 0.0f;
+      for (int e = 0; e < 4; ++e) token_sums[tb][e] = 0.0f;
+  };
+  uint32_t const ones[4] = {C::kOne, C::kOne, C::kOne, C::kOne};
+  int const read = (t * (256 * C::kOctets) + g * (4 * C::kOctets)) ^ t * 32;  // of row 8 t
+  int stage = 0;
+#pragma unroll 1
+  for (; step < end; ++step) {
+    wait_copies<C::kStages - 1>();
+    __syncwarp();
+    uint4 now[C::kTokenBlocks];
 #pragma unroll
-    for (int other = 0; other < C::kWarps; ++other) total += sums_of_warps[other * C::kTokens * C::kColumns + i];
-    if (!isfinite(total)) total = NAN;
-    int64_t index = int64_t(token) * w.n + n;
-    if constexpr (C::kOperand == Operand::kHalf) {
-      static_cast<__half*>(p.out)[index] = __float2half_rn(total);
-    } else {
-      static_cast<__nv_bfloat16*>(p.out)[index] = __float2bfloat16_rn(total);
+    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+      now[tb] = *reinterpret_cast<uint4 const*>(own_x + stage * C::kStageBytes + tb * 512);
+    uint8_t const* codes = ring + stage * C::kStageBytes;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t words[4][C::kOctets];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        uint8_t const* row = codes + (read ^ (half * 4 + i) * (32 * C::kOctets));
+        if constexpr (C::kOctets == 4) {
+          uint4 v = *reinterpret_cast<uint4 const*>(row);
+          words[i][0] = v.x, words[i][1] = v.y, words[i][2] = v.z, words[i][3] = v.w;
+        } else if constexpr (C::kOctets == 2) {
+          uint2 v = *reinterpret_cast<uint2 const*>(row);
+          words[i][0] = v.x, words[i][1] = v.y;
+        } else {
+          words[i][0] = *reinterpret_cast<uint32_t const*>(row);
+        }
+      }
+      uint32_t b0[C::kTokenBlocks], b1[C::kTokenBlocks];
+#pragma unroll
+      for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        b0[tb] = half ? now[tb].z : now[tb].x, b1[tb] = half ? now[tb].w : now[tb].y;
+        float (&d)[4] = token_sums[tb];
+        multiply_add<C::kOperand>(d, ones, b0[tb], b1[tb], d[0], d[1], d[2], d[3]);
+      }
+#pragma unroll
+      for (int o = 0; o < C::kOctets; ++o)
+#pragma unroll
+        for (int pair = 0; pair < 4; ++pair) {
+          uint32_t a[4];
+          decode_pair<C>(words[0][o], words[1][o], words[2][o], words[3][o], pair, a);
+#pragma unroll
+          for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+            float (&d)[4] = products[o][pair][tb];
+            multiply_add<C::kOperand>(d, a, b0[tb], b1[tb], d[0], d[1], d[2], d[3]);
+          }
+        }
+    }
+    __syncwarp();  // all lanes have read the stage
+    if (step + C::kStages < end) {
+      copy_codes(stage);
+#pragma unroll
+      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+        if (tb * 8 + g < tokens)
+          copy_x(own_x + stage * C::kStageBytes + tb * 512, x + C::kStages * kStepRows + tb * 8 * p.x_stride);
+    }
+    x += kStepRows;
+    commit_copies();
+    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what differs between codes and zero points.
+    if (--group_left % 8 == 0 || step + 1 == end) {
+      promote();
+      if (group_left == 0 && step + 1 < end) {
+        group_left = p.group_steps;
+        group.load(p, ++group_index, first_octet);
+      }
     }
   }
+
+  // To the block that ends with these columns. Every rank ends with chunks of 32 columns, as equal as can be.
+  float* slots = reinterpret_cast<float*>(shared + C::kRingBytes);  // [chunk of the rank][part][token][32]
+  auto first_chunk = [&](int r) { return kStripChunks * r / p.cluster; };
+  int const chunk32 = (warp_n * 8 + g) * C::kOctets / 4;
+  int const target = ((chunk32 + 1) * p.cluster - 1) / kStripChunks;
+#if __CUDA_ARCH__ >= 900
+  cute::cluster_wait();
+#endif
+#pragma unroll
+  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      int token = tb * 8 + 2 * t + e;
+      if (token >= tokens) continue;
+      int index = (((chunk32 - first_chunk(target)) * parts + part) * tokens + token) * 32 + g * C::kOctets % 4 * 8;
+#pragma unroll
+      for (int o = 0; o < C::kOctets; ++o) {
+        auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
+        store_quad(slots, target, index + o * 8, make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1)));
+        store_quad(slots, target, index + o * 8 + 4, make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1)));
+      }
+    }
+#if __CUDA_ARCH__ >= 900
+  cute::cluster_arrive();
+  cute::cluster_wait();
+#else
+  __syncthreads();
+#endif
+
+  // Eight lanes take 32 columns of a token, four at a time, the other lanes of a warp share the parts.
+  int const begin_chunk = first_chunk(rank), items = (first_chunk(rank + 1) - begin_chunk) * tokens;
+  for (int item = warp; item < items; item += C::kWarps) {
+    int const chunk_of_rank = item / tokens, token = item - chunk_of_rank * tokens, quad = lane % 8;
+    float const* source = slots + (chunk_of_rank * parts * tokens + token) * 32 + quad * 4;
+    float v[4] = {};
+#pragma unroll 4
+    for (int i = parts * (lane / 8) / 4; i < parts * (lane / 8 + 1) / 4; ++i) {
+      float4 a = *reinterpret_cast<float4 const*>(source + i * tokens * 32);
+      v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w;
+    }
+#pragma unroll
+    for (int distance = 8; distance < 32; distance *= 2)
+#pragma unroll
+      for (float& sum : v) sum += __shfl_xor_sync(~0u, sum, distance);
+    int const n = (strip * kStripChunks + begin_chunk + chunk_of_rank) * 32 + quad * 4;
+    if (lane >= 8 || n >= w.n) continue;
+#pragma unroll
+    for (float& sum : v) sum = isfinite(sum) ? sum : NAN;
+    Pair<typename C::Element> low = pack2(v[0], v[1], typename C::Element()), high = pack2(v[2], v[3], typename C::Element());
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_token + token) * w.n + n) =
+        make_uint2(reinterpret_cast<uint32_t const&>(low), reinterpret_cast<uint32_t const&>(high));
+  }
+}
+
+int strip_count(GemmParams const& p) { return (p.words + kStripWords - 1) / kStripWords; }
+template <class C>
+int tile_count(GemmParams const& p) {
+  return (p.m + C::kTokens - 1) / C::kTokens;
+}
+template <class C>
+int shared_bytes(GemmParams const& p, int cluster) {
+  int const chunks = (kStripChunks + cluster - 1) / cluster, parts = cluster * C::kWarpsK;
+  return C::kRingBytes + chunks * parts * std::min(p.m, C::kTokens) * kChunkColumns * int(sizeof(float));
+}
+
+template <class C>
+Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
+  p.cluster = cluster;
+  dim3 const grid(unsigned(strip_count(p) * cluster), unsigned(tile_count<C>(p)));
+  return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster), stream, p);
+}
+
+// How many blocks share K so that the clusters take the fewest turns for their length. How many clusters a GPU runs at once only its driver knows:
+// it is asked once for each kind of grid.
+template <class C>
+Status choose_cluster(GemmParams const& p, int* cluster) {
+  static std::mutex mutex;
+  static std::map<std::array<int, 3>, int> chosen;
+  int device = 0;
+  if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
+  int const clusters = strip_count(p) * tile_count<C>(p);
+  std::lock_guard<std::mutex> lock(mutex);
+  int& known = chosen[{device, clusters, std::min(p.m, C::kTokens)}];
+  float least = 0.0f;
+  for (int size = 1; known == 0 && size <= kStripChunks; ++size) {
+    int const bytes = shared_bytes<C>(p, size);
+    if (Status status = allow_shared_memory(reinterpret_cast<void const*>(awq_gemm<C>), bytes); !status.ok()) return status;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = dim3(unsigned(clusters * size));
+    config.blockDim = C::kThreads;
+    config.dynamicSmemBytes = size_t(bytes);
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeClusterDimension;
+    attribute.val.clusterDim.x = unsigned(size), attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+    config.attrs = &attribute;
+    config.numAttrs = 1;
+    int at_once = 0;
+    if (cudaError_t error = cudaOccupancyMaxActiveClusters(&at_once, awq_gemm<C>, &config); error != cudaSuccess)
+      return cuda_error("cudaOccupancyMaxActiveClusters", error);
+    if (at_once == 0) continue;
+    float const time = float((clusters + at_once - 1) / at_once) / float(size);
+    if (*cluster == 0 || time < least) *cluster = size, least = time;
+  }
+  if (known == 0) known = std::max(*cluster, 1);
+  *cluster = known;
+  return {};
 }
 
 template <class Element, int kTokenBlocks>
 Status launch_gemm(GemmParams const& p, Stream stream) {
   using C = GemmConfig<Element, kTokenBlocks>;
-  dim3 grid((p.weight.n + C::kColumns - 1) / C::kColumns);
-  return launch(awq_gemm<C>, grid, 32 * C::kWarps, C::kSharedBytes, stream, p);
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  int cluster = device.architecture < 90 ? 1 : 0;
+  if (cluster == 0)
+    if (Status status = choose_cluster<C>(p, &cluster); !status.ok()) return status;
+  return launch_gemm_config<C>(p, cluster, stream);
+}
+
+template <class Element>
+Status launch_gemm_type(GemmParams const& p, Stream stream) {
+  return p.m <= 8    ? launch_gemm<Element, 1>(p, stream)
+         : p.m <= 16 ? launch_gemm<Element, 2>(p, stream)
+                     : launch_gemm<Element, 4>(p, stream);
 }
 
 }  // namespace
 
 Status launch_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
-  GemmParams p{w, static_cast<uint16_t const*>(x), x_stride, out, m, w.n / 8, w.k / w.groups / 16};
-  if (w.type == DataType::kFloat16) return m <= 8 ? launch_gemm<__half, 1>(p, stream) : launch_gemm<__half, 2>(p, stream);
-  return m <= 8 ? launch_gemm<__nv_bfloat16, 1>(p, stream) : launch_gemm<__nv_bfloat16, 2>(p, stream);
+  GemmParams p{w,
+               static_cast<uint16_t const*>(x),
+               x_stride,
+               out,
+               m,
+               w.n / 8,
+               w.k / kStepRows,
+               w.k / w.groups / kStepRows,
+               1,
+               w.n % 32 == 0};
+  return w.type == DataType::kFloat16 ? launch_gemm_type<__half>(p, stream) : launch_gemm_type<__nv_bfloat16>(p, stream);
 }
 
 Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {

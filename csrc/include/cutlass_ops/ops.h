@@ -68,7 +68,9 @@ Status dequantize_flat(FlatProblem const& problem, Stream stream);
 // (code - zero) * scale, [k][n] of the scales' type.
 Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
 
-// x [m][k] of the scales' type, rows x_stride elements apart, times the weight, [m][n]: up to 16 rows, groups of a multiple of 16.
+// x [m][k] of the scales' type, rows x_stride elements apart, each from an address of a multiple of 16 bytes, times the weight, [m][n]: up to
+// kMaxAwqRows rows, groups of a multiple of 32.
+constexpr int kMaxAwqRows = 64;
 Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream);
 
 }  // namespace cutlass_ops
