@@ -91,9 +91,14 @@ __device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
   }
 }
 
-__device__ __forceinline__ uint16_t to_half_bits(float v, EpilogueParams const& p) {
-  if (p.out_type == DataType::kBFloat16) return __bfloat16_as_ushort(__float2bfloat16_rn(v));
-  return __half_as_ushort(__float2half_rn(v));
+// Two neighbouring outputs of 16 bits.
+__device__ __forceinline__ uint32_t to_half_bits(float low, float high, bool bfloat16) {
+  if (bfloat16) {
+    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(v);
+  }
+  __half2 v = __floats2half2_rn(low, high);
+  return reinterpret_cast<uint32_t const&>(v);
 }
 
 // Finish 4 or 8 sums and store those whose column is below p.n.
@@ -115,14 +120,11 @@ __device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, 
     }
     return;
   }
-  uint16_t bits[kCount];
+  uint32_t pairs[kCount / 2];
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) bits[i] = to_half_bits(v[i], p);
+  for (int i = 0; i < kCount / 2; ++i) pairs[i] = to_half_bits(v[2 * i], v[2 * i + 1], p.out_type == DataType::kBFloat16);
   uint16_t* out = static_cast<uint16_t*>(p.out) + index;
   if (whole) {
-    uint32_t pairs[kCount / 2];
-#pragma unroll
-    for (int i = 0; i < kCount / 2; ++i) pairs[i] = bits[2 * i] | uint32_t(bits[2 * i + 1]) << 16;
     if constexpr (kCount == 8) {
       *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
     } else {
@@ -131,7 +133,7 @@ __device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, 
   } else {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
-      if (n + i < p.n) out[i] = bits[i];
+      if (n + i < p.n) out[i] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
   }
 }
 

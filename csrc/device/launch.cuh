@@ -68,6 +68,13 @@ Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_byt
   return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
+// Let the next kernel in the stream start its own preparations.
+__device__ __forceinline__ void let_successor_start() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 // Wait until all that earlier kernels in the stream wrote can be seen, then let the next one start its own preparations.
 __device__ __forceinline__ void wait_for_predecessor() {
 #if __CUDA_ARCH__ >= 900

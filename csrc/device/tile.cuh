@@ -1,31 +1,27 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its warps, the order of tiles over the grid,
-// the copies of weights and group vectors, and the way out through shared memory.
+// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its warps, the order of tiles over the grid, the copies of
+// weights and group vectors, the life of a block around its multiplications, and the way out through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
+#include "device/launch.cuh"
 #include "device/mma.cuh"
 
 namespace cutlass_ops {
 
-// Four warps take 32 rows each, and all tokens. Tiles of 16 tokens have two parties of four: they share the columns of every tile of K,
-// and their sums are added at the end, always in the same order. Small blocks, so that several share a multiprocessor: while one
-// waits at a barrier, decodes or promotes, another multiplies.
+// A warp takes 32 rows and all tokens. Small blocks, so that several share a multiprocessor: while one waits at a barrier, decodes or promotes, another
+// multiplies.
 template <int kTokens_>
 struct BlockTile {
   static constexpr int kTokens = kTokens_;
   static constexpr int kRows = 128;
   static constexpr int kSlabs = kRows / kRowsPerSlab;
-  static constexpr int kWarpsN = 4;
-  static constexpr int kWarpsK = kTokens == 16 ? 2 : 1;
-  static constexpr int kThreads = 32 * kWarpsN * kWarpsK;
-  static constexpr int kRowBlocks = kRows / kWarpsN / 16;  // 16-row fragments a warp owns
-  static constexpr int kTokenBlocks = kTokens / 8;         // 8-token fragments a warp owns
-  static constexpr int kColumns = kKPerTile / kWarpsK;     // of each tile of K, those a warp multiplies
-  static constexpr int kSumStride = kRows + 4;             // the padding keeps the transposing writes off each other's banks
+  static constexpr int kThreads = kRows;            // four warps
+  static constexpr int kRowBlocks = 2;              // 16-row fragments a warp owns
+  static constexpr int kTokenBlocks = kTokens / 8;  // 8-token fragments a warp owns
+  static constexpr int kSumStride = kRows + 4;      // the padding keeps the transposing writes off each other's banks
   static constexpr int kSumBytes = kTokens * kSumStride * int(sizeof(float));
   static_assert(kTokenBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
-  static_assert(kRowBlocks == 2, "a warp's rows are four neighbours in a group vector");
 
   using Sums = float[kRowBlocks][kTokenBlocks][4];
 };
@@ -34,21 +30,20 @@ struct BlockTile {
 template <class Tile>
 struct Place {
   int g, t;
-  int warp_n, warp_k;
+  int warp;
   int group_index;  // of the warp's first row in a group vector of the tile: its rows follow one another there
   int weights;      // byte of the lane's first 16 among the weights of a stage
   int tokens;       // byte of the lane's first ldmatrix row among the activations of a stage
 
   __device__ __forceinline__ explicit Place(int thread) {
-    int warp = thread / 32, lane = thread % 32;
+    int lane = thread % 32;
+    warp = thread / 32;
     g = lane / 4, t = lane % 4;
-    warp_n = warp % Tile::kWarpsN, warp_k = warp / Tile::kWarpsN;
-    int slab = warp_n / 2, first_block = warp_n % 2 * Tile::kRowBlocks;
+    int slab = warp / 2, first_block = warp % 2 * Tile::kRowBlocks;
     group_index = slab * kRowsPerSlab + g * 8 + first_block * 2;
-    weights = slab * chunk_bytes(Tile::kBits) +
-              (first_block * Tile::kUnits + warp_k * Tile::kUnits / Tile::kWarpsK) * kUnitBytes + lane * kLaneBytes;
+    weights = slab * chunk_bytes(Tile::kBits) + first_block * Tile::kUnits * kUnitBytes + lane * kLaneBytes;
     int token = lane / 16 * 8 + lane % 8, swizzle = lane / 8 % 2 ^ lane % 8;
-    tokens = token * Tile::kRowBytes + (swizzle << 4 ^ warp_k * (Tile::kRowBytes / Tile::kWarpsK));
+    tokens = token * Tile::kRowBytes + (swizzle << 4);
   }
 };
 
@@ -71,24 +66,19 @@ struct TileIndex {
   }
 };
 
-// Sums of all warps to shared memory, [token][row]. Warps that share outputs (kWarpsK > 1) add in the order of their columns.
+// Sums of all warps to shared memory, [token][row].
 template <class Tile>
 __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Place<Tile> const& at, float* gathered) {
+  __syncthreads();
 #pragma unroll
-  for (int k = 0; k < Tile::kWarpsK; ++k) {
-    __syncthreads();
-    if (at.warp_k != k) continue;
+  for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
 #pragma unroll
-    for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
+    for (int tb = 0; tb < Tile::kTokenBlocks; ++tb)
 #pragma unroll
-      for (int tb = 0; tb < Tile::kTokenBlocks; ++tb)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          int row = (at.warp_n * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), token = tb * 8 + 2 * at.t + e % 2;
-          float& place = gathered[token * Tile::kSumStride + row];
-          place = k == 0 ? sums[rb][tb][e] : place + sums[rb][tb][e];
-        }
-  }
+      for (int e = 0; e < 4; ++e) {
+        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), token = tb * 8 + 2 * at.t + e % 2;
+        gathered[token * Tile::kSumStride + row] = sums[rb][tb][e];
+      }
   __syncthreads();
 }
 
@@ -96,10 +86,11 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
 template <class Tile>
 __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials,
                                            int n_pad) {
-  for (int i = thread_again(); i < Tile::kTokens * Tile::kRows / 8; i += Tile::kThreads) {
+  int tokens = min(p.m - m0, Tile::kTokens);
+  for (int i = thread_again(); i < tokens * (Tile::kRows / 8); i += Tile::kThreads) {
     int token = i / (Tile::kRows / 8), row = i % (Tile::kRows / 8) * 8;
     int m = m0 + token, n = n0 + row;
-    if (m >= p.m || n >= n_pad) continue;
+    if (n >= n_pad) continue;
     float4 const* source = reinterpret_cast<float4 const*>(gathered + token * Tile::kSumStride + row);
     float4 a = source[0], b = source[1];
     if (partials) {
@@ -115,10 +106,11 @@ __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0
 // Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than the tile. Made on the host: the
 // kernels divide by multiplying.
 struct VectorRows {
-  int group;            // columns a row covers; -1 for all of K
-  int count;            // rows in a tile
-  int step;             // rows from a tile to the next
-  uint32_t reciprocal;  // ceil(2^32 / tiles in a row) where a row covers several tiles, else 0
+  static constexpr uint32_t kMostRows = 4;  // in a tile: reciprocals are larger
+  int group;                                // columns a row covers; -1 for all of K
+  int count;                                // rows in a tile
+  int step;                                 // rows from a tile to the next
+  uint32_t reciprocal;                      // ceil(2^32 / tiles in a row) where a row covers several tiles, else 0
 
   explicit VectorRows(int group_size)
       : group(group_size),
@@ -140,59 +132,74 @@ __device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(v
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
-  int to = -1;  // byte in the stage; -1: nothing to copy
+  int to = -1;              // byte in the stage; -1: nothing to copy
+  uint32_t multiplier = 0;  // VectorRows' step or reciprocal, whichever is not zero
 
   VectorCopy() = default;
 
-  // `i`: the thread's number among those that copy the vector. Values have 2^log_bytes bytes; the tile begins at column `begin` of rows of
-  // `stride`. Columns from `stride` on repeat the last before it: no result that is stored depends on them.
+  // `i`: the thread's number among those that copy the vector; those below zero do not. Values have 2^log_bytes bytes; the tile begins at column `begin` of
+  // rows of `stride`. Columns from `stride` on repeat the last before it: no result that is stored depends on them.
   __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows, int log_bytes, int width, int begin,
                                         int stride, int stage_offset)
-      : row_bytes(uint32_t(stride) << log_bytes) {
+      : row_bytes(uint32_t(stride) << log_bytes), multiplier(rows.step | rows.reciprocal) {
     int log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
     int row = i >> log_pieces, piece = i - (row << log_pieces);
     int column = min(begin + (piece << log_values), stride - (1 << log_values));
-    source = static_cast<uint8_t const*>(vector) + uint64_t(row) * row_bytes + (uint64_t(column) << log_bytes);
-    if (vector && row < rows.count) to = stage_offset + i * 16;
+    source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes + (int64_t(column) << log_bytes);
+    if (vector && i >= 0 && row < rows.count) to = stage_offset + i * 16;
+    // Not to be computed anew for every tile.
+    asm volatile("" : "+l"(source), "+r"(to));
   }
 
-  __device__ __forceinline__ void operator()(uint8_t* stage, int first_row) const {
-    if (to >= 0) copy_async_16(stage + to, source + uint64_t(uint32_t(first_row)) * row_bytes);
+  // Copy the other's piece, if it has one. No thread has pieces of both.
+  __device__ __forceinline__ void take(VectorCopy const& other) {
+    if (other.to >= 0) *this = other;
+  }
+
+  // The row that a tile of K begins with: what VectorRows::first says.
+  __device__ __forceinline__ uint32_t row(int k_tile) const {
+    return multiplier <= VectorRows::kMostRows ? k_tile * multiplier : __umulhi(uint32_t(k_tile), multiplier);
+  }
+
+  __device__ __forceinline__ void operator()(uint8_t* stage, uint32_t row, bool wanted) const {
+    copy_async_16_if(stage + to, source + uint64_t(row) * row_bytes, wanted && to >= 0);
   }
 };
 
-// The weights of a tile's two slabs. A slab beyond the last repeats it; its rows are never stored.
+// The weights of a tile's slabs. A slab beyond the last repeats it; its rows are never stored.
 template <class Tile>
 struct WeightCopy {
   static constexpr int kChunk = chunk_bytes(Tile::kBits), kSlabPieces = kChunk / 16,
                        kPieces = Tile::kSlabs * kSlabPieces / Tile::kThreads;
-  static_assert(Tile::kSlabs * kSlabPieces % Tile::kThreads == 0);
+  static_assert(kSlabPieces % Tile::kThreads == 0);
   uint8_t const* source;
-  uint32_t slab_step;
+  uint32_t slabs[Tile::kSlabs];  // bytes from the first
 
   __device__ __forceinline__ WeightCopy(uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
-    int slab = min(n0 / kRowsPerSlab + int(threadIdx.x) / kSlabPieces, n_pad / kRowsPerSlab - 1);
-    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + threadIdx.x % kSlabPieces * 16;
-    slab_step = n0 + kRowsPerSlab < n_pad ? uint32_t(k_tiles) * kChunk : 0;
-    keep(slab_step);
+    int slab = n0 / kRowsPerSlab, last = n_pad / kRowsPerSlab - 1 - slab;
+    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + threadIdx.x * 16;
+#pragma unroll
+    for (int i = 0; i < Tile::kSlabs; ++i) {
+      slabs[i] = uint32_t(min(i, last)) * uint32_t(k_tiles) * kChunk;
+      if (i > 0) keep(slabs[i]);
+    }
   }
 
-  // Copy a tile and step to the next.
-  __device__ __forceinline__ void operator()(uint8_t* stage) {
-#pragma unroll
-    for (int j = 0; j < kPieces; ++j) {
-      int i = j * Tile::kThreads;
-      copy_async_16(stage + (threadIdx.x + i) * 16, source + i / kSlabPieces * slab_step + i % kSlabPieces * 16);
-    }
-    source += kChunk;
+  // Copy the j-th of a thread's pieces of a tile.
+  __device__ __forceinline__ void operator()(uint8_t* stage, int j, bool wanted) const {
+    int i = j * Tile::kThreads;
+    copy_async_16_if(stage + (threadIdx.x + i) * 16, source + slabs[i / kSlabPieces] + i % kSlabPieces * 16, wanted);
   }
+
+  __device__ __forceinline__ void next() { source += kChunk; }
 };
 
 // A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte pieces are swizzled by token % 8, so that
 // ldmatrix meets every bank once. Tokens beyond the last are left as they are: no result that is stored depends on them.
 template <class Tile>
 struct TokenCopy {
-  static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16, kRowsAtOnce = Tile::kThreads / kRowPieces;
+  static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16, kRowsAtOnce = Tile::kThreads / kRowPieces,
+                       kPieces = (Tile::kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
   static constexpr int64_t kLargestStride = (int64_t(1) << 32) / kRowsAtOnce - 1;  // bytes: row_step has 32 bits
   uint8_t const* source;
   uint32_t row_step;
@@ -208,24 +215,13 @@ struct TokenCopy {
     to = token * kRowBytes + ((piece ^ (token & 7)) << 4);
   }
 
-  // Copy a tile, zeros (and nothing is read) where not `inside`, and step to the next.
-  template <class... Inside>
-  __device__ __forceinline__ void operator()(uint8_t* shared, Inside... inside) {
-    uint8_t const* from = source;
-#pragma unroll
-    for (int j = 0; j < (Tile::kTokens + kRowsAtOnce - 1) / kRowsAtOnce; ++j) {
-      if (j * kRowsAtOnce < tokens) {
-        void* row = shared + to + j * kRowsAtOnce * kRowBytes;
-        if constexpr (sizeof...(Inside)) {
-          copy_async_16_or_zero(row, from, inside...);
-        } else {
-          copy_async_16(row, from);
-        }
-      }
-      from += row_step;
-    }
-    source += kRowBytes;
+  // Copy the j-th of a thread's pieces of a tile; zeros, and nothing is read, where not `inside`.
+  __device__ __forceinline__ void operator()(uint8_t* shared, int j, bool wanted, bool inside) const {
+    copy_async_16_if(shared + to + j * kRowsAtOnce * kRowBytes, source + j * uint64_t(row_step),
+                     wanted && j * kRowsAtOnce < tokens, inside);
   }
+
+  __device__ __forceinline__ void next() { source += kRowBytes; }
 };
 
 // Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (TokenCopy).
@@ -250,5 +246,98 @@ struct KRange {
     count = int(int64_t(k_tiles) * (split + 1) / splits) - first;
   }
 };
+
+// What both kernels are told.
+struct TileParams {
+  PackedWeight weight;
+  EpilogueParams epilogue;
+  float* partials;
+  VectorRows weight_rows;
+  int row_tiles, token_tiles, k_tiles, n_pad, splits;
+  int log_scale_bytes, log_offset_bytes;
+
+  TileParams(GemmProblem const& problem, Plan const& plan, float* partials_, int rows, int tokens)
+      : weight(problem.weight),
+        epilogue(problem),
+        partials(partials_),
+        weight_rows(weight.group_size),
+        row_tiles((weight.n + rows - 1) / rows),
+        token_tiles((problem.m + tokens - 1) / tokens),
+        k_tiles(int(padded_k(weight.k) / kKPerTile)),
+        n_pad(int(padded_rows(weight.n))),
+        splits(plan.splits),
+        log_scale_bytes(log2_size_of(weight.scale_type)),
+        log_offset_bytes(log2_size_of(weight.offset_type)) {}
+
+  dim3 grid() const { return dim3(unsigned(row_tiles) * unsigned(token_tiles), unsigned(splits)); }
+};
+
+// A block's life. Its tiles of K go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a share of the copies for the stage
+// that is filled meanwhile is asked for: between the matrix instructions they cost next to nothing, before them a tenth of the time. (All are asked for before
+// it where C::kCopiesFirst.)
+//
+//   copies     Copies<C>(p, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted) for i below kAll, the weights' first;
+//              copies.gather(stage, k_tile): what cannot be copied that way, if anything
+//   prepare()  what else must be in shared memory, independent of the kernels before
+//   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0 to C::kPieces - 1
+template <class C, class Copies, class Params, class Prepare, class Compute>
+__device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare, Compute compute) {
+  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
+  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
+  KRange range(p.k_tiles, blockIdx.y, p.splits);
+  Place<C> at(threadIdx.x);
+  Copies copies(p, n0, m0, range.first);
+  constexpr int kWeightCopies = WeightCopy<C>::kPieces;
+
+#pragma unroll 1
+  for (int i = 0; i < C::kStages - 1; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWeightCopies; ++j) copies(shared + i * C::kStageBytes, range.first + i, j, i < range.count);
+    copies.weights.next();
+  }
+  prepare();
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    uint8_t* stage = shared + i * C::kStageBytes;
+    if (i < range.count) copies.gather(stage, range.first + i);
+#pragma unroll
+    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, i < range.count);
+    copies.activations.next();
+    commit_copies();
+  }
+
+  typename C::Sums sums = {};
+  int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
+#pragma unroll 1
+  for (int i = 0; i < range.count; ++i) {
+    wait_copies<C::kStages - 2>();
+    __syncthreads();
+    int ahead = i + C::kStages - 1;
+    bool wanted = ahead < range.count;
+    if (wanted) copies.gather(shared + next, range.first + ahead);
+    auto copy = [&](int piece) {
+#pragma unroll
+      for (int j = 0; j < Copies::kAll; ++j)
+        if (C::kCopiesFirst || j * C::kPieces / Copies::kAll == piece) copies(shared + next, range.first + ahead, j, wanted);
+    };
+    if constexpr (C::kCopiesFirst) {
+      if (wanted) copy(0);  // the branch keeps the compiler from moving them into the multiplication
+      compute(shared + now, at, sums, [](int) {});
+    } else {
+      compute(shared + now, at, sums, copy);
+    }
+    commit_copies();
+    copies.weights.next(), copies.activations.next();
+    next = now;
+    now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
+  }
+  wait_copies<0>();
+
+  float* gathered = reinterpret_cast<float*>(shared);
+  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
+  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad);
+}
 
 }  // namespace cutlass_ops

@@ -8,7 +8,8 @@ namespace cutlass_ops {
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 // Blocks of up to 99 KB run on every GPU since sm_80.
 constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
-  return {128, tokens, tokens == 64 && bits == 8 ? 2 : tokens == 16 ? 4 : 3, tokens == 32 ? 3 : 2, 99 * 1024};
+  int stages = bits == 4 || tokens == 32 ? 3 : tokens == 16 ? 4 : 2;
+  return {128, tokens, stages, tokens == 16 && bits == 4 ? 4 : tokens == 32 ? 3 : 2, 99 * 1024};
 }
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
@@ -20,7 +21,8 @@ Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float*
 
 // mma_gemm_a8.cu: int8 activations, likewise.
 constexpr Tile mma_gemm_a8_tile(int bits, int tokens) {
-  return {128, tokens, tokens == 64 || bits == 8 ? 3 : 4, tokens == 32 ? 3 : 2, 99 * 1024};
+  int stages = (tokens == 16 && bits == 8) || (tokens == 32 && bits == 4) ? 4 : 3;
+  return {128, tokens, stages, tokens == 16 && bits == 4 ? 4 : tokens == 32 ? 3 : 2, 99 * 1024};
 }
 template <int Bits, int Tokens>
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);

@@ -29,9 +29,12 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kBits = kBits_;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
-  static constexpr int kStepPieces = kGeneral ? 2 : Tile::kColumns / 16;  // of 16 columns
+  static constexpr int kPieces = kKPerTile / 16;
+  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;  // of 16 columns
   static constexpr int kStages = kBook && kTokens == 64 ? 2 : mma_gemm_a16_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = mma_gemm_a16_tile(kBits, kTokens).resident;
+  // The next tile is wanted soon, or the multiplication takes all registers.
+  static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
+  static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).resident;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
 
@@ -39,8 +42,8 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kActivations = kWeights + Tile::kSlabs * chunk_bytes(kBits);
   static constexpr int kScales = kActivations + kTokens * kRowBytes;
   static constexpr int kZeros = kScales + kGroups * Tile::kRows * 4;
-  static constexpr int kOffsets = kZeros + kGroups * Tile::kRows;
-  static constexpr int kStageBytes = kOffsets + (kGeneral ? kGroups * Tile::kRows * 4 : 0);
+  static constexpr int kOffsets = kZeros + (kBook ? 0 : kGroups * Tile::kRows);
+  static constexpr int kStageBytes = kOffsets + (kGeneral && !kBook ? kGroups * Tile::kRows * 4 : 0);
   static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
   static constexpr int kSharedBytes = kTable + (kBook ? decode::Int4Book::kTableBytes : 0);
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
@@ -49,45 +52,55 @@ struct Config : BlockTile<kTokens> {
   static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
-struct Params {
-  PackedWeight weight;
+struct Params : TileParams {
   uint16_t const* x;
   int64_t x_stride;
-  EpilogueParams epilogue;
-  float* partials;
-  VectorRows weight_rows;
-  int row_tiles, token_tiles, k_tiles, n_pad, splits;
-  int log_scale_bytes, log_offset_bytes;
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
 };
 
 // What a thread copies for every tile.
 template <class C>
 struct Copies {
+  static constexpr int kVectors = C::kGeneral && !C::kBook ? 3 : 1;
+  static constexpr int kAll = WeightCopy<C>::kPieces + TokenCopy<C>::kPieces + kVectors;
+  Params const& p;
   WeightCopy<C> weights;
   TokenCopy<C> activations;
-  VectorCopy scales, zeros, offsets;
+  VectorCopy vectors[kVectors];
+  int m0;
 
-  __device__ __forceinline__ Copies(Params const& p, int n0, int m0, int k_tile)
-      : weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile), activations(p.x, p.x_stride * 2, m0, p.epilogue.m, k_tile) {
+  __device__ __forceinline__ Copies(Params const& p_, int n0, int m0_, int k_tile)
+      : p(p_),
+        weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
+        activations(p.x, p.x_stride * 2, m0_, p.epilogue.m, k_tile),
+        m0(m0_) {
     PackedWeight const& w = p.weight;
-    int i = threadIdx.x, last = C::kThreads - 1 - i;  // short vectors are not one warp's to copy
-    scales = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
-    zeros = VectorCopy(last, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros);
-    if (C::kGeneral) offsets = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+    int i = threadIdx.x;
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
+    if constexpr (kVectors == 3) {
+      vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros);
+      vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+    } else if constexpr (!C::kBook) {
+      vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros));
+    }
   }
 
-  // All but the weights. Columns beyond K are zeros.
-  __device__ __forceinline__ void copy_rest(uint8_t* stage, Params const& p, int m0, int k_tile) {
-    int k = k_tile * kKPerTile + threadIdx.x % 16 * 8;
-    int row = p.weight_rows.first(k_tile);
-    scales(stage, row);
-    zeros(stage, row);
-    if (C::kGeneral) offsets(stage, row);
-    if (p.vector_loads) {
-      activations(stage + C::kActivations, k < p.weight.k);
-      return;
+  // Columns beyond K are zeros.
+  __device__ __forceinline__ void operator()(uint8_t* stage, int k_tile, int i, bool wanted) const {
+    if (i < weights.kPieces) {
+      weights(stage + C::kWeights, i, wanted);
+    } else if (i -= weights.kPieces; i < activations.kPieces) {
+      int k = k_tile * kKPerTile + int(threadIdx.x) % 16 * 8;
+      activations(stage + C::kActivations, i, wanted && p.vector_loads, k < p.weight.k);
+    } else {
+      vectors[i - activations.kPieces](stage, p.weight_rows.first(k_tile), wanted);
     }
+  }
+
+  // Rows of x that cannot be copied 16 bytes at a time.
+  __device__ __forceinline__ void gather(uint8_t* stage, int k_tile) const {
+    if (p.vector_loads) return;
+    int k = k_tile * kKPerTile + threadIdx.x % 16 * 8;
     uint8_t* to = stage + C::kActivations + activations.to;
 #pragma unroll 1
     for (int token = m0 + threadIdx.x / 16, j = 0; j < C::kTokens; j += C::kThreads / 16) {
@@ -151,17 +164,17 @@ __device__ __forceinline__ void promote(Place<C> const& at, int pair, StepRows<C
   }
 }
 
-// One step: its pieces of 16 columns begin with `first` of the warp's.
-template <class C, bool kOffsets>
+// One step: its pieces of 16 columns begin with `first` of the tile's.
+template <class C, bool kOffsets, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
-                                         int first, typename C::Sums& sums) {
+                                         int first, typename C::Sums& sums, Beside beside) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
   // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
   // pieces while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
-  StepRows<C> rows(stage, p, at, C::kGeneral ? (at.warp_k * (C::kColumns / 16) + first) * p.weight_rows.count / 8 : 0);
+  StepRows<C> rows(stage, p, at, C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
 
   PairSums<C> step[kSets];
   uint32_t a[kPieces][C::kRowBlocks][4];
@@ -206,6 +219,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
           multiply_add<C::kOperand>(d.tokens, both, kOnes, kOnes, i == 0, 0.0f);
         }
       }
+      if (begin == 0) beside(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -213,15 +227,15 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 }
 
 // One tile of K out of shared memory.
-template <class C>
+template <class C, class Beside>
 __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
-                                        typename C::Sums& sums) {
+                                        typename C::Sums& sums, Beside beside) {
 #pragma unroll
-  for (int first = 0; first < C::kColumns / 16; first += C::kStepPieces) {
+  for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     if (C::kGeneral && !C::kBook && p.weight.offsets) {
-      add_step<C, C::kGeneral>(stage, table, p, at, first, sums);
+      add_step<C, C::kGeneral>(stage, table, p, at, first, sums, beside);
     } else {
-      add_step<C, false>(stage, table, p, at, first, sums);
+      add_step<C, false>(stage, table, p, at, first, sums, beside);
     }
   }
 }
@@ -229,44 +243,14 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  Place<C> at(threadIdx.x);
-  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
-  KRange range(p.k_tiles, blockIdx.y, p.splits);
-  Copies<C> copies(p, n0, m0, range.first);
-
-#pragma unroll
-  for (int i = 0; i < C::kStages - 1; ++i)
-    if (i < range.count) copies.weights(shared + i * C::kStageBytes);
-  if constexpr (C::kBook)
-    decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
-  wait_for_predecessor();
-#pragma unroll
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    if (i < range.count) copies.copy_rest(shared + i * C::kStageBytes, p, m0, range.first + i);
-    commit_copies();
-  }
-
-  typename C::Sums sums = {};
-  int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
-  for (int i = 0; i < range.count; ++i) {
-    wait_copies<C::kStages - 2>();
-    __syncthreads();
-    if (int ahead = i + C::kStages - 1; ahead < range.count) {
-      copies.weights(shared + next);
-      copies.copy_rest(shared + next, p, m0, range.first + ahead);
-    }
-    commit_copies();
-    compute<C>(shared + now, shared + C::kTable, p, at, sums);
-    next = now;
-    now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
-  }
-  wait_copies<0>();
-
-  float* gathered = reinterpret_cast<float*>(shared);
-  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
-  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
-  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad);
+  auto prepare = [&] {
+    if constexpr (C::kBook)
+      decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
+  };
+  multiply_tile<C, Copies<C>>(p, shared, prepare,
+                              [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
+                                compute<C>(stage, shared + C::kTable, p, at, sums, beside);
+                              });
 }
 
 template <class C>
@@ -274,22 +258,9 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
   PackedWeight const& w = problem.weight;
   bool aligned = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 &&
                  problem.x_stride * 2 <= TokenCopy<C>::kLargestStride;
-  Params p{w,
-           static_cast<uint16_t const*>(problem.x),
-           problem.x_stride,
-           EpilogueParams(problem),
-           partials,
-           VectorRows(w.group_size),
-           (w.n + C::kRows - 1) / C::kRows,
-           (problem.m + C::kTokens - 1) / C::kTokens,
-           int(padded_k(w.k) / kKPerTile),
-           int(padded_rows(w.n)),
-           plan.splits,
-           log2_size_of(w.scale_type),
-           log2_size_of(w.offset_type),
+  Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), static_cast<uint16_t const*>(problem.x), problem.x_stride,
            aligned && !w.perm};
-  dim3 grid(unsigned(p.row_tiles) * unsigned(p.token_tiles), unsigned(plan.splits));
-  return launch(mma_gemm_a16<C>, grid, C::kThreads, C::kSharedBytes, stream, p);
+  return launch(mma_gemm_a16<C>, p.grid(), C::kThreads, C::kSharedBytes, stream, p);
 }
 
 }  // namespace

@@ -43,15 +43,15 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kRowBytes = kKPerTile;
   static constexpr Form kForm = kForm_;
   static constexpr bool kGeneral = kForm == Form::kGeneral64 || kForm == Form::kGeneral32;
+  static constexpr int kPieces = kKPerTile / 32;
   // A step's pieces of 32 columns.
-  static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : Tile::kColumns / 32;
+  static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : kPieces;
   // The zero points of 8-bit weights may lead beyond the magic number's range.
   static constexpr bool kMagic = !kGeneral || kBits == 4;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = kForm == Form::kSymmetric   ? mma_gemm_a8_tile(kBits, kTokens).resident
-                                    : kGeneral && kTokens == 16 ? 1
-                                                                : 2;
-  static constexpr int kSteps = kGeneral ? 4 : 1;  // steps in a tile of K, at most
+  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).resident : 2;
+  static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kTokens == 64;  // the multiplication takes all registers
+  static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
 
   static constexpr int kWeights = 0;
@@ -69,49 +69,54 @@ struct Config : BlockTile<kTokens> {
   static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
-struct Params {
-  PackedWeight weight;
+struct Params : TileParams {
   QuantizedActivations x;
-  EpilogueParams epilogue;
-  float* partials;
-  VectorRows weight_rows, activation_rows;
-  int row_tiles, token_tiles, k_tiles, n_pad, splits;
-  int log_scale_bytes, log_offset_bytes;
+  VectorRows activation_rows;
 };
 
 // What a thread copies for every tile.
 template <class C>
 struct Copies {
+  static constexpr int kVectors = C::kGeneral ? 3 : 1;
+  static constexpr int kAll = WeightCopy<C>::kPieces + TokenCopy<C>::kPieces + kVectors;
   WeightCopy<C> weights;
   TokenCopy<C> activations;
-  VectorCopy scales, zeros, offsets, activation_scales, activation_zeros;
+  VectorCopy vectors[kVectors];
 
   __device__ __forceinline__ Copies(Params const& p, int n0, int m0, int k_tile)
       : weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
         activations(p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0, p.epilogue.m, k_tile) {
     PackedWeight const& w = p.weight;
-    int i = threadIdx.x, last = C::kThreads - 1 - i;  // short vectors of weights and activations are not one warp's to copy
-    scales = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
-    activation_scales = VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, C::kActivationScales);
-    if constexpr (C::kForm != Form::kSymmetric) {
-      zeros = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros);
-      activation_zeros = VectorCopy(last, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride, C::kActivationZeros);
+    // Threads from the first on copy vectors of weights, from the last on those of tokens.
+    int i = threadIdx.x, last = C::kThreads - 1 - i;
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
+    if constexpr (C::kGeneral) {
+      vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+    } else {
+      i -= C::kRows / 4;
     }
-    if (C::kGeneral) offsets = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+    VectorCopy& others = vectors[kVectors - 1];
+    if constexpr (C::kForm != Form::kSymmetric) {
+      constexpr int kScalePieces = C::kSteps * C::kTokens / 4;
+      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros));
+      others.take(
+          VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride, C::kActivationZeros));
+    }
+    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, C::kActivationScales));
   }
 
-  // All but the weights.
-  __device__ __forceinline__ void copy_rest(uint8_t* stage, Params const& p, int k_tile) {
-    int row = p.weight_rows.first(k_tile), activation_row = p.activation_rows.first(k_tile);
-    activations(stage + C::kActivations);
-    scales(stage, row);
-    activation_scales(stage, activation_row);
-    if constexpr (C::kForm != Form::kSymmetric) {
-      zeros(stage, row);
-      activation_zeros(stage, activation_row);
+  __device__ __forceinline__ void operator()(uint8_t* stage, int k_tile, int i, bool wanted) const {
+    if (i < weights.kPieces) {
+      weights(stage + C::kWeights, i, wanted);
+    } else if (i -= weights.kPieces; i < activations.kPieces) {
+      activations(stage + C::kActivations, i, wanted, true);
+    } else {
+      VectorCopy const& vector = vectors[i - activations.kPieces];
+      vector(stage, vector.row(k_tile), wanted);
     }
-    if (C::kGeneral) offsets(stage, row);
   }
+
+  __device__ __forceinline__ void gather(uint8_t*, int) const {}
 };
 
 // What a step's rows have in common.
@@ -173,17 +178,17 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, P
   }
 }
 
-// One step: its pieces of 32 columns begin with `first` of the warp's.
-template <class C, bool kTokenSums>
+// One step: its pieces of 32 columns begin with `first` of the tile's.
+template <class C, bool kTokenSums, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, Place<C> const& at, int first,
-                                         typename C::Sums& sums) {
+                                         typename C::Sums& sums, Beside beside) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
   // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
   // pieces while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
   constexpr uint32_t kOnes = 0x01010101u, kStart = C::kMagic ? kMagicBits : 0;
-  int group = C::kGeneral ? (at.warp_k * (C::kColumns / 32) + first) * p.weight_rows.count / 4 : 0;
+  int group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
   int block = C::kGeneral && p.activation_rows.count > 1 ? group : 0;
   StepRows<C> rows(stage, p, at, group);
 
@@ -236,6 +241,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
           multiply_add<Operand::kInt8>(d.tokens, both, kOnes, kOnes, i == 0, 0u);
         }
       }
+      if (begin == 0) beside(first + i);
     }
     if (begin > 0) promote_batch(begin - kBatch);
   }
@@ -243,15 +249,16 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
 }
 
 // One tile of K out of shared memory.
-template <class C>
-__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums) {
+template <class C, class Beside>
+__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums,
+                                        Beside beside) {
   bool token_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
 #pragma unroll
-  for (int first = 0; first < C::kColumns / 32; first += C::kStepPieces) {
+  for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
     if (token_sums) {
-      add_step<C, C::kGeneral>(stage, p, at, first, sums);
+      add_step<C, C::kGeneral>(stage, p, at, first, sums, beside);
     } else {
-      add_step<C, false>(stage, p, at, first, sums);
+      add_step<C, false>(stage, p, at, first, sums, beside);
     }
   }
 }
@@ -259,62 +266,17 @@ __device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, P
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a8(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  Place<C> at(threadIdx.x);
-  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
-  KRange range(p.k_tiles, blockIdx.y, p.splits);
-  Copies<C> copies(p, n0, m0, range.first);
-
-#pragma unroll
-  for (int i = 0; i < C::kStages - 1; ++i)
-    if (i < range.count) copies.weights(shared + i * C::kStageBytes);
-  wait_for_predecessor();
-#pragma unroll
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    if (i < range.count) copies.copy_rest(shared + i * C::kStageBytes, p, range.first + i);
-    commit_copies();
-  }
-
-  typename C::Sums sums = {};
-  int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
-  for (int i = 0; i < range.count; ++i) {
-    wait_copies<C::kStages - 2>();
-    __syncthreads();
-    if (int ahead = i + C::kStages - 1; ahead < range.count) {
-      copies.weights(shared + next);
-      copies.copy_rest(shared + next, p, range.first + ahead);
-    }
-    commit_copies();
-    compute<C>(shared + now, p, at, sums);
-    next = now;
-    now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
-  }
-  wait_copies<0>();
-
-  float* gathered = reinterpret_cast<float*>(shared);
-  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
-  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
-  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad);
+  multiply_tile<C, Copies<C>>(
+      p, shared, [] {},
+      [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
+        compute<C>(stage, p, at, sums, beside);
+      });
 }
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  Params p{w,
-           problem.quantized,
-           EpilogueParams(problem),
-           partials,
-           VectorRows(w.group_size),
-           VectorRows(problem.quantized.block),
-           (w.n + C::kRows - 1) / C::kRows,
-           (problem.m + C::kTokens - 1) / C::kTokens,
-           int(padded_k(w.k) / kKPerTile),
-           int(padded_rows(w.n)),
-           plan.splits,
-           log2_size_of(w.scale_type),
-           log2_size_of(w.offset_type)};
-  dim3 grid(unsigned(p.row_tiles) * unsigned(p.token_tiles), unsigned(plan.splits));
-  return launch(mma_gemm_a8<C>, grid, C::kThreads, C::kSharedBytes, stream, p);
+  Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), problem.quantized, VectorRows(problem.quantized.block)};
+  return launch(mma_gemm_a8<C>, p.grid(), C::kThreads, C::kSharedBytes, stream, p);
 }
 
 }  // namespace

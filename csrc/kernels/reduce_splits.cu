@@ -1,4 +1,4 @@
-// The end of a product whose K was split over blocks: add the parts, always in the order of K, and apply the epilogue. Eight neighbouring
+// The end of a product whose K was split over blocks: add the parts, always in the order of K, and apply the epilogue. Four neighbouring
 // outputs a thread; the parts were just written and come from L2.
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
@@ -8,29 +8,36 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kThreads = 128, kOutputs = 4;
+constexpr int kAtOnce = 8;  // parts whose loads are under way
 
 __global__ void __launch_bounds__(kThreads)
     reduce_splits(__grid_constant__ EpilogueParams const p, float const* __restrict__ partials, int splits, int n_pad) {
+  let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
-  int n = (blockIdx.y * kThreads + threadIdx.x) * 8, m = blockIdx.x;
+  int n = (blockIdx.y * kThreads + threadIdx.x) * kOutputs, m = blockIdx.x;
   if (n >= p.n) return;
   float const* from = partials + int64_t(m) * n_pad + n;
   int64_t const stride = int64_t(p.m) * n_pad;
-  float sums[8] = {};
-  for (int s = 0; s < splits; ++s, from += stride) {
-    float4 a = __ldcg(reinterpret_cast<float4 const*>(from)), b = __ldcg(reinterpret_cast<float4 const*>(from) + 1);
-    sums[0] += a.x, sums[1] += a.y, sums[2] += a.z, sums[3] += a.w;
-    sums[4] += b.x, sums[5] += b.y, sums[6] += b.z, sums[7] += b.w;
+  float sums[kOutputs] = {};
+#pragma unroll 1
+  for (int s = 0; s < splits; s += kAtOnce, from += kAtOnce * stride) {
+    float4 parts[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (s + i < splits) parts[i] = __ldcg(reinterpret_cast<float4 const*>(from + i * stride));
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (s + i < splits) sums[0] += parts[i].x, sums[1] += parts[i].y, sums[2] += parts[i].z, sums[3] += parts[i].w;
   }
-  store_eight(sums, m, n, p);
+  store_outputs(sums, m, n, p);
 }
 
 }  // namespace
 
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream) {
   // Rows along x, of which there may be more than y can count: a batch-invariant product is split for any m.
-  dim3 grid(problem.m, (problem.weight.n + kThreads * 8 - 1) / (kThreads * 8));
+  dim3 grid(problem.m, (problem.weight.n + kThreads * kOutputs - 1) / (kThreads * kOutputs));
   return launch(reduce_splits, grid, kThreads, 0, stream, EpilogueParams(problem), partials, splits,
                 int(padded_rows(problem.weight.n)));
 }

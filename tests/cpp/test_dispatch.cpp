@@ -354,11 +354,11 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
     int m, n, k, splits;
   };
   Device const a100 = kDevices[0];
-  for (Case const& c : {Case{1, 128, 16384, 16},     // one tile for 216 places: as many as the limit of 16 allows
+  for (Case const& c : {Case{1, 128, 16384, 16},     // one tile for 432 places: as many as the limit of 16 allows
                         Case{1, 128, 2048, 2},       // 16 tiles of K, at least eight each
                         Case{1, 128, 128, 1},        // nothing to split
                         Case{1, 128, 1024, 1},       // eight tiles of K, and a part has no less
-                        Case{1, 4096, 8192, 6},      // 32 tiles for 216 places
+                        Case{1, 4096, 8192, 8},      // 32 tiles for 432 places, 13 parts each: eight have eight tiles of K
                         Case{4096, 28672, 4096, 1},  // thousands of tiles
                         Case{0, 128, 16384, 16}}) {  // no rows: any number will do, but it must be one
     Plan chosen;
