@@ -27,18 +27,18 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
   return size >= kLeast && size < kMost && groups * padded_rows(w.n) < (int64_t(1) << 29) &&
          decode_shape(problem, device, kTokens).cluster > 0;
 }
-constexpr int64_t kDecodeSmall = 64 << 20, kDecodeLarge = 16 << 20, kAnySize = int64_t(1) << 62;
+constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
 
 // clang-format off
 constexpr Row kTable[] = {
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
-     "a ring of weights for each warp and x in shared memory: 16.5 us for 28672 x 4096, 28 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
+     "a ring of weights for each warp and x in shared memory: 16 us for 28672 x 4096, 22.5 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false>)),
-     "as for 8 tokens where the weight is large: 22.6 us for 28672 x 4096, 29 by mma_gemm_a16; for 4096 x 4096 7.8 and 8.1", decode_takes<16, kDecodeLarge, kAnySize>},
+     "as for 8 tokens between small and large weights: 22.3 us for 28672 x 4096, 24.4 by mma_gemm_a16; for 4096 x 4096 7.6 and 7.0, for 8192 x 28672 46 and 41", decode_takes<16, kDecodeSmall, kDecodeMiddle>},
     {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
-     "where the weight is small: 7 us for 4096 x 4096, 8.6 by mma_gemm_a16; for 8192 x 28672 62 and 58", decode_takes<8, 0, kDecodeSmall>},
+     "where the weight is small: 6.2 us for 4096 x 4096, 7.1 by mma_gemm_a16", decode_takes<8, 0, kDecodeSmall>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
-     "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 26 by mma_gemm_a8", decode_takes<8, 0, kAnySize>},
+     "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 34 and 33", decode_takes<8, 0, kDecodeMiddle>},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),

@@ -173,6 +173,23 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   }
 }
 
+// Where it was measured to lose, another kernel decodes: int8 activations and more than 8 tokens beside large weights.
+TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
+  auto kernel = [](int m, int n, int k, ActQuant act_quant) {
+    GemmProblem p = problem(m, n, k);
+    p.act_quant = act_quant;
+    Row const* row = nullptr;
+    EXPECT_TRUE(select(p, kHopper, &row).ok());
+    return std::string(row ? row->kernel : "");
+  };
+  EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(16, 28672, 4096, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(16, 4096, 4096, ActQuant::kNone), "mma_gemm_a16");
+  EXPECT_EQ(kernel(16, 8192, 28672, ActQuant::kNone), "mma_gemm_a16");
+  EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
+  EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
+}
+
 // What a row's kernel lacks goes to a kernel that has it.
 TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   auto kernel = [](GemmProblem const& p) {
