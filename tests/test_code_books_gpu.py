@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from typing import Any
 
@@ -46,10 +47,10 @@ def oracle(x: Tensor, qw: co.QuantizedWeight) -> Tensor:
 def test_exact_products(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
     qw = make(n, k, group_size, HALF, exact=True)
     packed = co.reorder(qw)
-    for m in MS:
+    for m, architecture in itertools.product(MS, (0, 80)):
         x = torch.randint(-4, 5, (m, k), generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(dtype)
-        y = co.mixed_gemm(x, packed, out_dtype=FLOAT)
-        assert torch.equal(y.double(), oracle(x, qw)), f"m={m}: {co.explain(m, packed)}"
+        y = co.mixed_gemm(x, packed, out_dtype=FLOAT, architecture=architecture)
+        assert torch.equal(y.double(), oracle(x, qw)), f"m={m}: {co.explain(m, packed, architecture=architecture)}"
 
 
 @pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT])
