@@ -234,7 +234,7 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
 template <class T>
 __device__ __forceinline__ float reciprocal_of(float absmax) {
   if constexpr (std::is_same_v<T, __half>) {
-    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: a test compares all fp16 numbers.
+    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: seen equal to __frcp_rn for all fp16 numbers but zero.
     float a, approximate;
     asm("max.NaN.f32 %0, %1, 0f33800000;" : "=f"(a) : "f"(absmax));  // 2^-24, fp16's least
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(a));
