@@ -17,12 +17,11 @@ struct DecodeShape {
   int stages = 0;    // of each warp's ring
 };
 
-constexpr int decode_warps(int tokens) {
-  return tokens == 8 ? 8 : 12;
-}  // of a block, at most: or 8, where those need too much memory
+// Of a block, at most: or 8, where those need too much memory.
+constexpr int decode_warps(int tokens) { return tokens == 8 ? 8 : 12; }
 constexpr int decode_stages(int tokens) { return tokens == 8 ? 3 : 2; }  // of each warp's ring
-constexpr int kSlotFloats =
-    kRowsPerSlab + 4;  // of a token in a slot, the sums of a slab: four more keep lanes on different banks
+// Of a token in a slot, the sums of a slab: four more keep lanes on different banks.
+constexpr int kSlotFloats = kRowsPerSlab + 4;
 
 // Where the parts of a block's shared memory begin. The warps' rings are its first.
 struct DecodeMemory {

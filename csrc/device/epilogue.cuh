@@ -93,12 +93,8 @@ __device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
 
 // Two neighbouring outputs of 16 bits.
 __device__ __forceinline__ uint32_t to_half_bits(float low, float high, bool bfloat16) {
-  if (bfloat16) {
-    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(v);
-  }
-  __half2 v = __floats2half2_rn(low, high);
-  return reinterpret_cast<uint32_t const&>(v);
+  if (bfloat16) return pack_pair<__nv_bfloat16>(low, high);
+  return pack_pair<__half>(low, high);
 }
 
 // Finish 4 or 8 sums and store those whose column is below p.n.
@@ -136,7 +132,5 @@ __device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, 
       if (n + i < p.n) out[i] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
   }
 }
-
-__device__ __forceinline__ void store_eight(float (&v)[8], int m, int n, EpilogueParams const& p) { store_outputs(v, m, n, p); }
 
 }  // namespace cutlass_ops

@@ -289,9 +289,8 @@ __device__ __forceinline__ void store_halves(Value const& value, float* staging,
         v[k] = nan_unless_finite(value(8 * j + 2 * i + k)) + bias[i % 2];
         if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
       }
-      __half2 half = __floats2half2_rn(v[0], v[1]);
-      __nv_bfloat162 bfloat = __floats2bfloat162_rn(v[0], v[1]);
-      pairs[i] = is_half ? reinterpret_cast<uint32_t&>(half) : reinterpret_cast<uint32_t&>(bfloat);
+      uint32_t half = pack_pair<__half>(v[0], v[1]), bfloat = pack_pair<__nv_bfloat16>(v[0], v[1]);
+      pairs[i] = is_half ? half : bfloat;
     }
     cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
                                   *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
@@ -332,7 +331,7 @@ __device__ __forceinline__ void store(Value const& value, float* staging, CUtens
         to[0] = a, to[1] = b;
       } else {
         float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-        store_eight(v, m0 + first + token, n + column, p.epilogue);
+        store_outputs(v, m0 + first + token, n + column, p.epilogue);
       }
     }
   }

@@ -75,11 +75,17 @@ __device__ __forceinline__ void let_successor_start() {
 #endif
 }
 
-// Wait until all that earlier kernels in the stream wrote can be seen, then let the next one start its own preparations.
-__device__ __forceinline__ void wait_for_predecessor() {
+// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that say themselves when the next one starts.
+__device__ __forceinline__ void wait_alone() {
 #if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.wait;\n\tgriddepcontrol.launch_dependents;" ::: "memory");
+  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+}
+
+// The same, then let the next one start its own preparations.
+__device__ __forceinline__ void wait_for_predecessor() {
+  wait_alone();
+  let_successor_start();
 }
 
 }  // namespace cutlass_ops

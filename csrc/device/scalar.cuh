@@ -1,9 +1,11 @@
-// Reading and writing a float whose type is known at run time. Scales, biases and residuals keep the type they came in; the
-// branch is the same for every thread.
+// Reading and writing a float whose type is known at run time: scales, biases and residuals keep the type they came in, and the
+// branch is the same for every thread. And pairs of 16-bit floats in a word.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
+
+#include <type_traits>
 
 #include "cutlass_ops/problem.h"
 
@@ -22,6 +24,29 @@ __device__ __forceinline__ void store_float(void* data, DataType type, int64_t i
     static_cast<__nv_bfloat16*>(data)[index] = __float2bfloat16_rn(v);
   } else {
     static_cast<float*>(data)[index] = v;
+  }
+}
+
+// Two neighbours, each rounded to T, in a word.
+template <class T>
+__device__ __forceinline__ uint32_t pack_pair(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    __half2 v = __floats2half2_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(v);
+  } else {
+    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<uint32_t const&>(v);
+  }
+}
+
+// The neighbour in the lower (`half` 0) or upper half of such a word.
+template <class T>
+__device__ __forceinline__ float unpack_half(uint32_t word, int half) {
+  if constexpr (std::is_same_v<T, __half>) {
+    float2 pair = __half22float2(reinterpret_cast<__half2 const&>(word));
+    return half ? pair.y : pair.x;
+  } else {
+    return __uint_as_float(half ? word & 0xffff0000u : word << 16);
   }
 }
 

@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0
       to[0] = a, to[1] = b;
     } else {
       float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      store_eight(v, m, n, p);
+      store_outputs(v, m, n, p);
     }
   }
 }

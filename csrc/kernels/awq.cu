@@ -20,6 +20,7 @@
 #include "device/convert.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
+#include "device/scalar.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -153,9 +154,6 @@ __device__ __forceinline__ void copy_word(void* shared, void const* source) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(source) : "memory");
 }
 
-__device__ __forceinline__ __half2 pack2(float a, float b, __half) { return __floats2half2_rn(a, b); }
-__device__ __forceinline__ __nv_bfloat162 pack2(float a, float b, __nv_bfloat16) { return __floats2bfloat162_rn(a, b); }
-
 // What a lane needs of a group, as it is stored.
 template <class C>
 struct Group {
@@ -175,10 +173,7 @@ struct Group {
   __device__ __forceinline__ float scale(int o, int i) const {
     int column = column_of(i);
     uint32_t const words[4] = {scales[o].x, scales[o].y, scales[o].z, scales[o].w};
-    uint32_t word = words[column / 2];
-    if (C::kOperand == Operand::kBFloat16) return __uint_as_float(column % 2 ? word & 0xffff0000u : word << 16);
-    float2 pair = __half22float2(reinterpret_cast<__half2 const&>(word));
-    return column % 2 ? pair.y : pair.x;
+    return unpack_half<typename C::Element>(words[column / 2], column % 2);
   }
   // In units of the products: as subnormal numbers of fp16, codes and zero points are the same.
   __device__ __forceinline__ float zero(int o, int i) const {
@@ -225,9 +220,7 @@ __device__ __forceinline__ void store_quad(float* slots, int rank, int64_t index
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
-#if __CUDA_ARCH__ >= 900
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-#endif
+  let_successor_start();
   AwqWeight const& w = p.weight;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int const warp_n = warp % C::kWarpsN, warp_k = warp / C::kWarpsN;
@@ -274,8 +267,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   if (step < end) group.load(p, group_index, first_octet);
 #if __CUDA_ARCH__ >= 900
   cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
-  asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
+  wait_alone();
 
   uint16_t const* x = p.x + (first_token + g) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
   uint8_t* const own_x = ring + C::kWeightBytes + lane * 16;
@@ -434,9 +427,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     if (lane >= 8 || n >= w.n) continue;
 #pragma unroll
     for (float& sum : v) sum = isfinite(sum) ? sum : NAN;
-    Pair<typename C::Element> low = pack2(v[0], v[1], typename C::Element()), high = pack2(v[2], v[3], typename C::Element());
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_token + token) * w.n + n) =
-        make_uint2(reinterpret_cast<uint32_t const&>(low), reinterpret_cast<uint32_t const&>(high));
+        make_uint2(pack_pair<typename C::Element>(v[0], v[1]), pack_pair<typename C::Element>(v[2], v[3]));
   }
 }
 

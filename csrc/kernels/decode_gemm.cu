@@ -33,7 +33,6 @@ namespace cutlass_ops {
 namespace {
 
 constexpr int kRowBlocks = kRowsPerSlab / 16;
-constexpr int kSlotStride = kRowsPerSlab + 4;  // floats of a token's sums: keeps lanes on different banks
 
 // kTokens: 8 or 16. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a piece. kInt8:
 // activations are integers with scales.
@@ -321,24 +320,13 @@ __device__ __forceinline__ void for_floats(Params const& p, Runs const& runs, in
   }
 }
 
-template <class Element>
-__device__ __forceinline__ uint32_t pair_bits(float low, float high) {
-  if constexpr (std::is_same_v<Element, __half>) {
-    __half2 v = __floats2half2_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(v);
-  } else {
-    __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-    return reinterpret_cast<uint32_t const&>(v);
-  }
-}
-
 // 16 integers and their scale.
 template <class C>
 __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int token, int column,
                                             float const (&v)[kLaneColumns], float scale) {
   uint32_t words[8];
 #pragma unroll
-  for (int i = 0; i < 8; ++i) words[i] = pair_bits<__half>(v[2 * i], v[2 * i + 1]);
+  for (int i = 0; i < 8; ++i) words[i] = pack_pair<__half>(v[2 * i], v[2 * i + 1]);
   uint4* to = reinterpret_cast<uint4*>(shared + p.memory.x + token * p.memory.token + column * 2);
   to[0] = make_uint4(words[0], words[1], words[2], words[3]);
   to[1] = make_uint4(words[4], words[5], words[6], words[7]);
@@ -670,7 +658,7 @@ template <class C>
 __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
   using E = Excess<typename C::Decode>;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  to += 2 * t * kSlotStride + g;
+  to += 2 * t * kSlotFloats + g;
 #pragma unroll
   for (int tb = 0; tb < C::kTokenBlocks; ++tb)
 #pragma unroll
@@ -679,7 +667,7 @@ __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& 
 #pragma unroll
       for (int eight = 0; eight < 2 * kRowBlocks; ++eight) {
         float& sum = sums[tb][eight / 2][eight % 2 * 2 + e];
-        if (there) to[(tb * 8 + e) * kSlotStride + eight * 8] = sum * (1.0f / (E::kUnit * (eight % 2 ? E::kUpper : 1.0f)));
+        if (there) to[(tb * 8 + e) * kSlotFloats + eight * 8] = sum * (1.0f / (E::kUnit * (eight % 2 ? E::kUpper : 1.0f)));
         sum = 0.0f;
       }
     }
@@ -707,17 +695,14 @@ template <class C>
 __device__ __forceinline__ void finish(float (&v)[4], int token, int n, Params const& p) {
   if (n >= p.epilogue.n) return;
   if (p.plain_epilogue) {
-    uint32_t low = pair_bits<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
-    uint32_t high = pair_bits<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
+    uint32_t low = pack_pair<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
+    uint32_t high = pack_pair<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(token) * p.epilogue.n + n) =
         make_uint2(low, high);
   } else {
     store_outputs(v, token, n, p.epilogue);
   }
 }
-
-// Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
-__device__ __forceinline__ void let_next_start() { asm volatile("griddepcontrol.launch_dependents;" ::: "memory"); }
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_constant__ Params const p) {
@@ -765,21 +750,22 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  wait_alone();
   stage_tokens<C>(shared, p, part, runs, shares, barriers);
   if (p.step_sums) sum_steps<C>(shared, p, runs.columns);
   __syncthreads();
-  if (feed.left <= 0) let_next_start();
+  // Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
+  if (feed.left <= 0) let_successor_start();
 
   float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),
         *slots = reinterpret_cast<float*>(shared + p.memory.slots);
-  int const slot = m * kSlotStride;
+  int const slot = m * kSlotFloats;
   Sums<C> sums = {};
   for (int i = begin; i < end; ++i) {
     wait_copies<C::kStages - 1>();
     __syncwarp();
     multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, feed);
-    if (feed.left <= 0) let_next_start();
+    if (feed.left <= 0) let_successor_start();
     if (++at.piece == pieces.of_slab && i + 1 < end) {
       store_sums<C>(slots + at.slab * slot, p, sums);
       ++at.slab, at.piece = 0;
@@ -798,7 +784,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
 #pragma unroll 2
   for (Rows rows(thread_again() / 16, p.sum_step, m); rows.slab < part.slabs; rows.next(m)) {
     uint32_t warps = parts[rows.slab];
-    int quad = thread_again() % 16, place = rows.token * kSlotStride + quad * 4;
+    int quad = thread_again() % 16, place = rows.token * kSlotFloats + quad * 4;
     int first = int(warps & 0xff), last = first + int(warps >> 8 & 0xff);
     uint8_t const* from = shared + first * ring_bytes + place * 4;
     float v[4] = {};

@@ -40,16 +40,6 @@ __device__ __forceinline__ void trade_words(uint32_t (&words)[4], int t) {
   }
 }
 
-__device__ __forceinline__ void store_value(void* out, DataType type, int64_t index, float v) {
-  if (type == DataType::kFloat32) {
-    static_cast<float*>(out)[index] = v;
-  } else if (type == DataType::kFloat16) {
-    static_cast<__half*>(out)[index] = __float2half_rn(v);
-  } else {
-    static_cast<__nv_bfloat16*>(out)[index] = __float2bfloat16_rn(v);
-  }
-}
-
 // Eight neighbours; index is a multiple of 8.
 __device__ __forceinline__ void store_eight(void* out, DataType type, int64_t index, float const (&v)[8]) {
   if (type == DataType::kFloat32) {
@@ -61,16 +51,10 @@ __device__ __forceinline__ void store_eight(void* out, DataType type, int64_t in
   uint32_t words[4];
   if (type == DataType::kFloat16) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      __half2 pair = __floats2half2_rn(v[2 * i], v[2 * i + 1]);
-      words[i] = reinterpret_cast<uint32_t const&>(pair);
-    }
+    for (int i = 0; i < 4; ++i) words[i] = pack_pair<__half>(v[2 * i], v[2 * i + 1]);
   } else {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      __nv_bfloat162 pair = __floats2bfloat162_rn(v[2 * i], v[2 * i + 1]);
-      words[i] = reinterpret_cast<uint32_t const&>(pair);
-    }
+    for (int i = 0; i < 4; ++i) words[i] = pack_pair<__nv_bfloat16>(v[2 * i], v[2 * i + 1]);
   }
   __stcs(reinterpret_cast<uint4*>(static_cast<uint16_t*>(out) + index), make_uint4(words[0], words[1], words[2], words[3]));
 }
@@ -107,7 +91,7 @@ __device__ __forceinline__ void finish(Params const& p, float const* book, Facto
   } else {
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      if (k + e < w.k) store_value(p.problem.out, p.problem.out_type, row + (w.perm ? w.perm[k + e] : k + e), v[e]);
+      if (k + e < w.k) store_float(p.problem.out, p.problem.out_type, row + (w.perm ? w.perm[k + e] : k + e), v[e]);
   }
 }
 

@@ -50,22 +50,10 @@ __device__ __forceinline__ uint32_t load_codes(uint8_t const* packed, int64_t el
   }
 }
 
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, __half) {
-  __half2 v = __floats2half2_rn(low, high);
-  return reinterpret_cast<uint32_t const&>(v);
-}
-__device__ __forceinline__ uint32_t pack_pair(float low, float high, __nv_bfloat16) {
-  __nv_bfloat162 v = __floats2bfloat162_rn(low, high);
-  return reinterpret_cast<uint32_t const&>(v);
-}
-__device__ __forceinline__ void store_values(__half* to, float const (&v)[8]) {
-  __stcs(reinterpret_cast<uint4*>(to), make_uint4(pack_pair(v[0], v[1], __half()), pack_pair(v[2], v[3], __half()),
-                                                  pack_pair(v[4], v[5], __half()), pack_pair(v[6], v[7], __half())));
-}
-__device__ __forceinline__ void store_values(__nv_bfloat16* to, float const (&v)[8]) {
-  using B = __nv_bfloat16;
-  __stcs(reinterpret_cast<uint4*>(to), make_uint4(pack_pair(v[0], v[1], B()), pack_pair(v[2], v[3], B()),
-                                                  pack_pair(v[4], v[5], B()), pack_pair(v[6], v[7], B())));
+template <class T>
+__device__ __forceinline__ void store_values(T* to, float const (&v)[8]) {
+  __stcs(reinterpret_cast<uint4*>(to),
+         make_uint4(pack_pair<T>(v[0], v[1]), pack_pair<T>(v[2], v[3]), pack_pair<T>(v[4], v[5]), pack_pair<T>(v[6], v[7])));
 }
 __device__ __forceinline__ void store_values(float* to, float const (&v)[4]) {
   __stcs(reinterpret_cast<float4*>(to), make_float4(v[0], v[1], v[2], v[3]));
@@ -181,11 +169,8 @@ template <class T>
 __device__ __forceinline__ float number(uint32_t word, int half) {
   if constexpr (sizeof(T) == 4) {
     return __uint_as_float(word);
-  } else if constexpr (std::is_same_v<T, __half>) {
-    float2 pair = __half22float2(reinterpret_cast<__half2 const&>(word));
-    return half ? pair.y : pair.x;
   } else {
-    return __uint_as_float(half ? word & 0xffff0000u : word << 16);
+    return unpack_half<T>(word, half);
   }
 }
 
