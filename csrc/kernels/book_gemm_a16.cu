@@ -1,4 +1,4 @@
-// A few fp16 or bf16 tokens x 4-bit weights of a code book: up to 16 tokens, sm_80 and later.
+// A few fp16 or bf16 tokens x 4-bit weights of a code book: up to 8 tokens, sm_80 and later.
 //
 //   block    512 output features (a slab of 64 for each of 8 warps) x all tokens x a part of K that all warps walk along together
 //   x        16 tiles of K at a time in shared memory, in the order of operand B's registers
@@ -28,20 +28,19 @@ constexpr int kResident = 1;
 constexpr int kResident = 2;
 #endif
 
-// kSteps: promotions in half a tile; two where groups are of 32 columns, and where one would hold too many registers.
+// kSteps: promotions in half a tile; two where groups are of 32 columns.
 template <class Element_, int kTokens_, int kSteps_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kPairs = kTokens == 4;  // tokens take two columns of operand B
-  static constexpr int kTokenBlocks = kPairs ? 1 : kTokens / 8;
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kRows = kRowsPerSlab * kWarps;
   static constexpr int kSumStride = kRows + 4;
-  static constexpr int kTilesAtOnce = kTokens == 8 ? 16 : 8;        // of x in shared memory
+  static constexpr int kTilesAtOnce = kPairs ? 8 : 16;              // of x in shared memory
   static constexpr int kXBytes = 32 * (kPairs ? 32 : 2 * kTokens);  // of 32 columns
 
   // The table starts on a multiple of its size, which dynamic shared memory does not.
@@ -132,70 +131,59 @@ __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
   return make_float2(__uint_as_float(raw.x << 16), __uint_as_float(raw.x & 0xffff0000u));
 }
 
-template <class C>
-using Sums = float[C::kTokenBlocks][kRowBlocks][4];
+using Sums = float[kRowBlocks][4];
 
 // Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb) asks for the codes of
 // a row block anew, as soon as they are decoded.
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
-                                              Params const& p, int64_t scales, Sums<C>& sums) {
+                                              Params const& p, int64_t scales, Sums& sums) {
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
 #pragma unroll
   for (int step = 0; step < C::kSteps; ++step) {
     int64_t const step_scales = scales + (p.rows.count == 4 ? int64_t(step) * p.n_pad : 0);
     uint2 ahead = load_scales(p.weight, step_scales);
-    uint4 b[C::kTokenBlocks][kPieces / 2];
+    uint4 b[kPieces / 2];
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-#pragma unroll
-      for (int i = 0; i < kPieces / 2; ++i)
-        b[tb][i] = *reinterpret_cast<uint4 const*>(x + ((step * kPieces / 2 + i) * C::kTokens + tb * 8) * 64);
+    for (int i = 0; i < kPieces / 2; ++i)
+      b[i] = *reinterpret_cast<uint4 const*>(x + (step * kPieces / 2 + i) * C::kTokens * 64);
     auto word = [&](int rb, int i) {
       uint4 const& four = codes[rb];
       uint32_t w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
       asm volatile("" : "+r"(w));  // not looked up before its turn: registers
       return w;
     };
-    constexpr bool kAhead = C::kTokens == 8;  // sixteen tokens leave no registers for it
-    uint32_t pairs[2][4];                     // of this piece, and of the next
-    if (kAhead) decode::Int4Book::look_up(word(0, step * kPieces), table, pairs[0]);
+    uint32_t pairs[2][4];  // of this piece, and of the next
+    decode::Int4Book::look_up(word(0, step * kPieces), table, pairs[0]);
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb) {
       uint2 raw = ahead;
       if (rb + 1 < kRowBlocks) ahead = load_scales(p.weight, step_scales + 2 * (rb + 1));
-      float products[C::kTokenBlocks][4];
+      float products[4];
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) {
         int const turn = rb * kPieces + i;
-        if (!kAhead) {
-          decode::Int4Book::look_up(word(rb, step * kPieces + i), table, pairs[turn % 2]);
-        } else if (turn + 1 < kRowBlocks * kPieces) {
+        if (turn + 1 < kRowBlocks * kPieces) {
           decode::Int4Book::look_up(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
                                     pairs[(turn + 1) % 2]);
         }
         uint32_t a[4];
         decode::Int4Book::combine(pairs[turn % 2], a);
-#pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
-          uint4 const& two = b[tb][i / 2];
-          multiply_add<C::kOperand>(products[tb], a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0, 0.0f);
-        }
+        uint4 const& two = b[i / 2];
+        multiply_add<C::kOperand>(products, a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0, 0.0f);
       }
       if (step == C::kSteps - 1) next(rb);
       float2 scale = scale_values(p.weight.scale_type, raw);
 #pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-#pragma unroll
-        for (int e = 0; e < 4; ++e) sums[tb][rb][e] = fmaf(products[tb][e], e < 2 ? scale.x : scale.y, sums[tb][rb][e]);
+      for (int e = 0; e < 4; ++e) sums[rb][e] = fmaf(products[e], e < 2 ? scale.x : scale.y, sums[rb][e]);
     }
   }
 }
 
-// The same for kPairs. Sums: [0][two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
+// The same for kPairs. Sums: [two row blocks][rows of either, columns 2t and 2t + 1 of operand B].
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
-                                                    Params const& p, int64_t scales, Sums<C>& sums) {
+                                                    Params const& p, int64_t scales, Sums& sums) {
   constexpr int kPieces = kHalfColumns / 16 / C::kSteps;  // of 16 columns, in a step
   int upper = threadIdx.x % 4 / 2;                        // columns 4 .. 7: rows g + 8
 #pragma unroll
@@ -240,7 +228,7 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
       float scale = upper ? both.y : both.x;
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        float& sum = sums[0][rb / 2][rb % 2 * 2 + e];
+        float& sum = sums[rb / 2][rb % 2 * 2 + e];
         sum = fmaf(products[rb / 2][rb % 2 * 2 + e], scale, sum);
       }
     }
@@ -267,7 +255,7 @@ __global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_c
   decode::Int4Book::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
   wait_for_predecessor();
 
-  Sums<C> sums = {};
+  Sums sums = {};
   int const half_rows = p.rows.count / 2;  // rows of scales in half a tile, 0 where a row covers it all
   for (int first = 0; first < range.count; first += C::kTilesAtOnce) {
     int tiles = min(C::kTilesAtOnce, range.count - first);
@@ -301,20 +289,17 @@ __global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_c
   float* gathered = reinterpret_cast<float*>(shared);
   __syncthreads();
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+  for (int rb = 0; rb < kRowBlocks; ++rb)
 #pragma unroll
-    for (int rb = 0; rb < kRowBlocks; ++rb)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if constexpr (C::kPairs) {
-          if (rb < 2)
-            gathered[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerSlab + (2 * rb + e / 2) * 16 + g + t / 2 * 8] =
-                sums[0][rb][e];
-        } else {
-          gathered[(tb * 8 + 2 * t + e % 2) * C::kSumStride + warp * kRowsPerSlab + rb * 16 + g + 8 * (e / 2)] =
-              sums[tb][rb][e];
-        }
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (C::kPairs) {
+        if (rb < 2)
+          gathered[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerSlab + (2 * rb + e / 2) * 16 + g + t / 2 * 8] =
+              sums[rb][e];
+      } else {
+        gathered[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerSlab + rb * 16 + g + 8 * (e / 2)] = sums[rb][e];
       }
+    }
   __syncthreads();
   float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
   store_sums<C>(gathered, 0, blockIdx.x * C::kRows, p.epilogue, partials, p.n_pad);
@@ -340,10 +325,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kTokens <= 8) {
-    if (problem.weight.group_size != 32) return launch_config<Config<Element, kTokens, 1>>(problem, plan, partials, stream);
-  }
-  return launch_config<Config<Element, kTokens, 2>>(problem, plan, partials, stream);
+  return problem.weight.group_size == 32 ? launch_config<Config<Element, kTokens, 2>>(problem, plan, partials, stream)
+                                         : launch_config<Config<Element, kTokens, 1>>(problem, plan, partials, stream);
 }
 
 }  // namespace
@@ -356,6 +339,5 @@ Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float*
 
 template Status launch_book_gemm_a16<4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_book_gemm_a16<8>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_book_gemm_a16<16>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

@@ -188,12 +188,16 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(16, 8192, 28672, ActQuant::kNone), "mma_gemm_a16");
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
-  for (auto const& [m, name] : {std::pair{8, "book_gemm_a16"}, std::pair{9, "wgmma_gemm_a16"}}) {
+  for (auto const& [m, name] : {std::pair{8, "book_gemm_a16"}, std::pair{9, "mma_gemm_a16"}, std::pair{17, "wgmma_gemm_a16"}}) {
     GemmProblem p = problem(m, 4096, 4096);
     p.weight.book = some_book;
     Row const* row = nullptr;
     ASSERT_TRUE(select(p, kHopper, &row).ok());
     EXPECT_STREQ(row->kernel, name);
+    if (m > 8) continue;
+    int splits = 0;
+    ASSERT_TRUE(select(p, kHopper, &row, &splits).ok());
+    EXPECT_EQ(splits, 16);  // 8 tiles of 512 rows for 132 multiprocessors
   }
 }
 
