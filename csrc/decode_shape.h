@@ -17,11 +17,13 @@ struct DecodeShape {
   int stages = 0;    // of each warp's ring
 };
 
-// Of a block, at most: or 8, where those need too much memory.
-constexpr int decode_warps(int tokens) { return tokens == 8 ? 8 : 12; }
-constexpr int decode_stages(int tokens) { return tokens == 8 ? 3 : 2; }  // of each warp's ring
+// Of a block, at most: or 8, where those need too much memory, or leave no room for the next launch's block beside a small part of a product.
+constexpr int decode_warps(int tokens, bool book) { return (tokens == 8) == book ? 12 : 8; }
+constexpr int decode_stages(int tokens, bool book) { return tokens == 8 && !book ? 3 : 2; }  // of each warp's ring
 // Of a token in a slot, the sums of a slab: four more keep lanes on different banks.
 constexpr int kSlotFloats = kRowsPerSlab + 4;
+
+constexpr int kBookTableBytes = 32 * 1024;  // decode.cuh
 
 // Where the parts of a block's shared memory begin. The warps' rings are its first.
 struct DecodeMemory {
@@ -29,7 +31,8 @@ struct DecodeMemory {
   int zeros, offsets;  // where in a stage those vectors begin, behind codes and scales
   int token;           // bytes of a token's row of x: 16 more than a multiple of 128, so that eight tokens meet every bank
   int x;               // and, when x has been used, what other blocks send
-  int sums, scales, parts, slots, total;
+  int sums, scales, parts, slots;
+  int table, total;  // of a code book's values; all
 
   DecodeMemory(GemmProblem const& p, DecodeShape const& shape) {
     PackedWeight const& w = p.weight;
@@ -43,18 +46,21 @@ struct DecodeMemory {
     token = shape.slice * kKPerTile * 2 + 16;
     x = shape.warps * shape.stages * stage;
     sums = x + p.m * std::max(token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
-    scales = sums + steps * (p.m <= 8 ? 8 : 16) * 4;
+    scales = sums + (w.book ? 0 : steps * (p.m <= 8 ? 8 : 16) * 4);
     parts = scales + (int8 ? steps * (p.m <= 8 ? 8 : 16) * 4 : 0);
     slots = parts + (shape.slabs * 4 + 15) / 16 * 16;
-    total = slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
+    table = slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
+    total = table + (w.book ? kBookTableBytes : 0);
   }
 };
 
-// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock and 13 of x; a slab's sums of a token
+// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x; a slab's sums of a token
 // cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for one of the next launch 1500. GPCs of an odd number
 // of multiprocessors leave one in eleven out of clusters of 4 and 8.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
+  constexpr int kSmallPart = 32;  // tiles of a slab
+  bool const book = p.weight.book;
   int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
   double least = 0;
@@ -64,16 +70,19 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
     shape.clusters = std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
     shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
-    shape.stages = decode_stages(tokens);
-    auto fits = [&](int warps) {
+    shape.stages = decode_stages(tokens, book);
+    auto fits = [&](int warps, int bytes) {
       shape.warps = warps;
-      return DecodeMemory(p, shape).total <= device.shared_memory - kStaticBytes;
+      return DecodeMemory(p, shape).total <= bytes;
     };
-    if (shape.slabs > 0xffff || (!fits(decode_warps(tokens)) && !fits(8))) continue;
+    int const all = device.shared_memory - kStaticBytes, half = device.shared_memory / 2 - 2 * kStaticBytes;
+    bool small = tokens == 8 && shape.slabs * shape.slice <= kSmallPart && fits(8, half);
+    if (shape.slabs > 0xffff || (!small && !fits(decode_warps(tokens, book), all) && !fits(8, all))) continue;
     double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
-    bool beside = tokens == 8 && DecodeMemory(p, shape).total <= device.shared_memory / 2 - 2 * kStaticBytes;
-    double time = weights / 18 + x / 13 + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
+    bool beside = tokens == 8 && fits(shape.warps, half);
+    double time =
+        weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

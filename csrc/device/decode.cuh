@@ -368,7 +368,7 @@ struct Int8Int8 {
 // for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a table of its own, in its
 // own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16 values in
 // registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and multiprocessor; here that
-// pipe has 11, and the loads, at 32 a clock, take as long.)
+// pipe has 8, the multiplier 4, and the loads, at 32 a clock, take as long.)
 //
 // Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
 //   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
@@ -384,24 +384,30 @@ struct Int4Book {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: its offset lane * 4, or, where
-  // the table starts on a multiple of its size, the lane's address.
-  CUTLASS_OPS_HD static void offsets(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
-    out[0] = and_or(word << 7, 0x7f80u, first);
-    for (int i = 1; i < 4; ++i) out[i] = and_or(word >> (8 * i - 7), 0x7f80u, first);
+  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset or an address. A byte is
+  // one instruction, its product and sum another, IMAD, where the compiler would shift, mask and add.
+  CUTLASS_OPS_HD static void places(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
+    uint32_t const bytes[4] = {word & 0xffu, permute_bytes(word, 0, 0x4441u), permute_bytes(word, 0, 0x4442u), word >> 24};
+    for (int i = 0; i < 4; ++i) {
+#ifdef __CUDA_ARCH__
+      asm("mad.lo.u32 %0, %1, 128, %2;" : "=r"(out[i]) : "r"(bytes[i]), "r"(first));
+#else
+      out[i] = bytes[i] * 128 + first;
+#endif
+    }
   }
 
   // The two halves of `fragment`: loads, and what to do once they are there.
   CUTLASS_OPS_HD static void look_up(uint32_t word, uint8_t const* table, int lane, uint32_t (&pairs)[4]) {
     uint32_t at[4];
-    offsets(word, uint32_t(lane) * 4, at);
+    places(word, uint32_t(lane) * 4, at);
     for (int i = 0; i < 4; ++i) pairs[i] = *reinterpret_cast<uint32_t const*>(table + at[i]);
   }
 #ifdef __CUDACC__
-  // The same from a table that starts on a multiple of kTableBytes in shared memory: no addition to find an address.
+  // The same from shared memory, by the lane's address there.
   __device__ static void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
     uint32_t at[4];
-    offsets(word, lane_address, at);
+    places(word, lane_address, at);
     for (int i = 0; i < 4; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at[i]));
   }
 #endif

@@ -20,6 +20,21 @@ namespace cutlass_ops {
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using ClusterBarrier = cutlass::arch::ClusterBarrier;
 
+// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait for every access to
+// memory that is under way.
+__device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
+                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
+               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+               : "memory");
+}
+__device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_t* barrier, int rank) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
+                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
+               "r"(v), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
+               : "memory");
+}
+
 // int8 wgmma with the 64 x 32 operand A in registers: the atom for kTokens columns.
 template <int kTokens>
 struct Int8Wgmma;

@@ -10,14 +10,13 @@
 //
 // To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
 // negative scale is +0, as the kernels have it that people use today.
-#include <cute/arch/cluster_sm90.hpp>
-
 #include <algorithm>
 #include <array>
 #include <map>
 #include <mutex>
 
 #include "device/convert.cuh"
+#include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/scalar.cuh"
@@ -206,17 +205,6 @@ __device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32
 template <class C>
 using GemmSums = float[C::kOctets][4][C::kTokenBlocks][4];
 
-// To the shared memory of a block of the cluster.
-__device__ __forceinline__ void store_quad(float* slots, int rank, int64_t index, float4 v) {
-#if __CUDA_ARCH__ >= 900
-  uint32_t to = cute::set_block_rank(cute::cast_smem_ptr_to_uint(slots + index), rank);
-  asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(to), "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-               : "memory");
-#else
-  *reinterpret_cast<float4*>(slots + index) = v;
-#endif
-}
-
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -265,7 +253,17 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   int group_index = step / p.group_steps, group_left = (group_index + 1) * p.group_steps - step;
   Group<C> group;
   if (step < end) group.load(p, group_index, first_octet);
+  // Of the 8 chunks of 32 columns every rank ends with an equal share, or nearly.
+  auto first_chunk = [&](int r) { return kStripChunks * r / p.cluster; };
+  int const begin_chunk = first_chunk(rank), items = (first_chunk(rank + 1) - begin_chunk) * tokens;
 #if __CUDA_ARCH__ >= 900
+  __shared__ uint64_t sums_there;
+  if (threadIdx.x == 0) {
+    TransactionBarrier::init(&sums_there, 1);
+    cutlass::arch::fence_barrier_init();
+    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(items * parts * kChunkColumns * 4));
+  }
+  __syncthreads();
   cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
 #endif
   wait_alone();
@@ -379,9 +377,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     }
   }
 
-  // To the block that ends with these columns. Every rank ends with chunks of 32 columns, as equal as can be.
+  // To the block that ends with these columns.
   float* slots = reinterpret_cast<float*>(shared + C::kRingBytes);  // [chunk of the rank][part][token][32]
-  auto first_chunk = [&](int r) { return kStripChunks * r / p.cluster; };
   int const chunk32 = (warp_n * 8 + g) * C::kOctets / 4;
   int const target = ((chunk32 + 1) * p.cluster - 1) / kStripChunks;
 #if __CUDA_ARCH__ >= 900
@@ -397,19 +394,26 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
 #pragma unroll
       for (int o = 0; o < C::kOctets; ++o) {
         auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
-        store_quad(slots, target, index + o * 8, make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1)));
-        store_quad(slots, target, index + o * 8 + 4, make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1)));
+        float4 const quads[2] = {make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1)),
+                                 make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1))};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          float* slot = slots + index + o * 8 + i * 4;
+#if __CUDA_ARCH__ >= 900
+          store_remote(slot, quads[i], &sums_there, target);
+#else
+          *reinterpret_cast<float4*>(slot) = quads[i];
+#endif
+        }
       }
     }
 #if __CUDA_ARCH__ >= 900
-  cute::cluster_arrive();
-  cute::cluster_wait();
+  TransactionBarrier::wait(&sums_there, 0);
 #else
   __syncthreads();
 #endif
 
   // Eight lanes take 32 columns of a token, four at a time, the other lanes of a warp share the parts.
-  int const begin_chunk = first_chunk(rank), items = (first_chunk(rank + 1) - begin_chunk) * tokens;
   for (int item = warp; item < items; item += C::kWarps) {
     int const chunk_of_rank = item / tokens, token = item - chunk_of_rank * tokens, quad = lane % 8;
     float const* source = slots + (chunk_of_rank * parts * tokens + token) * 32 + quad * 4;
@@ -450,7 +454,7 @@ Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
   return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster), stream, p);
 }
 
-// How many blocks share K so that the clusters take the fewest turns for their length. How many clusters a GPU runs at once only its driver knows:
+// How many blocks, two at least, share K so that the clusters take the fewest turns for their length. How many clusters a GPU runs at once only its driver knows:
 // it is asked once for each kind of grid.
 template <class C>
 Status choose_cluster(GemmParams const& p, int* cluster) {
@@ -462,7 +466,7 @@ Status choose_cluster(GemmParams const& p, int* cluster) {
   std::lock_guard<std::mutex> lock(mutex);
   int& known = chosen[{device, clusters, std::min(p.m, C::kTokens)}];
   float least = 0.0f;
-  for (int size = 1; known == 0 && size <= kStripChunks; ++size) {
+  for (int size = 2; known == 0 && size <= kStripChunks; ++size) {
     int const bytes = shared_bytes<C>(p, size);
     if (Status status = allow_shared_memory(reinterpret_cast<void const*>(awq_gemm<C>), bytes); !status.ok()) return status;
     cudaLaunchConfig_t config = {};

@@ -1,4 +1,4 @@
-// A few tokens x int4 or int8 weights, as while a model decodes: W4A16, W8A16, W4A8 and W8A8 for up to 16 tokens, sm_90 and later.
+// A few tokens x int4, int8 or code-book weights, as while a model decodes: W4A16, W8A16, W4A8 and W8A8 for up to 16 tokens, sm_90 and later.
 //
 // The time is that of reading the weights once, so everything else is arranged around their stream:
 //
@@ -14,6 +14,9 @@
 //
 // Codes become fp16 by bit operations alone where they can: subnormal numbers (decode.cuh) with an excess that the sums' start takes away. That takes
 // the sums of x over a step, as zero points and offsets do; a block adds them up once.
+//
+// The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps hide that, so a block leaves
+// no room for one of the next launch, but where its part is small.
 //
 // int8 activations take the same way. Blocks quantise x themselves while they bring it into shared memory, with the quantiser's arithmetic
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
@@ -35,8 +38,8 @@ namespace {
 constexpr int kRowBlocks = kRowsPerSlab / 16;
 
 // kTokens: 8 or 16. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a piece. kInt8:
-// activations are integers with scales.
-template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_>
+// activations are integers with scales. kBook: codes are looked up.
+template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, bool kBook_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
@@ -45,16 +48,21 @@ struct Config {
   static constexpr int kTokenBlocks = kTokens / 8;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
+  static constexpr bool kBook = kBook_;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kStages = decode_stages(kTokens);
+  static constexpr int kStages = decode_stages(kTokens, kBook);
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kTokens == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+  static constexpr int kResident = kTokens == 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   // Subnormal numbers take the fewest instructions. Not 8 bits beside floats: sums are then of products as large as their excess of 128, and lose what
   // small weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
-  using Decode = std::conditional_t<std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
-                                    std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
-                                    decode::ToFloat<kBits, Element>>;
+  using Decode =
+      std::conditional_t<kBook, decode::Int4Book,
+                         std::conditional_t<std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
+                                            std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
+                                            decode::ToFloat<kBits, Element>>>;
+
+  static_assert(kBookTableBytes == decode::Int4Book::kTableBytes);
 
   static constexpr int kPieceColumns = 512 / kBits;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;
@@ -62,21 +70,6 @@ struct Config {
   static constexpr int kStepColumns = kShortGroups ? kShortGroup_ : kPieceColumns;
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
 };
-
-// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait for every access to
-// memory that is under way.
-__device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
-                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
-               "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
-               : "memory");
-}
-__device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_t* barrier, int rank) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.u32 [%0], %1, [%2];" ::"r"(
-                   cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
-               "r"(v), "r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(barrier), rank))
-               : "memory");
-}
 
 // What blocks tell each other and their copies: x is there; the other blocks' ranges of x are; their sums are.
 struct Barriers {
@@ -227,8 +220,8 @@ struct Feed {
         row += at.piece % C::kTilePieces * rows;
       }
       vector(p, to + C::kScales, w.scales, row, rows, p.log_scale_bytes);
-      if (w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
-      if (w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
+      if (!C::kBook && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
+      if (!C::kBook && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
       if (C::kTilePieces == 1) {
         codes += chunk_bytes(C::kBits);
       } else {
@@ -542,6 +535,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
   constexpr int kUnitPieces = kUnitColumns / 16;  // of 16 columns
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   uint8_t const* stage = feed.ring + feed.stage * p.memory.stage;
+  uint32_t const table = C::kBook ? cute::cast_smem_ptr_to_uint(shared + p.memory.table) + lane * 4 : 0;
   uint32_t x[C::kTokenBlocks];
 #pragma unroll
   for (int tb = 0; tb < C::kTokenBlocks; ++tb) x[tb] = token_row<C>(shared, p, tb) + column * 2;
@@ -556,6 +550,15 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     for (int rb = 0; rb < kRowBlocks; ++rb)
       codes[rb] = *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
     feed.copy_codes(p, unit);
+    uint32_t pairs[2][4];  // looked up: of this word, and of the next
+    auto look_up = [&](int turn) {
+      uint4 const& four = codes[turn % kRowBlocks];
+      int const i = turn / kRowBlocks;
+      uint32_t word = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
+      asm volatile("" : "+r"(word));  // as below
+      decode::Int4Book::look_up(word, table, pairs[turn % 2]);
+    };
+    if (C::kBook) look_up(0);
 #pragma unroll
     for (int piece = 0; piece < kUnitPieces; ++piece) {
       int const at = unit * kUnitPieces + piece;  // of the piece's 16 columns
@@ -579,10 +582,16 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       }
 #pragma unroll
       for (int rb = 0; rb < kRowBlocks; ++rb) {
-        uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
-        asm volatile("" : "+r"(words[piece * Decode::kWords]));  // not decoded before its turn: registers
         uint32_t a[4];
-        Decode::fragment(words + piece * Decode::kWords, a);
+        if constexpr (C::kBook) {
+          int const turn = piece * kRowBlocks + rb;
+          if (turn + 1 < kUnitPieces * kRowBlocks) look_up(turn + 1);
+          Decode::combine(pairs[turn % 2], a);
+        } else {
+          uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
+          asm volatile("" : "+r"(words[piece * Decode::kWords]));  // not decoded before its turn: registers
+          Decode::fragment(words + piece * Decode::kWords, a);
+        }
 #pragma unroll
         for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
           float (&d)[4] = products[tb][rb];
@@ -596,7 +605,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       }
       if (!last) continue;
       int row = (C::kShortGroups ? step : 0) * kRowsPerSlab + g * 8;
-      if (p.weight.zeros) {
+      if (!C::kBook && p.weight.zeros) {
         uint32_t zeros[kRowBlocks / 2];
 #pragma unroll
         for (int i = 0; i < kRowBlocks / 2; ++i) zeros[i] = reinterpret_cast<uint32_t const*>(stage + p.memory.zeros + row)[i];
@@ -627,7 +636,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
       }
-      if (p.weight.offsets) {
+      if (!C::kBook && p.weight.offsets) {
         float offsets[2 * kRowBlocks];
         load_vector(stage + p.memory.offsets, p.weight.offset_type, row, offsets);
 #pragma unroll
@@ -722,6 +731,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     feed.copy_codes(p, 1);
     feed.copy_rest(p);
   }
+  if constexpr (C::kBook)
+    decode::Int4Book::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
   // Everything else that does not depend on x. Of each slab the warps that share it: the first, and how many; and whether the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
   for (int slab = threadIdx.x; slab < part.slabs; slab += C::kThreads) {
@@ -867,37 +878,38 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
                          p);
 }
 
-template <class Element, int kBits, int kTokens, bool kInt8, int kWarps>
+template <class Element, int kBits, int kTokens, bool kInt8, bool kBook, int kWarps>
 Status launch_warps(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
   switch (problem.weight.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kBook>>(problem, shape, stream);
     case 64:
-      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kBook>>(problem, shape, stream);
     default:
-      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kBook>>(problem, shape, stream);
   }
 }
 
-template <class Element, int kBits, int kTokens, bool kInt8>
+template <class Element, int kBits, int kTokens, bool kInt8, bool kBook>
 Status launch_element(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
-  if (kTokens == 16 && shape.warps == 12)
-    return launch_warps<Element, kBits, kTokens, kInt8, kTokens == 16 ? 12 : 8>(problem, shape, stream);
-  return launch_warps<Element, kBits, kTokens, kInt8, 8>(problem, shape, stream);
+  constexpr int kMost = decode_warps(kTokens, kBook);
+  return shape.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, shape, stream)
+                              : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, shape, stream);
 }
 
 }  // namespace
 
-template <int kBits, int kTokens, bool kInt8>
+template <int kBits, int kTokens, bool kInt8, bool kBook>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const&, float*, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   DecodeShape shape = decode_shape(problem, device, kTokens);
   if constexpr (kInt8) {
-    return launch_element<__half, kBits, kTokens, true>(problem, shape, stream);
+    return launch_element<__half, kBits, kTokens, true, kBook>(problem, shape, stream);
   } else {
-    return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kTokens, false>(problem, shape, stream)
-                                                : launch_element<__nv_bfloat16, kBits, kTokens, false>(problem, shape, stream);
+    return problem.x_type == DataType::kFloat16
+               ? launch_element<__half, kBits, kTokens, false, kBook>(problem, shape, stream)
+               : launch_element<__nv_bfloat16, kBits, kTokens, false, kBook>(problem, shape, stream);
   }
 }
 
@@ -906,5 +918,7 @@ template Status launch_decode_gemm<8, 8, false>(GemmProblem const&, Plan const&,
 template Status launch_decode_gemm<4, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<8, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<4, 16, false>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_decode_gemm<4, 8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_decode_gemm<4, 16, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

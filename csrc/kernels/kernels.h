@@ -52,7 +52,7 @@ Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float
 constexpr Tile decode_gemm_tile(int tokens) {
   return {64, tokens, tokens == 8 ? 3 : 2, tokens == 8 ? 2 : 1, 99 * 1024, 1, 0, true};
 }
-template <int Bits, int Tokens, bool Int8>
+template <int Bits, int Tokens, bool Int8, bool Book = false>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.

@@ -188,17 +188,21 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(16, 8192, 28672, ActQuant::kNone), "mma_gemm_a16");
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
-  for (auto const& [m, name] : {std::pair{8, "book_gemm_a16"}, std::pair{9, "mma_gemm_a16"}, std::pair{17, "wgmma_gemm_a16"}}) {
-    GemmProblem p = problem(m, 4096, 4096);
+  auto book = [](int m, int n, int k, int architecture) {
+    GemmProblem p = problem(m, n, k);
     p.weight.book = some_book;
+    p.architecture = architecture;
     Row const* row = nullptr;
-    ASSERT_TRUE(select(p, kHopper, &row).ok());
-    EXPECT_STREQ(row->kernel, name);
-    if (m > 8) continue;
     int splits = 0;
-    ASSERT_TRUE(select(p, kHopper, &row, &splits).ok());
-    EXPECT_EQ(splits, 16);  // 8 tiles of 512 rows for 132 multiprocessors
-  }
+    EXPECT_TRUE(select(p, kHopper, &row, &splits).ok());
+    return std::pair{std::string(row ? row->kernel : ""), splits};
+  };
+  EXPECT_EQ(book(16, 4096, 4096, 0).first, "decode_gemm");
+  EXPECT_EQ(book(16, 8192, 28672, 0).first, "mma_gemm_a16");  // x does not fit in shared memory
+  EXPECT_EQ(book(17, 4096, 4096, 0).first, "wgmma_gemm_a16");
+  EXPECT_EQ(book(8, 4096, 4096, 80),
+            (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
+  EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
 }
 
 // What a row's kernel lacks goes to a kernel that has it.
