@@ -205,24 +205,22 @@ PYBIND11_MODULE(_C, m) {
           py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"),
           "What happens to a sum on its way out.")
       .def(
-          "plan_on",
-          [](Product& product, int device_index) {
+          "run",
+          [](Product& product, Pointer out, Pointer workspace, std::size_t bytes, int device_index, Pointer stream) {
             DeviceGuard guard(device_index);
-            Device device;
-            check(current_device(&device));
-            check(plan(product.problem, device, &product.plan));
-            return product.plan.workspace;
-          },
-          py::arg("device_index"), "Choose a kernel for a device; returns the bytes of scratch memory that it wants.")
-      .def(
-          "launch",
-          [](Product& product, Pointer out, Pointer workspace, int device_index, Pointer stream) {
-            DeviceGuard guard(device_index);
+            if (!product.plan.row) {
+              Device device;
+              check(current_device(&device));
+              check(plan(product.problem, device, &product.plan));
+            }
+            if (product.plan.workspace > bytes) return product.plan.workspace;
             product.problem.out = as<void>(out);
-            check(mixed_gemm(product.problem, product.plan, {as<void>(workspace), product.plan.workspace}, as<void>(stream)));
+            check(mixed_gemm(product.problem, product.plan, {as<void>(workspace), bytes}, as<void>(stream)));
+            return std::size_t(0);
           },
-          py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("device_index"), py::arg("stream"),
-          "After plan_on: write [m, n] to out_ptr on a stream of that device.");
+          py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("workspace_bytes"), py::arg("device_index"), py::arg("stream"),
+          "Write [m, n] to out_ptr on a stream of a device, the same in every call; or say how many bytes of scratch memory it "
+          "wants.");
 
   m.def(
       "quantize_activations",

@@ -16,6 +16,7 @@ import zipfile
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,7 @@ class Generation:
     """What one way of multiplying gave.
 
     Attributes:
-        name: "W4A16", ...; "fp32" for the dequantised model.
+        name: "W4A16", ...; "fp32", "float16" or "bfloat16" for the dequantised model.
         text: the answer, which the tokens decode to.
         tokens: chosen greedily.
         first_token_seconds: time for the prompt.
@@ -97,6 +98,7 @@ class DemoResult:
         device, dtype: where x was, and its dtype.
         prompt: what was asked.
         reference: the dequantised model in fp32, on the same device, through transformers alone.
+        rounded: the same in ``dtype``; None if that is fp32.
         generations: one for each of :data:`MODES`.
     """
 
@@ -110,6 +112,7 @@ class DemoResult:
     dtype: str
     prompt: str
     reference: Generation
+    rounded: Generation | None
     generations: tuple[Generation, ...]
 
 
@@ -157,29 +160,64 @@ def fetch_model(folder: Path) -> Path:
     return path
 
 
-def generate(model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = ()) -> tuple[list[int], list[float]]:
-    """Continue a prompt greedily.
+def generate(
+    model: nn.Module, prompt: Tensor, max_new_tokens: int, stop: Sequence[int] = (), cuda_graph: bool | None = None
+) -> tuple[Tensor, list[float]]:
+    """Continue texts greedily.
+
+    The cache of keys and values has its full length from the start, so that every token after the first is made by the same
+    kernels on the same memory. A CUDA graph launches them all at once: one by one, the GPU would wait for the host.
 
     Args:
         model: a transformers model.
-        prompt: int64 ``[1, T]``, on the model's device.
-        max_new_tokens: at most so many tokens are made.
-        stop: tokens that end the text; the last token may be one of them.
+        prompt: int64 ``[B, T]``, on the model's device.
+        max_new_tokens: at most so many tokens are made of each text.
+        stop: tokens that end a text; no more are made when each text has one.
+        cuda_graph: whether the step that makes a token is captured once and replayed; None: on a GPU, where the model's
+            cache allows it.
 
     Returns:
-        The new tokens, and the seconds that each took.
+        The new tokens, int64 ``[B, T']`` on the CPU, and the seconds that each of the T' steps took; capturing is not counted.
     """
-    tokens: list[int] = []
+    cache = _extra().StaticCache(config=model.config, max_cache_len=prompt.shape[1] + max_new_tokens)
+    if cuda_graph is None:
+        # Where a cache of a sliding window puts a token depends on numbers that the host keeps.
+        cuda_graph = prompt.is_cuda and not any(layer.is_sliding for layer in cache.layers)
+    newest = prompt.new_empty(prompt.shape[0], 1)
+
+    def run(tokens: Tensor) -> None:
+        out = model(input_ids=tokens, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        newest.copy_(out.logits[:, -1].argmax(-1, keepdim=True))
+
+    made: list[Tensor] = []
     seconds: list[float] = []
-    step, cache = prompt, None
-    with torch.inference_mode():
-        while len(tokens) < max_new_tokens and not (tokens and tokens[-1] in stop):
+    with torch.inference_mode(), torch.cuda.device(prompt.device if prompt.is_cuda else -1):
+        step: Callable[[], None] = partial(run, newest)
+        if cuda_graph:
+            step = _captured(partial(run, prompt), step)
+            cache.reset()
+        stopped = torch.zeros(prompt.shape[0], dtype=torch.bool)
+        while len(made) < max_new_tokens and not stopped.all():
             begin = time.perf_counter()
-            out = model(input_ids=step, past_key_values=cache, use_cache=True, logits_to_keep=1)
-            step, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-            tokens.append(int(step))  # waits for the device
+            step() if made else run(prompt)
+            made.append(newest.to("cpu", copy=True))  # waits for the device
             seconds.append(time.perf_counter() - begin)
-    return tokens, seconds
+            stopped |= torch.isin(made[-1][:, 0], torch.tensor(stop, dtype=torch.int64))
+    return torch.cat(made, dim=1), seconds
+
+
+def _captured(before: Callable[[], None], step: Callable[[], None]) -> Callable[[], None]:
+    """``step`` as the replay of a CUDA graph; ``before`` and one step are run first, which loads kernels and makes buffers."""
+    stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        before()
+        step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        step()
+    torch.cuda.current_stream().wait_stream(stream)
+    return graph.replay
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -266,8 +304,8 @@ def run_demo(
         new, seconds = generate(speaker, asked, max_new_tokens, stop)
         return Generation(
             name=name,
-            text=tokenizer.decode(new, skip_special_tokens=True),
-            tokens=tuple(new),
+            text=tokenizer.decode(new[0], skip_special_tokens=True),
+            tokens=tuple(new[0].tolist()),
             first_token_seconds=seconds[0],
             tokens_per_second=len(seconds[1:]) / sum(seconds[1:]) if seconds[1:] else math.nan,
             logit_error=error,
@@ -282,6 +320,13 @@ def run_demo(
     reference = answer("fp32", oracle, None, ())
     dialogue = torch.cat([asked, asked.new_tensor([reference.tokens])], dim=1)
     expected = logits(oracle, dialogue)
+    rounded = None
+    if dtype != torch.float32:
+        name = str(dtype).removeprefix("torch.")
+        report(f"Answering with the dequantised model in {name}")
+        for parameter in oracle.parameters():  # not the buffers: transformers keeps frequencies in fp32
+            parameter.data = parameter.data.to(dtype)
+        rounded = answer(name, oracle, expected, ())
     del oracle
     gc.collect()
 
@@ -304,6 +349,7 @@ def run_demo(
         dtype=str(dtype).removeprefix("torch."),
         prompt=prompt,
         reference=reference,
+        rounded=rounded,
         generations=tuple(generations),
     )
 
@@ -345,7 +391,7 @@ def show(result: DemoResult, console: Console) -> None:
     console.print(Panel(Text(result.reference.text), title="dequantised, fp32", title_align="left"))
 
     numbers = Table("", "first token", "tokens/s", "logits: error", "same top token")
-    for generation in (*result.generations, result.reference):
+    for generation in (*result.generations, *filter(None, (result.rounded,)), result.reference):
         numbers.add_row(
             generation.name,
             f"{generation.first_token_seconds * 1e3:.0f} ms",

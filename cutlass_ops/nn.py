@@ -87,13 +87,7 @@ class MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype."""
-        return ops.mixed_gemm(
-            x,
-            self._packed,
-            activation=self.activation,
-            act_quant=self.act_quant,
-            act_symmetric=self.act_symmetric,
-        )
+        return ops.mixed_gemm(x, self._packed, None, self.activation, self.act_quant, self.act_symmetric)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""

@@ -390,13 +390,14 @@ def _launch(
             high,
             saturate,
         )
-    device, index = like.device, like.get_device()
-    size = problem.plan_on(index)
     # By the tensor's own method, on numbers: half the time of torch.empty.
-    out = like.new_empty(*shape) if out_dtype == like.dtype else like.new_empty(*shape, dtype=out_dtype)
-    # Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
-    workspace = torch.empty(size, dtype=torch.uint8, device=device) if size else None
-    problem.launch(out.data_ptr(), 0 if workspace is None else workspace.data_ptr(), index, _stream(index))
+    out = like.new_empty(*shape) if out_dtype is like.dtype else like.new_empty(*shape, dtype=out_dtype)
+    pointer, index = out.data_ptr(), like.get_device()
+    stream = _stream(index)
+    if size := problem.run(pointer, 0, 0, index, stream):
+        # Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
+        workspace = like.new_empty(size, dtype=torch.uint8)
+        problem.run(pointer, workspace.data_ptr(), size, index, stream)
     return out
 
 
@@ -446,8 +447,10 @@ def _gemm_floats(
 
         y = _row_by_row(run, x.shape[0], batch_invariant)
         return y if shape is None else y.view(shape)
-    x = _rows(x)
-    m, stride = x.shape[0], x.stride()[0]
+    m = x.shape[0]
+    stride, step = x.stride()
+    if step != 1 and weight.k > 1:
+        x, stride = x.contiguous(), weight.k
     if bias is None:
         bias = weight.bias
     if batch_invariant:
@@ -606,12 +609,14 @@ def mixed_gemm(
     if isinstance(x, Tensor):
         if x.dtype not in _TYPES or x.device != device:
             _check_float("x", x, device)
-        columns = x.shape[-1] if x.dim() else 0
+        shape = x.shape
+        columns = shape[-1] if shape else 0
     else:
         columns = _check_quantized(x, weight)
+        shape = x.shape
     if columns != k:
-        raise ValueError(f"x has shape {tuple(x.shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
-    out_shape = (*x.shape[:-1], n)
+        raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
+    out_shape = (shape[0], n) if len(shape) == 2 else (*shape[:-1], n)
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     low = high = 0.0
@@ -653,7 +658,7 @@ def mixed_gemm(
             x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end, batch_invariant, architecture
         )
         return cast(Tensor, y.view(out_shape))
-    matrix = x if x.dim() == 2 else x.reshape(-1, k)
+    matrix = x if len(shape) == 2 else x.reshape(-1, k)
     if _direct(x, bias, residual):
         if matrix.shape[0] > _MAX_M:
             raise ValueError(f"x has {matrix.shape[0]} rows; at most {_MAX_M} are supported")

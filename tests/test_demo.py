@@ -106,13 +106,35 @@ def test_set_activations_reaches_every_layer(tiny: SimpleNamespace) -> None:
 
 
 def test_generate_is_transformers_greedy_search(tiny: SimpleNamespace) -> None:
-    tokens, seconds = demo.generate(tiny.model, PROMPT, 12)
-    expected = tiny.model.generate(PROMPT, max_new_tokens=12, do_sample=False, eos_token_id=None)
-    assert tokens == expected[0, PROMPT.shape[1] :].tolist()
-    assert len(set(tokens)) > 6
+    prompts = torch.cat([PROMPT, PROMPT.flip(1)])
+    tokens, seconds = demo.generate(tiny.model, prompts, 12)
+    expected = tiny.model.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None)
+    assert torch.equal(tokens, expected[:, prompts.shape[1] :])
+    assert len(set(tokens.flatten().tolist())) > 6
     assert len(seconds) == 12
-    stop = tokens[4]
-    assert demo.generate(tiny.model, PROMPT, 12, [stop])[0] == tokens[: tokens.index(stop) + 1]
+
+
+def test_generate_ends_when_each_text_has_a_stop_token(tiny: SimpleNamespace) -> None:
+    prompts = torch.cat([PROMPT, PROMPT.flip(1)])
+    tokens, _ = demo.generate(tiny.model, prompts, 12)
+    first, second = tokens.tolist()
+    stop = [first[2], second[5]]
+    length = max(min(row.index(token) for token in stop if token in row) for row in (first, second)) + 1
+    assert 1 < length < 12
+    assert torch.equal(demo.generate(tiny.model, prompts, 12, stop)[0], tokens[:, :length])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("texts", [1, 3, 20])
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+def test_a_cuda_graph_changes_no_token(tiny: SimpleNamespace, act_quant: str, texts: int) -> None:
+    model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float16, device="cuda", act_quant=act_quant)
+    for seed in (0, 1):
+        prompts = torch.randint(160, (texts, 9), generator=torch.Generator().manual_seed(seed)).cuda()
+        tokens, seconds = demo.generate(model, prompts, 16)
+        assert torch.equal(tokens, demo.generate(model, prompts, 16, cuda_graph=False)[0])
+        assert len(set(tokens.flatten().tolist())) > 6
+        assert len(seconds) == 16
 
 
 def test_an_embedding_of_its_own_becomes_a_table(tiny: SimpleNamespace, tmp_path: Path) -> None:

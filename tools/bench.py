@@ -95,6 +95,21 @@ def read_bandwidth() -> float:
     return 4 * data.numel() / graph_time([lambda: data.sum()]) * 1e6
 
 
+def heading(bandwidth: float) -> dict[str, Any]:
+    """What results were measured with; printed too."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    result = {
+        "device": torch.cuda.get_device_name(),
+        "clock_mhz": torch.cuda.clock_rate(),
+        "read_tb_per_s": round(bandwidth / 1e12, 2),
+        "torch": torch.__version__,
+        "cutlass_ops": co.__version__,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+    }
+    print(f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, torch {torch.__version__}")
+    return result
+
+
 def random_weight(n: int, k: int, bits: int, group_size: int = 128) -> co.QuantizedWeight:
     """Uniform codes and positive fp16 scales."""
     generator = torch.Generator().manual_seed(n + k + bits)
@@ -110,7 +125,7 @@ def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
     return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=64, book="nf4")
 
 
-def moves(name: str, n: int, k: int) -> tuple[list[Call], dict[str, list[Call]], float]:
+def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict[str, list[Call]], float]:
     """Calls that only move memory, the same by others, and the bytes that must move."""
     count = copies(n * k // 2)
     torch.manual_seed(n + k)
@@ -122,7 +137,7 @@ def moves(name: str, n: int, k: int) -> tuple[list[Call], dict[str, list[Call]],
 
         groups = -(-k // 128)
         awq = [(words(k), torch.rand(groups, n, device="cuda").half(), words(groups)) for _ in range(count)]
-        theirs = getattr(torch.ops._C, "awq_dequantize", None) if hasattr(torch.ops, "_C") else None
+        theirs = getattr(torch.ops._C, "awq_dequantize", None) if with_peers and hasattr(torch.ops, "_C") else None
         others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
         return [partial(co.awq_dequantize, *w) for w in awq], others, nbytes
     if name == "dequantize":
@@ -135,19 +150,21 @@ def moves(name: str, n: int, k: int) -> tuple[list[Call], dict[str, list[Call]],
     if verb == "quantize":
         return [partial(co.quantize_4bit, x, 64, kind) for x in floats], others, nbytes
     flat = [co.quantize_4bit(floats[i % len(floats)], 64, kind) for i in range(count)]
+    ours: list[Call] = [partial(co.dequantize_4bit, *values, (n, k), 64, kind) for values in flat]
+    if not with_peers:
+        return ours, others, nbytes
     try:
         import bitsandbytes.functional as bnb
     except ImportError:
-        pass
-    else:
-        states = [bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind) for i in range(count)]
-        others["bitsandbytes"] = [partial(bnb.dequantize_4bit, *state) for state in states]
-    return [partial(co.dequantize_4bit, *values, (n, k), 64, kind) for values in flat], others, nbytes
+        return ours, others, nbytes
+    states = [bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind) for i in range(count)]
+    others["bitsandbytes"] = [partial(bnb.dequantize_4bit, *state) for state in states]
+    return ours, others, nbytes
 
 
-def measure_move(name: str, n: int, k: int, bandwidth: float) -> dict[str, Any]:
+def measure_move(name: str, n: int, k: int, bandwidth: float, with_peers: bool) -> dict[str, Any]:
     """One row of results."""
-    calls, others, nbytes = moves(name, n, k)
+    calls, others, nbytes = moves(name, n, k, with_peers)
     us = graph_time(calls)
     row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": 0, "us": round(us, 2), "tb_per_s": round(nbytes / us / 1e6, 2)}
     row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(graph_time(c), 2) for p, c in others.items()}}
@@ -323,24 +340,13 @@ def main() -> None:
             named = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "host_rows": rows}
             arguments.out.write_text(json.dumps(named, indent=1) + "\n")
         return
-    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     bandwidth = read_bandwidth()
-    result: dict[str, Any] = {
-        "device": torch.cuda.get_device_name(),
-        "clock_mhz": torch.cuda.clock_rate(),
-        "read_tb_per_s": round(bandwidth / 1e12, 2),
-        "torch": torch.__version__,
-        "cutlass_ops": co.__version__,
-        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
-        "architecture": arguments.architecture,
-        "rows": [],
-    }
-    print(f"{result['device']}, {result['clock_mhz']} MHz, reads {result['read_tb_per_s']} TB/s, torch {torch.__version__}")
+    result = heading(bandwidth) | {"architecture": arguments.architecture, "rows": []}
     for shape in arguments.shapes.split(","):
         n, k = map(int, shape.split(":"))
         for name in arguments.formats.split(","):
             if name in MOVES:
-                result["rows"].append(measure_move(name, n, k, bandwidth))
+                result["rows"].append(measure_move(name, n, k, bandwidth, not arguments.no_peers))
             else:
                 ms = list(map(int, arguments.ms.split(",")))
                 result["rows"] += measure(name, n, k, ms, bandwidth, arguments.architecture, not arguments.no_peers)
