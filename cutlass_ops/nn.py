@@ -34,6 +34,7 @@ class MixedLinear(nn.Module):
         activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
 
     Raises:
+        TypeError: a weight that is not packed.
         ValueError: an ``act_quant`` that does not exist.
     """
 
@@ -53,6 +54,8 @@ class MixedLinear(nn.Module):
         activation: str | tuple[str, float, float] | None = None,
     ) -> None:
         super().__init__()
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
         if act_quant not in _ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
         self.out_features, self.in_features = packed.shape

@@ -59,6 +59,11 @@ def test_forward_is_the_operator(act_quant: str, act_symmetric: bool, activation
     assert (layer.in_features, layer.out_features) == (K, N)
 
 
+def test_a_weight_that_is_not_packed_is_refused() -> None:
+    with pytest.raises(TypeError, match="packed is a QuantizedWeight; a PackedWeight"):
+        co.MixedLinear(co.quantize(torch.randn(N, K)))  # type: ignore[arg-type]
+
+
 def test_unknown_act_quant_is_refused_when_the_layer_is_made() -> None:
     with pytest.raises(ValueError, match=r"act_quant is 'row'.*'none', 'token', 'block'"):
         co.MixedLinear(co.reorder(quantized()), act_quant="row")
