@@ -52,6 +52,8 @@ FORMATS = {
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back.
 MOVES = ("awq-dequantize", "nf4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
+#: Products by AWQ tensors as they are stored, in groups of 128.
+AWQ_GEMM = "awq-gemm"
 Call = Callable[[], torch.Tensor]
 
 
@@ -125,19 +127,30 @@ def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
     return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=64, book="nf4")
 
 
+def awq_tensors(n: int, k: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Random weights as AutoAWQ stores them, in groups of 128: codes, scales, zero points."""
+
+    def words(rows: int) -> torch.Tensor:
+        return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
+
+    groups = -(-k // 128)
+    return [(words(k), torch.rand(groups, n, device="cuda").half() * 0.01 + 0.005, words(groups)) for _ in range(count)]
+
+
+def vllm_kernel(name: str) -> Callable[..., torch.Tensor] | None:
+    """One of vLLM's kernels, if they are loaded."""
+    kernel: Callable[..., torch.Tensor] | None = getattr(torch.ops._C, name, None) if hasattr(torch.ops, "_C") else None
+    return kernel
+
+
 def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict[str, list[Call]], float]:
     """Calls that only move memory, the same by others, and the bytes that must move."""
     count = copies(n * k // 2)
     torch.manual_seed(n + k)
     nbytes = 2.5 * n * k
     if name == "awq-dequantize":
-
-        def words(rows: int) -> torch.Tensor:
-            return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
-
-        groups = -(-k // 128)
-        awq = [(words(k), torch.rand(groups, n, device="cuda").half(), words(groups)) for _ in range(count)]
-        theirs = getattr(torch.ops._C, "awq_dequantize", None) if with_peers and hasattr(torch.ops, "_C") else None
+        awq = awq_tensors(n, k, count)
+        theirs = vllm_kernel("awq_dequantize") if with_peers else None
         others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
         return [partial(co.awq_dequantize, *w) for w in awq], others, nbytes
     if name == "dequantize":
@@ -236,6 +249,60 @@ def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, C
     return found
 
 
+def product_floor(m: int, n: int, k: int, nbytes: int, bandwidth: float, bits: int) -> float:
+    """Microseconds in which the weight can be read and the tensor cores multiply activations of ``bits``."""
+    floor = nbytes / bandwidth * 1e6
+    properties = torch.cuda.get_device_properties(0)
+    if rate := RATES.get((properties.major, properties.minor), {}).get(bits):
+        clock = torch.cuda.clock_rate() * 1e6
+        floor = max(floor, 2 * m * n * k / (rate * properties.multi_processor_count * clock) * 1e6)
+    return floor
+
+
+def product_row(name: str, n: int, k: int, m: int, us: float, floor: float, kernel: str) -> dict[str, Any]:
+    """One row of results, without peers."""
+    row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": m, "us": round(us, 2)}
+    row |= {"tops": round(2 * m * n * k / us / 1e6, 1), "floor_us": round(floor, 2), "kernel": kernel, "peers_us": {}}
+    return row
+
+
+def print_product(row: dict[str, Any]) -> None:
+    """The same as a line of text, with the best peer."""
+    others = {p: t for p, t in row["peers_us"].items() if t is not None}
+    best = min(others, key=lambda p: others[p]) if others else None
+    us = row["us"]
+    versus = f"{others[best] / us:5.2f} x {best}" if best else ""
+    print(
+        f"{row['format']:16s} {row['n']:5d} x {row['k']:5d}  m {row['m']:5d} {us:9.2f} us {row['tops']:7.1f} TOPS"
+        f"  floor / time {row['floor_us'] / us:4.2f}  {versus}",
+        flush=True,
+    )
+
+
+def measure_awq_gemm(n: int, k: int, ms: list[int], bandwidth: float, with_peers: bool) -> list[dict[str, Any]]:
+    """A row of results for each M of products by unreordered AWQ tensors."""
+    rows = []
+    nbytes = sum(t.nbytes for t in awq_tensors(n, k, 1)[0])
+    theirs = vllm_kernel("awq_gemm") if with_peers else None
+    for m in ms:
+        torch.manual_seed(m)
+        x = torch.randn(m, k, device="cuda").half()
+        awq = awq_tensors(n, k, copies(nbytes) if m <= 256 else min(2, copies(nbytes)))
+        us = graph_time([partial(co.awq_gemm, x, *w) for w in awq])
+        row = product_row(AWQ_GEMM, n, k, m, us, product_floor(m, n, k, nbytes, bandwidth, 16), "awq_gemm")
+        if with_peers:
+            dense = co.awq_dequantize(*awq[0])
+            row["peers_us"]["torch fp16"] = round(
+                graph_time([partial(torch.matmul, x, dense.clone()) for _ in range(min(len(awq), copies(dense.nbytes)))]), 2
+            )
+        if theirs:
+            row["peers_us"]["vllm"] = round(graph_time([partial(theirs, x, *w, 8) for w in awq]), 2)  # 8: parts of K
+        rows.append(row)
+        print_product(row)
+        torch.cuda.empty_cache()
+    return rows
+
+
 def measure(
     name: str, n: int, k: int, ms: list[int], bandwidth: float, architecture: int, with_peers: bool
 ) -> list[dict[str, Any]]:
@@ -244,8 +311,6 @@ def measure(
     options = options | {"architecture": architecture}
     weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits, group_size)
     packed = co.reorder(weight).to("cuda")
-    properties = torch.cuda.get_device_properties(0)
-    rate = RATES.get((properties.major, properties.minor), {}).get(16 if options["act_quant"] == "none" else 8)
     rows = []
     for m in ms:
         torch.manual_seed(m)
@@ -253,20 +318,8 @@ def measure(
         count = copies(packed.nbytes) if m <= 256 else min(2, copies(packed.nbytes))
         clones = [packed] + [co.reorder(weight).to("cuda") for _ in range(count - 1)]
         us = graph_time([partial(co.mixed_gemm, x, w, **options) for w in clones])
-        floor = packed.nbytes / bandwidth * 1e6
-        if rate:
-            clock = torch.cuda.clock_rate() * 1e6
-            floor = max(floor, 2 * m * n * k / (rate * properties.multi_processor_count * clock) * 1e6)
-        tops = 2 * m * n * k / us / 1e6
-        row: dict[str, Any] = {
-            "format": name,
-            "n": n,
-            "k": k,
-            "m": m,
-            "us": round(us, 2),
-            "tops": round(tops, 1),
-        }
-        row |= {"floor_us": round(floor, 2), "kernel": co.explain(m, packed, **options).kernel, "peers_us": {}}
+        floor = product_floor(m, n, k, packed.nbytes, bandwidth, 16 if options["act_quant"] == "none" else 8)
+        row = product_row(name, n, k, m, us, floor, co.explain(m, packed, **options).kernel)
         for peer, make in peers(name, weight, x).items() if with_peers else ():
             try:
                 row["peers_us"][peer] = round(graph_time(make(count)), 2)
@@ -274,13 +327,7 @@ def measure(
                 row["peers_us"][peer] = None
                 print(f"{peer}: {error!r:.150}", file=sys.stderr)
         rows.append(row)
-        others = {p: t for p, t in row["peers_us"].items() if t is not None}
-        best = min(others, key=lambda p: others[p]) if others else None
-        versus = f"{others[best] / us:5.2f} x {best}" if best else ""
-        print(
-            f"{name:16s} {n:5d} x {k:5d}  m {m:5d} {us:9.2f} us {tops:7.1f} TOPS  floor / time {floor / us:4.2f}  {versus}",
-            flush=True,
-        )
+        print_product(row)
         torch.cuda.empty_cache()
     return rows
 
@@ -321,10 +368,11 @@ def measure_host() -> list[dict[str, Any]]:
 
 def main() -> None:
     """Measure what the arguments ask for and write it down."""
+    known = (*FORMATS, AWQ_GEMM, *MOVES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
-    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join((*FORMATS, *MOVES)))
+    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(known))
     parser.add_argument("--architecture", type=int, default=0, help="as in mixed_gemm: 80 for the kernels for sm_80")
     parser.add_argument("--no-peers", action="store_true", help="time this package alone")
     parser.add_argument("--host", action="store_true", help="CPU time of eager calls instead")
@@ -332,8 +380,8 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    if unknown := set(arguments.formats.split(",")) - {*FORMATS, *MOVES}:
-        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join((*FORMATS, *MOVES))}")
+    if unknown := set(arguments.formats.split(",")) - {*known}:
+        parser.error(f"unknown formats: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     if arguments.host:
         rows = measure_host()
         if arguments.out:
@@ -345,10 +393,12 @@ def main() -> None:
     for shape in arguments.shapes.split(","):
         n, k = map(int, shape.split(":"))
         for name in arguments.formats.split(","):
+            ms = list(map(int, arguments.ms.split(",")))
             if name in MOVES:
                 result["rows"].append(measure_move(name, n, k, bandwidth, not arguments.no_peers))
+            elif name == AWQ_GEMM:
+                result["rows"] += measure_awq_gemm(n, k, ms, bandwidth, not arguments.no_peers)
             else:
-                ms = list(map(int, arguments.ms.split(",")))
                 result["rows"] += measure(name, n, k, ms, bandwidth, arguments.architecture, not arguments.no_peers)
             if arguments.out:
                 arguments.out.write_text(json.dumps(result, indent=1) + "\n")

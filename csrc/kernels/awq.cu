@@ -205,6 +205,14 @@ __device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32
 template <class C>
 using GemmSums = float[C::kOctets][4][C::kTokenBlocks][4];
 
+// To the shared memory of a block of the cluster, to be seen after its barrier.
+__device__ __forceinline__ void store_quad(float* slot, float4 const& v, int rank) {
+  asm volatile(
+      "st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(slot), rank)),
+      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
+      : "memory");
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -258,6 +266,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   int const begin_chunk = first_chunk(rank), items = (first_chunk(rank + 1) - begin_chunk) * tokens;
 #if __CUDA_ARCH__ >= 900
   __shared__ uint64_t sums_there;
+  bool const few = tokens <= 4;  // whose stores are counted, without the fence of a barrier: of many that takes longer
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&sums_there, 1);
     cutlass::arch::fence_barrier_init();
@@ -400,7 +409,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
         for (int i = 0; i < 2; ++i) {
           float* slot = slots + index + o * 8 + i * 4;
 #if __CUDA_ARCH__ >= 900
-          store_remote(slot, quads[i], &sums_there, target);
+          if (few) {
+            store_remote(slot, quads[i], &sums_there, target);
+          } else {
+            store_quad(slot, quads[i], target);
+          }
 #else
           *reinterpret_cast<float4*>(slot) = quads[i];
 #endif
@@ -408,7 +421,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
       }
     }
 #if __CUDA_ARCH__ >= 900
-  TransactionBarrier::wait(&sums_there, 0);
+  if (few) {
+    TransactionBarrier::wait(&sums_there, 0);
+  } else {
+    cute::cluster_arrive();
+    cute::cluster_wait();
+  }
 #else
   __syncthreads();
 #endif

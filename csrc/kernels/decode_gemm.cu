@@ -37,22 +37,25 @@ namespace {
 
 constexpr int kRowBlocks = kRowsPerSlab / 16;
 
-// kTokens: 8 or 16. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a piece. kInt8:
-// activations are integers with scales. kBook: codes are looked up.
+// kTokens: 8 or 16, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
+// piece. kInt8: activations are integers with scales. kBook: codes are looked up.
 template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, bool kBook_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
-  static constexpr int kTokens = kTokens_;
-  static constexpr int kTokenBlocks = kTokens / 8;
+  static constexpr int kTokens = kTokens_, kBlockTokens = kTokens < 8 ? 8 : kTokens;
+  static constexpr bool kPairs = kTokens == 4;  // look-ups are operands as they are
+  static constexpr int kTokenBlocks = kPairs ? 1 : kTokens / 8;
+  static constexpr int kBlockColumns = kPairs ? 4 : 8;  // tokens of an operand B
+  static constexpr int kSumBlocks = kPairs ? kRowBlocks / 2 : kRowBlocks;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
   static constexpr bool kBook = kBook_;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kStages = decode_stages(kTokens, kBook);
+  static constexpr int kStages = decode_stages(kBlockTokens, kBook);
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kTokens == 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+  static constexpr int kResident = kTokens <= 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   // Subnormal numbers take the fewest instructions. Not 8 bits beside floats: sums are then of products as large as their excess of 128, and lose what
   // small weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
@@ -62,6 +65,7 @@ struct Config {
                                             std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
                                             decode::ToFloat<kBits, Element>>>;
 
+  static_assert(kBook || !kPairs);
   static_assert(kBookTableBytes == decode::Int4Book::kTableBytes);
 
   static constexpr int kPieceColumns = 512 / kBits;
@@ -480,7 +484,7 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
 // Operand B of eight tokens and 32 columns. Tokens that are not there repeat the last: their sums are not stored.
 template <class C>
 __device__ __forceinline__ uint32_t token_row(uint8_t const* shared, Params const& p, int token_block) {
-  int lane = threadIdx.x % 32, token = min(token_block * 8 + lane % 8, p.epilogue.m - 1);
+  int lane = threadIdx.x % 32, token = min(token_block * 8 + lane % C::kBlockColumns, p.epilogue.m - 1);
   return cute::cast_smem_ptr_to_uint(shared + p.memory.x + token * p.memory.token + lane / 8 * 16);
 }
 __device__ __forceinline__ void load_operand_b(uint32_t row, uint32_t (&b)[4]) {
@@ -523,7 +527,26 @@ __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type
 }
 
 template <class C>
-using Sums = float[C::kTokenBlocks][kRowBlocks][4];
+using Sums = float[C::kTokenBlocks][C::kSumBlocks][4];
+
+// Up to 4 tokens times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8 for one column stand for
+// two columns of operand B, which for its first four columns are (x, 0), to pick row g of each token, and for the others (0, x), to pick row g + 8.
+template <class C, class LookUp>
+__device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up, int first_turn, int turns,
+                                               uint32_t const* x, bool first, float (&products)[C::kSumBlocks][4]) {
+  uint32_t const even = threadIdx.x % 32 < 16 ? 0x4410u : 0x1044u, odd = threadIdx.x % 32 < 16 ? 0x4432u : 0x3244u;
+  uint32_t const b[4] = {__byte_perm(x[0], 0, even), __byte_perm(x[1], 0, even), __byte_perm(x[0], 0, odd),
+                         __byte_perm(x[1], 0, odd)};
+#pragma unroll
+  for (int two = 0; two < 2; ++two) {
+    int const turn = first_turn + 2 * two;
+    if (turn + 2 < turns) look_up(turn + 2), look_up(turn + 3);
+    uint32_t (&low)[4] = pairs[turn % 4], (&high)[4] = pairs[turn % 4 + 1];
+    uint32_t const a[2][4] = {{low[0], high[0], low[1], high[1]}, {low[2], high[2], low[3], high[3]}};
+    multiply_add<C::kOperand>(products[two], a[0], b[0], b[1], first, 0.0f);
+    multiply_add<C::kOperand>(products[two], a[1], b[2], b[3], false, 0.0f);
+  }
+}
 
 // The oldest piece of the ring; `column` is its first, counted from the slice's. What is read is at once asked for anew.
 template <class C>
@@ -540,7 +563,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
 #pragma unroll
   for (int tb = 0; tb < C::kTokenBlocks; ++tb) x[tb] = token_row<C>(shared, p, tb) + column * 2;
 
-  float products[C::kTokenBlocks][kRowBlocks][4];
+  float products[C::kTokenBlocks][C::kSumBlocks][4];
   float start[C::kTokenBlocks][4] = {};
   uint32_t b[C::kTokenBlocks][4];
 #pragma unroll
@@ -550,15 +573,19 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
     for (int rb = 0; rb < kRowBlocks; ++rb)
       codes[rb] = *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
     feed.copy_codes(p, unit);
-    uint32_t pairs[2][4];  // looked up: of this word, and of the next
+    constexpr int kTurns = kUnitPieces * kRowBlocks, kAtOnce = C::kPairs ? 2 : 1;
+    uint32_t pairs[2 * kAtOnce][4];  // looked up: of this word, or two, and of the next
     auto look_up = [&](int turn) {
       uint4 const& four = codes[turn % kRowBlocks];
       int const i = turn / kRowBlocks;
       uint32_t word = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
-      asm volatile("" : "+r"(word));  // as below
-      decode::Int4Book::look_up(word, table, pairs[turn % 2]);
+      asm volatile("" : "+r"(word));  // not before its turn, as below
+      decode::Int4Book::look_up(word, table, pairs[turn % (2 * kAtOnce)]);
     };
-    if (C::kBook) look_up(0);
+    if constexpr (C::kBook) {
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) look_up(i);
+    }
 #pragma unroll
     for (int piece = 0; piece < kUnitPieces; ++piece) {
       int const at = unit * kUnitPieces + piece;  // of the piece's 16 columns
@@ -580,12 +607,14 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           load_operand_b(x[tb] + at / 2 * 64, b[tb]);
         }
       }
+      if constexpr (C::kPairs)
+        multiply_pairs<C>(pairs, look_up, piece * kRowBlocks, kTurns, &b[0][at % 2 * 2], first, products[0]);
 #pragma unroll
-      for (int rb = 0; rb < kRowBlocks; ++rb) {
+      for (int rb = 0; !C::kPairs && rb < kRowBlocks; ++rb) {
         uint32_t a[4];
         if constexpr (C::kBook) {
           int const turn = piece * kRowBlocks + rb;
-          if (turn + 1 < kUnitPieces * kRowBlocks) look_up(turn + 1);
+          if (turn + 1 < kTurns) look_up(turn + 1);
           Decode::combine(pairs[turn % 2], a);
         } else {
           uint32_t words[4] = {codes[rb].x, codes[rb].y, codes[rb].z, codes[rb].w};
@@ -613,7 +642,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
 #pragma unroll
-          for (int rb = 0; rb < kRowBlocks; ++rb)
+          for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
               float zero = float(int8_t(zeros[rb / 2] >> (rb % 2 * 16 + e / 2 * 8))) * (e / 2 ? E::kUpper : 1.0f);
@@ -628,10 +657,11 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
         float2 token_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8) : make_float2(1.0f, 1.0f);
 #pragma unroll
-        for (int rb = 0; rb < kRowBlocks; ++rb)
+        for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
           for (int e = 0; e < 4; ++e) {
             float scale = scales[2 * rb + e / 2];
+            if (C::kPairs) scale = t / 2 ? scales[2 * (2 * rb + e / 2) + 1] : scales[2 * (2 * rb + e / 2)];
             if (C::kInt8) scale *= e % 2 ? token_scale.y : token_scale.x;
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
@@ -647,7 +677,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             sum.x *= token_scale.x, sum.y *= token_scale.y;
           }
 #pragma unroll
-          for (int rb = 0; rb < kRowBlocks; ++rb)
+          for (int rb = 0; rb < C::kSumBlocks; ++rb)
 #pragma unroll
             for (int e = 0; e < 4; ++e)
               sums[tb][rb][e] =
@@ -667,16 +697,18 @@ template <class C>
 __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
   using E = Excess<typename C::Decode>;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  to += 2 * t * kSlotFloats + g;
+  int const first = 2 * t % C::kBlockColumns;
+  to += first * kSlotFloats + g + 2 * t / C::kBlockColumns * 8;
 #pragma unroll
   for (int tb = 0; tb < C::kTokenBlocks; ++tb)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      bool const there = tb * 8 + 2 * t + e < p.epilogue.m;
+      bool const there = tb * 8 + first + e < p.epilogue.m;
 #pragma unroll
-      for (int eight = 0; eight < 2 * kRowBlocks; ++eight) {
-        float& sum = sums[tb][eight / 2][eight % 2 * 2 + e];
-        if (there) to[(tb * 8 + e) * kSlotFloats + eight * 8] = sum * (1.0f / (E::kUnit * (eight % 2 ? E::kUpper : 1.0f)));
+      for (int i = 0; i < 2 * C::kSumBlocks; ++i) {
+        float& sum = sums[tb][i / 2][i % 2 * 2 + e];
+        float const unit = E::kUnit * (i % 2 ? E::kUpper : 1.0f);
+        if (there) to[(tb * 8 + e) * kSlotFloats + i * (kRowsPerSlab / 2 / C::kSumBlocks)] = sum * (1.0f / unit);
         sum = 0.0f;
       }
     }
@@ -892,7 +924,7 @@ Status launch_warps(GemmProblem const& problem, DecodeShape const& shape, Stream
 
 template <class Element, int kBits, int kTokens, bool kInt8, bool kBook>
 Status launch_element(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
-  constexpr int kMost = decode_warps(kTokens, kBook);
+  constexpr int kMost = decode_warps(kTokens < 8 ? 8 : kTokens, kBook);
   return shape.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, shape, stream)
                               : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, shape, stream);
 }
@@ -903,7 +935,7 @@ template <int kBits, int kTokens, bool kInt8, bool kBook>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const&, float*, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  DecodeShape shape = decode_shape(problem, device, kTokens);
+  DecodeShape shape = decode_shape(problem, device, kTokens < 8 ? 8 : kTokens);
   if constexpr (kInt8) {
     return launch_element<__half, kBits, kTokens, true, kBook>(problem, shape, stream);
   } else {
@@ -918,6 +950,7 @@ template Status launch_decode_gemm<8, 8, false>(GemmProblem const&, Plan const&,
 template Status launch_decode_gemm<4, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<8, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<4, 16, false>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_decode_gemm<4, 4, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<4, 8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_decode_gemm<4, 16, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 
