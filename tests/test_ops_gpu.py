@@ -297,10 +297,13 @@ def test_large_shapes(case: Case) -> None:
 
 
 @pytest.mark.parametrize("m", [4, 16])
-def test_small_weights_and_floats_of_one_sign_keep_their_precision(m: int) -> None:
-    """8-bit codes near zero: what a decoder adds to them and takes away again must not outweigh the result."""
-    codes = torch.randint(126, 131, (576, 4096), dtype=torch.uint8)
-    weight = co.QuantizedWeight(codes, torch.rand(576, 32) * 0.01 + 0.005, None, None, bits=8, group_size=128)
+@pytest.mark.parametrize(("bits", "scale_dtype"), [(8, FLOAT), (8, HALF), (4, HALF)])
+def test_small_weights_and_floats_of_one_sign_keep_their_precision(bits: int, scale_dtype: torch.dtype, m: int) -> None:
+    """Codes near zero: what a decoder adds to them and takes away again must not outweigh the result."""
+    center = 2 ** (bits - 1)
+    codes = torch.randint(center - bits // 4, center + bits // 4 + 1, (576, 4096), dtype=torch.uint8)
+    scales = (torch.rand(576, 32) * 0.01 + 0.005).to(scale_dtype)
+    weight = co.QuantizedWeight(codes, scales, None, None, bits=bits, group_size=128)
     x = torch.randn(m, 4096).abs().half().cuda()
     want = reference.mixed_gemm(x, weight.to("cuda"), out_dtype=FLOAT, compute_dtype=torch.float64).double()
     error = co.mixed_gemm(x, co.reorder(weight).to("cuda"), out_dtype=FLOAT).double() - want

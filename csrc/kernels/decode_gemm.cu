@@ -12,8 +12,8 @@
 //             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
 //             fence at the scope of a cluster waits for every access under way, a tenth of a small product's time
 //
-// Codes become fp16 by bit operations alone where they can: subnormal numbers (decode.cuh) with an excess that the sums' start takes away. That takes
-// the sums of x over a step, as zero points and offsets do; a block adds them up once.
+// Where zero points or offsets take the sums of x over a step, which a block adds up once, codes become fp16 by bit operations alone: subnormal numbers
+// (decode.cuh) with an excess that the sums' start takes away. Elsewhere the sums would cost more than the arithmetic of exact numbers saves.
 //
 // The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps hide that, so a block leaves
 // no room for one of the next launch, but where its part is small.
@@ -37,9 +37,16 @@ namespace {
 
 constexpr int kRowBlocks = kRowsPerSlab / 16;
 
+enum class Weights {
+  kAny,
+  kPlain,  // neither zero points nor offsets, and scales of type Element
+  kBook    // codes are looked up; neither zero points nor offsets
+};
+
 // kTokens: 8 or 16, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
-// piece. kInt8: activations are integers with scales. kBook: codes are looked up.
-template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, bool kBook_>
+// piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every step takes a sixth of its time
+// (instructions under a predicate that is false are issued, too).
+template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
@@ -51,17 +58,21 @@ struct Config {
   static constexpr int kSumBlocks = kPairs ? kRowBlocks / 2 : kRowBlocks;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
-  static constexpr bool kBook = kBook_;
+  static constexpr bool kBook = kWeights == Weights::kBook;
+  static constexpr bool kPlain = kWeights == Weights::kPlain;
+  static constexpr bool kCorrects = kWeights == Weights::kAny;  // for zero points and offsets
+  static constexpr DataType kElementType = std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kBlockTokens, kBook);
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
   static constexpr int kResident = kTokens <= 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
-  // Subnormal numbers take the fewest instructions. Not 8 bits beside floats: sums are then of products as large as their excess of 128, and lose what
-  // small weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
+  // Exact numbers where nothing else takes the sums of x. Beside zero points and offsets, which do, subnormal numbers: the fewest instructions. Not 8
+  // bits beside floats: sums are then of products as large as their excess of 128, and lose what small weights, or values of x of one sign, leave of
+  // them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
   using Decode =
       std::conditional_t<kBook, decode::Int4Book,
-                         std::conditional_t<std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
+                         std::conditional_t<!kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
                                             std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
                                             decode::ToFloat<kBits, Element>>>;
 
@@ -223,9 +234,9 @@ struct Feed {
         rows = p.weight_rows.count / C::kTilePieces;
         row += at.piece % C::kTilePieces * rows;
       }
-      vector(p, to + C::kScales, w.scales, row, rows, p.log_scale_bytes);
-      if (!C::kBook && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
-      if (!C::kBook && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
+      vector(p, to + C::kScales, w.scales, row, rows, C::kPlain ? 1 : p.log_scale_bytes);
+      if (C::kCorrects && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
+      if (C::kCorrects && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
       if (C::kTilePieces == 1) {
         codes += chunk_bytes(C::kBits);
       } else {
@@ -634,7 +645,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       }
       if (!last) continue;
       int row = (C::kShortGroups ? step : 0) * kRowsPerSlab + g * 8;
-      if (!C::kBook && p.weight.zeros) {
+      if (C::kCorrects && p.weight.zeros) {
         uint32_t zeros[kRowBlocks / 2];
 #pragma unroll
         for (int i = 0; i < kRowBlocks / 2; ++i) zeros[i] = reinterpret_cast<uint32_t const*>(stage + p.memory.zeros + row)[i];
@@ -651,7 +662,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         }
       }
       float scales[2 * kRowBlocks];
-      load_vector(stage + C::kScales, p.weight.scale_type, row, scales);
+      load_vector(stage + C::kScales, C::kPlain ? C::kElementType : p.weight.scale_type, row, scales);
       float const* step_scales = reinterpret_cast<float const*>(shared + p.memory.scales) + index;
 #pragma unroll
       for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
@@ -666,7 +677,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
       }
-      if (!C::kBook && p.weight.offsets) {
+      if (C::kCorrects && p.weight.offsets) {
         float offsets[2 * kRowBlocks];
         load_vector(stage + p.memory.offsets, p.weight.offset_type, row, offsets);
 #pragma unroll
@@ -874,8 +885,7 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
   DecodeMemory memory(problem, shape);
   EpilogueParams epilogue(problem);
   bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
-               epilogue.vector_store &&
-               problem.out_type == (std::is_same_v<typename C::Element, __half> ? DataType::kFloat16 : DataType::kBFloat16);
+               epilogue.vector_store && problem.out_type == C::kElementType;
   bool vector_x = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
   Source source = !C::kInt8                               ? Source::kFloats
                   : problem.quantized.codes               ? Source::kCodes
@@ -912,13 +922,19 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
 
 template <class Element, int kBits, int kTokens, bool kInt8, bool kBook, int kWarps>
 Status launch_warps(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
-  switch (problem.weight.group_size) {
+  constexpr Weights kAny = kBook ? Weights::kBook : Weights::kAny;
+  PackedWeight const& w = problem.weight;
+  switch (w.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kBook>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kAny>>(problem, shape, stream);
     case 64:
-      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kBook>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kAny>>(problem, shape, stream);
     default:
-      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kBook>>(problem, shape, stream);
+      if constexpr (!kBook) {
+        using Plain = Config<Element, kBits, kTokens, 0, kInt8, kWarps, Weights::kPlain>;
+        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType) return launch_config<Plain>(problem, shape, stream);
+      }
+      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kAny>>(problem, shape, stream);
   }
 }
 
