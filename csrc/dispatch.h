@@ -26,6 +26,7 @@ using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float*
 constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
 constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
 constexpr unsigned kQuantizes = 4;                               // beside kInt8Input: the kernel quantises floats itself
+constexpr unsigned kWidens = 8;                                  // beside kInt8Input: it takes the codes as fp16 integers
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
 constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
@@ -67,12 +68,14 @@ Row const* table(size_t* count);
 
 // Where the parts of a call's workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, partials = 0, total = 0;
-  int stride = 0;  // QuantizedActivations::stride
-  int block = 0;   // QuantizedActivations::block
+  size_t codes = 0, scales = 0, zeros = 0, wide = 0, factors = 0, partials = 0, total = 0;
+  int stride = 0;            // QuantizedActivations::stride
+  int block = 0;             // QuantizedActivations::block; 0: nothing is quantised
+  bool widens = false;       // the row is kWidens: there are no codes where floats are quantised
+  bool has_factors = false;  // beside wide codes: where the promotion takes more than the weight's scale
 };
-// `quantizes`: the kernel quantises x itself.
-WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, bool quantizes = false);
+// `inputs`: of the row.
+WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, unsigned inputs = kInt8Input);
 
 // The activation block for weights in groups of group_size.
 constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }

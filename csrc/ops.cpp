@@ -88,22 +88,30 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, chosen.quantizes);
+  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, chosen.row->inputs);
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
     ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes), reinterpret_cast<float*>(base + layout.scales),
                        problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros), layout.block,
                        layout.stride};
+  }
+  if (layout.widens) {
+    ready.quantized.wide = base + layout.wide;
+    if (layout.has_factors) ready.quantized.factors = reinterpret_cast<float*>(base + layout.factors);
+    ready.quantized.step = activation_block(problem.weight.group_size);
+    ready.x = ready.quantized.wide, ready.x_type = DataType::kFloat16, ready.x_stride = padded_k(problem.weight.k);
+  }
+  Status status;
+  if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
-    if (Status status = launch_quantize_activations(quantize, stream); !status.ok()) {
-      status.text += shape(problem);
-      return status;
-    }
+    status = launch_quantize_activations(quantize, stream);
+  } else if (layout.widens) {
+    status = launch_widen_activations(ready, stream);
   }
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
-  Status status = chosen.row->launch(ready, chosen, partials, stream);
+  if (status.ok()) status = chosen.row->launch(ready, chosen, partials, stream);
   if (status.ok() && partials) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;

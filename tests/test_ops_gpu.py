@@ -253,6 +253,28 @@ def test_power_of_two_scales_give_exact_products(case: Case) -> None:
         assert torch.equal(y.double(), exact), "the oracle's own values must fit fp32"
 
 
+@pytest.mark.parametrize("m", [3, 17, 40, 70, 300])
+@pytest.mark.parametrize("activations", ["token-asym", "block-asym"])
+@pytest.mark.parametrize("group_size", [32, 64, 128, -1])
+def test_the_largest_integers_are_exact(group_size: int, activations: str, m: int) -> None:
+    """Codes up to 255 away from their zero point on both sides: sums of 256 products almost reach 2^24."""
+    n, k = 192, 256
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    rng = generator(group_size, m)
+    codes = integers(0, 256, (n, k), rng).to(torch.uint8)
+    codes[::3] = 0
+    groups = formats.group_count(k, group_size)
+    zeros = integers(0, 2, (n, groups), rng).mul(255).to(torch.uint8)
+    qw = co.QuantizedWeight(codes, torch.ones(n, groups, device=GPU), zeros, bits=8, group_size=group_size)
+    x = integers(0, 256, (m, k), rng)
+    x[::2] = 255  # a block's zero point is -128, its codes are 127
+    x[:, ::32] = 255
+    width = k if group_size == -1 else group_size
+    exact = (x[:, None].double() * (codes.double() - zeros.repeat_interleave(width, 1).double())).sum(-1)
+    y = multiply(x.half(), co.reorder(qw), act_quant=act_quant, act_symmetric=symmetric, out_dtype=FLOAT)
+    assert torch.equal(y.double(), exact)
+
+
 @pytest.mark.parametrize("case", named(grid(2)))
 def test_any_scales_within_tolerance(case: Case) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[case.activations]
@@ -285,6 +307,10 @@ LARGE = [
     Case(Format(8, "symmetric", -1), 576, 1536, "token", BFLOAT, HALF, (4097,)),
     Case(Format(4, "zeros", 128), 576, 1536, "block", HALF, FLOAT, (4097,)),
     Case(Format(8, "zeros", 64), 576, 576, "block-asym", BFLOAT, BFLOAT, (4097,)),
+    Case(Format(4, "symmetric", 64), 4096, 576, "token", HALF, HALF, (4097,)),
+    Case(Format(4, "offsets", 32), 4096, 576, "block", HALF, FLOAT, (4097,)),
+    Case(Format(8, "zeros", -1), 1000, 1536, "token-asym", HALF, BFLOAT, (4097,)),
+    Case(Format(8, "offsets", 256), 1000, 1536, "token", HALF, FLOAT, (64, 1000)),
     # A tied head: Q8_0 is 8 bits in groups of 32 with fp16 scales.
     Case(Format(8, "symmetric", 32), 49152, 576, "floats", HALF, FLOAT, (1, 65)),
     Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),
@@ -1006,8 +1032,8 @@ def test_explain_tells_what_runs() -> None:
 
 
 def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
-    packed = co.reorder(make_weight(Format(), 1000, 1536, exact=True))
-    for m, act_quant in ((1, "none"), (40, "block"), (300, "token")):
+    plain, short = (co.reorder(make_weight(fmt, 1000, 1536, exact=True)) for fmt in (Format(), Format(4, "offsets", 64)))
+    for m, act_quant, packed in ((1, "none", plain), (40, "block", plain), (300, "token", plain), (300, "block", short)):
         x = make_floats(m, 1536, HALF)
         co.mixed_gemm(x, packed, act_quant=act_quant)
         torch.cuda.synchronize()

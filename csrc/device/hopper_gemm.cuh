@@ -30,8 +30,9 @@ namespace cutlass_ops::hopper {
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales, kTokenScales, kTokenZeros: whether every stage brings them; kZeros: likewise the weights' zero points
 //   kGroups: groups of weights in a stage, at most
+//   kFactors: whether a stage brings the token factors of widen_activations.cu, and the weights' offsets
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_, int kGroups_ = 1>
+          int kStages_, int kGroups_ = 1, bool kFactors_ = false>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
@@ -41,7 +42,9 @@ struct TileConfig {
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr int kGroups = kGroups_;
-  static constexpr int kWarpgroups = 2;  // that multiply
+  static constexpr bool kFactors = kFactors_;
+  static constexpr bool kAlwaysZeros = kZeros && kGroups == 1 && !kFactors;  // otherwise the weight may have none
+  static constexpr int kWarpgroups = 2;                                      // that multiply
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kRows = kRowsPerSlab * kWarpgroups;
   static constexpr int kCluster = 2;
@@ -58,8 +61,10 @@ struct TileConfig {
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
   static constexpr int kZeroPoints = kScales + kGroups * kRows * 4;
+  static constexpr int kOffsets = kZeroPoints + (kZeros ? kGroups * kRows : 0);
+  static constexpr int kStepFactors = kOffsets + (kFactors ? kGroups * kRows * 4 : 0);
   static constexpr int kStageBytes =
-      (kZeroPoints + (kZeros ? kGroups * kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
+      (kStepFactors + (kFactors ? kGroups * kTokens * 8 : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
   static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
@@ -83,6 +88,7 @@ struct Params {
   int group_tiles;    // tiles of K that share a weight scale, at least 1
   int tile_groups;    // groups in a tile of K, at least 1
   int scale_bytes;    // of one weight scale
+  int offset_bytes;   // of one offset
   bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
 
@@ -124,7 +130,7 @@ template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
-  bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kGroups == 1 || p.weight.zeros);
+  bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kAlwaysZeros || p.weight.zeros);
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -133,6 +139,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
     int slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
     int groups = C::kGroups > 1 ? p.tile_groups : 1;
     int bytes = slabs * (kChunk + groups * kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (zeros ? 1 : 0)));
+    if (C::kFactors && p.weight.offsets) bytes += slabs * groups * kRowsPerSlab * p.offset_bytes;
     // 32-bit indices, not pointers: this role has 40 registers.
     int chunk = row0 / kRowsPerSlab * p.k_tiles + k, group = k / p.group_tiles, until_next = (group + 1) * p.group_tiles - k;
     int vector = group * groups * p.n_pad + row0;
@@ -157,6 +164,10 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
                        stage + C::kScales + to * p.scale_bytes, slabs * kRowsPerSlab * p.scale_bytes);
           }
           if (zeros && slabs > 0) Copy::copy(p.weight.zeros + from, full, stage + C::kZeroPoints + to, slabs * kRowsPerSlab);
+          if (C::kFactors && p.weight.offsets && slabs > 0) {
+            Copy::copy(static_cast<uint8_t const*>(p.weight.offsets) + int64_t(from) * p.offset_bytes, full,
+                       stage + C::kOffsets + to * p.offset_bytes, slabs * kRowsPerSlab * p.offset_bytes);
+          }
         }
       }
       ++chunk;
@@ -179,7 +190,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
     Work work(index, p);
     int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
     int scaled = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) : 0;
-    int bytes = C::kColumnPanels * C::kPanelBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+    int factors = C::kFactors ? min(C::kTokens, p.x.stride - m0) * C::kGroups * 8 : 0;
+    int bytes = C::kColumnPanels * C::kPanelBytes + scaled * (C::kLoadTokenZeros ? 5 : 4) + factors;
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -197,6 +209,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
         int64_t vector = int64_t(k) * p.x.stride + m0;
         if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
         if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
+        if (C::kFactors)
+          cute::SM90_BULK_COPY_G2S::copy(p.x.factors + vector * (C::kGroups * 2), full, stage + C::kStepFactors, factors);
       }
     }
   }
@@ -241,6 +255,7 @@ template <class C>
 struct Place {
   int rank, warpgroup, warp, lane;
   int units, scales, zeros, token_factors;  // bytes from a stage's start
+  int offsets;
 
   __device__ __forceinline__ Place(Params const& p, int rank, int warpgroup)
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
@@ -248,7 +263,8 @@ struct Place {
     units = C::kWeights + warpgroup * chunk_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
     scales = C::kScales + row * p.scale_bytes;
     zeros = C::kZeroPoints + row;
-    token_factors = C::kTokenFactors + lane % 4 * 16;
+    offsets = C::kOffsets + row * p.offset_bytes;
+    token_factors = (C::kFactors ? C::kStepFactors : C::kTokenFactors) + lane % 4 * 16;
     asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(token_factors));
   }
 };
@@ -413,6 +429,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
                               : w.group_size / kKPerTile,
            short_groups ? kKPerTile / w.group_size : 1,
            size_of(w.scale_type),
+           size_of(w.offset_type),
            false};
   EpilogueParams const& e = p.epilogue;
   p.store_halves = !partials && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&

@@ -41,11 +41,11 @@ constexpr Tile wgmma_gemm_a8_tile(int tokens) {
 template <int Bits, int Tokens>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise.
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them.
 constexpr Tile wgmma_gemm_a16_tile(int tokens) {
   return {256, tokens, tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, tokens == 160 ? 32 : tokens == 128 ? 27 : 18};
 }
-template <int Bits, int Tokens>
+template <int Tokens>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.
@@ -60,6 +60,9 @@ Status launch_reduce_splits(GemmProblem const& problem, int splits, float const*
 
 // quantize_activations.cu
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream);
+
+// widen_activations.cu: problem.quantized.wide and, where that has a place, .factors
+Status launch_widen_activations(GemmProblem const& problem, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

@@ -12,6 +12,8 @@
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
+// For a product that takes the codes of x as fp16 integers they are written as such (device/widen.cuh).
+//
 // One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
 // before they are used.
 //   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
@@ -25,6 +27,7 @@
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
+#include "device/widen.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -175,15 +178,19 @@ struct Span<float, kSymmetric> {
 
 // ---- codes
 
-// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
-template <class T, bool kSymmetric>
-__device__ __forceinline__ void store_codes(Params const& p, int row, int piece, Columns<T> const& c,
-                                            Quantizer<kSymmetric> const& quantizer) {
+// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15. Or their values as fp16, whose sum is returned.
+template <bool kMayWiden, class T, bool kSymmetric>
+__device__ __forceinline__ int store_codes(Params const& p, int row, int piece, Columns<T> const& c,
+                                           Quantizer<kSymmetric> const& quantizer) {
   static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
                 activation_position(15) == 15);
-  uint4* to = reinterpret_cast<uint4*>(p.problem.out.codes) + int64_t(row) * p.pieces + piece;
-  *to = make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
-                   quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+  int64_t const to = int64_t(row) * p.pieces + piece;
+  uint4 const codes = make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
+                                 quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+  // (Those of a block with NaN or infinity are 0, and so is its zero point.)
+  if (kMayWiden && p.problem.out.wide) return store_wide(p.problem.out, to, codes, int(quantizer.zero));
+  reinterpret_cast<uint4*>(p.problem.out.codes)[to] = codes;
+  return 0;
 }
 
 // ---- what is quantised
@@ -286,13 +293,24 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
+  int sums[kBlockRows] = {};
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     Quantizer<kSymmetric> quantizer(spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
-    if (row + i < q.m) store_codes(p, row + i, piece, c[i], quantizer);
+    if (row + i < q.m) sums[i] = store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
+  }
+  bool const factors = kFunction == Function::kNone && q.out.factors;
+  if (factors) {
+#pragma unroll
+    for (int& sum : sums) sum = sum_of_step(q.out, sum);
   }
   if (piece & ((1 << p.log2_lanes) - 1)) return;
+  if (factors) {
+    float2* to = reinterpret_cast<float2*>(factors_of(q.out, row, piece));
+    to[0] = make_float2(scales[0], scales[1]);
+    to[8] = make_float2(scales[0] * float(sums[0]), scales[1] * float(sums[1]));
+  }
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
@@ -302,7 +320,7 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant
 // ---- rows
 
 // The block's range and codes of 16 columns of a row. `token` is the range of a row that is one block.
-template <class T, bool kSymmetric>
+template <bool kMayWiden, class T, bool kSymmetric>
 __device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
                                                Span<T, kSymmetric> const& token) {
   QuantizedActivations const& out = p.problem.out;
@@ -314,7 +332,14 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   }
   if (piece >= p.pieces) return;
   Quantizer<kSymmetric> quantizer(span.range());
-  store_codes(p, row, piece, c, quantizer);
+  int sum = store_codes<kMayWiden>(p, row, piece, c, quantizer);
+  if (kMayWiden && out.factors) {
+    sum = sum_of_step(out, sum, 0xffu << (threadIdx.x & 24));  // a row's pieces are a multiple of eight
+    if (piece * kLaneColumns % out.step == 0) {
+      float* factors = factors_of(out, row, piece);
+      factors[0] = quantizer.scale, factors[16] = quantizer.scale * float(sum);
+    }
+  }
   if (piece & ((1u << p.log2_lanes) - 1)) return;
   int64_t to = int64_t(piece >> p.log2_lanes) * out.stride + row;
   out.scales[to] = quantizer.scale;
@@ -389,7 +414,7 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
       share_with_block(token, spans[odd]);
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) quantize_piece(p, row, first + i * step, c[i], token);
+    for (int i = 0; i < kPieces; ++i) quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], token);
   }
 }
 
@@ -437,7 +462,8 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
     for (int piece = threadIdx.x; piece < p.pieces; piece += kAnyThreads) token.add(values(piece));
     share_with_block(token, spans);
   }
-  for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads) quantize_piece(p, row, piece, values(piece), token);
+  for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads)
+    quantize_piece<kFunction == Function::kNone>(p, row, piece, values(piece), token);
 }
 
 // ---- launch

@@ -5,6 +5,10 @@
 //            value, looked up
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
+//
+// And int8 activations whose weights have short groups, or zero points or offsets that wgmma_gemm_a8 does not take, as integers in fp16
+// (widen_activations.cu): sums of products are exact. A token's one scale comes at the end; scales of its blocks, and offsets, in the promotion:
+//   sum = fma(the step's sum * weight scale, token scale, sum);  sum = fma(offset, the token's scale * its sum of codes, sum)
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -15,9 +19,9 @@ namespace {
 using hopper::Params;
 
 // kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer).
-template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false>
-struct Config
-    : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages, kGroups> {
+template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false>
+struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages, kGroups,
+                                   kFactors> {
   using Element = Element_;
   static constexpr bool kBook = kBook_;
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
@@ -55,7 +59,7 @@ struct StoredWeights {
   }
 
   __device__ __forceinline__ void load_zeros(uint8_t const* stage, Params const& p, hopper::Place<C> const& at, int group) {
-    if (C::kZeros && (C::kGroups == 1 || p.weight.zeros)) {
+    if (C::kZeros && (C::kAlwaysZeros || p.weight.zeros)) {
       char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros + group * C::kRows);
       zeros[0] = z.x, zeros[1] = z.y;
     }
@@ -103,14 +107,31 @@ struct StoredScales {
   }
 };
 
-template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook>
-__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook>::consume(
+// Factors of the tile's tokens in a step: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
+template <class C>
+struct StepFactors {
+  static constexpr int kAhead = 2;
+  uint32_t address;
+  float sixteens[C::kTokens / 16][4];
+
+  __device__ __forceinline__ explicit StepFactors(uint32_t address) : address(address) {
+#pragma unroll
+    for (int j = 0; j < kAhead; ++j) load(j);
+  }
+  __device__ __forceinline__ void load(int j) {
+    if (j < C::kTokens / 16) load_shared(address + j * (C::kGroups * 128), sixteens[j]);
+  }
+};
+
+template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook, bool kFactors>
+__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook, kFactors>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
     hopper::Place<Config> const& at) {
   using C = Config;
   int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
   int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
-  uint32_t table = 0;                                                   // the lane's, of a code book
+  int group_offsets = p.tile_groups > 1 ? C::kRows * p.offset_bytes : 0;
+  uint32_t table = 0;  // the lane's, of a code book
   if constexpr (kBook) {
     decode::Int4Book::fill<Element>(stages + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
@@ -181,13 +202,57 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           }
         }
         if ((step + 1) % C::kGroupSteps) continue;
-        cute::warpgroup_wait<0>();
-        fence_registers(products);
-        if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+        auto release = [&] {
+          if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+        };
         float scale[2];
-        scales.values(p.weight.scale_type, scale);
+        if constexpr (kFactors) {
+          int const group = step / C::kGroupSteps;
+          uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
+          StepFactors<C> token_scales(address);
+          cute::warpgroup_wait<0>();
+          fence_registers(products);
+          scales.values(p.weight.scale_type, scale);
 #pragma unroll
-        for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+          for (int j = 0; j < C::kTokens / 8; ++j) {
+            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) {
+              float const token_scale = token_scales.sixteens[j / 2][j % 2 * 2 + e % 2];
+              sums[4 * j + e] = fmaf(products[4 * j + e] * scale[e / 2], token_scale, sums[4 * j + e]);
+            }
+          }
+          if (p.weight.offsets) {
+            float offset[2];
+            StoredScales(base + at.offsets + group * group_offsets, p.weight.offset_type).values(p.weight.offset_type, offset);
+            StepFactors<C> token_sums(address + 64);
+#pragma unroll
+            for (int j = 0; j < C::kTokens / 8; ++j) {
+              if (j % 2 == 0) token_sums.load(j / 2 + token_sums.kAhead);
+#pragma unroll
+              for (int e = 0; e < 4; ++e)
+                sums[4 * j + e] = fmaf(token_sums.sixteens[j / 2][j % 2 * 2 + e % 2], offset[e / 2], sums[4 * j + e]);
+            }
+          }
+          release();
+        } else {
+          cute::warpgroup_wait<0>();
+          fence_registers(products);
+          release();
+          scales.values(p.weight.scale_type, scale);
+#pragma unroll
+          for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+        }
+      }
+    }
+    if constexpr (std::is_same_v<Element, __half> && !kBook && !kFactors) {
+      if (p.x.scales) {  // of int8 activations, one a token
+#pragma unroll
+        for (int j = 0; j < C::kTokens / 8; ++j) {
+          float2 scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + at.lane % 4);
+          sums[4 * j] *= scale.x, sums[4 * j + 2] *= scale.x;
+          sums[4 * j + 1] *= scale.y, sums[4 * j + 3] *= scale.y;
+        }
       }
     }
     hopper::store<C>([&](int i) { return sums[i]; }, staging, out_map, p, at, row0, m0, work.split);
@@ -221,6 +286,15 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
                                 : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);
     }
   }
+  if constexpr (std::is_same_v<Element, __half> && kTokens <= 128) {
+    if (problem.quantized.factors) {
+      return w.group_size == 32
+                 ? launch_config<Config<__half, kBits, kTokens, true, 4, false, true>>(problem, plan, partials, stream)
+             : w.group_size == 64
+                 ? launch_config<Config<__half, kBits, kTokens, true, 2, false, true>>(problem, plan, partials, stream)
+                 : launch_config<Config<__half, kBits, kTokens, true, 1, false, true>>(problem, plan, partials, stream);
+    }
+  }
   if (w.group_size == 32) return launch_config<Config<Element, kBits, kTokens, true, 4>>(problem, plan, partials, stream);
   if (w.group_size == 64) return launch_config<Config<Element, kBits, kTokens, true, 2>>(problem, plan, partials, stream);
   return w.zeros ? launch_config<Config<Element, kBits, kTokens, true, 1>>(problem, plan, partials, stream)
@@ -229,17 +303,19 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
 
 }  // namespace
 
-template <int kBits, int kTokens>
+template <int kTokens>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kTokens>(problem, plan, partials, stream)
-                                              : launch_element<__nv_bfloat16, kBits, kTokens>(problem, plan, partials, stream);
+  bool is_half = problem.x_type == DataType::kFloat16;
+  if (problem.weight.bits == 4) {
+    return is_half ? launch_element<__half, 4, kTokens>(problem, plan, partials, stream)
+                   : launch_element<__nv_bfloat16, 4, kTokens>(problem, plan, partials, stream);
+  }
+  return is_half ? launch_element<__half, 8, kTokens>(problem, plan, partials, stream)
+                 : launch_element<__nv_bfloat16, 8, kTokens>(problem, plan, partials, stream);
 }
 
-template Status launch_wgmma_gemm_a16<4, 64>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<4, 128>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<4, 160>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<8, 64>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<8, 128>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<8, 160>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a16<64>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a16<128>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a16<160>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

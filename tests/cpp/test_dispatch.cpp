@@ -110,7 +110,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
               EXPECT_EQ(chosen.tile_rows, row->tile.rows);
               EXPECT_EQ(chosen.tile_tokens, row->tile.tokens);
               EXPECT_EQ(chosen.stages, row->tile.stages);
-              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits, row->inputs & kQuantizes).total);
+              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits, row->inputs).total);
               if (testing::Test::HasFailure()) return;
             }
   size_t rows = 0;
@@ -148,6 +148,27 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, 4096), 128), kHopper, &row).ok());
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
+  }
+}
+
+// Codes that a kernel takes as fp16 come with factors of their own where the promotion multiplies by more than the weight's scale: then the stages of 160
+// tokens do not always fit in shared memory.
+TEST(Dispatch, GivesWidenedCodesTheTileThatHoldsTheirFactors) {
+  struct Case {
+    int bits, group_size, block;
+    bool offsets, factors;
+    int tokens;
+  };
+  for (Case const& c :
+       {Case{4, 64, -1, false, false, 160}, Case{8, 32, -1, false, false, 160}, Case{4, 64, 64, false, true, 128},
+        Case{8, 32, 32, false, true, 128}, Case{8, 128, -1, true, true, 128}, Case{4, -1, 128, true, true, 128}}) {
+    GemmProblem p = already_quantized(problem(4096, 28672, 4096, c.bits, c.group_size), c.block);
+    if (c.offsets) p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
+    Row const* row = nullptr;
+    ASSERT_TRUE(select(p, kHopper, &row).ok());
+    EXPECT_STREQ(row->kernel, "wgmma_gemm_a16");
+    EXPECT_EQ(row->tile.tokens, c.tokens) << c.bits << ", " << c.group_size << ", " << c.block;
+    EXPECT_EQ(workspace_layout(p, 1, row->inputs).has_factors, c.factors);
   }
 }
 
@@ -218,16 +239,22 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p.weight.bits = 8;
-  EXPECT_EQ(kernel(p), "mma_gemm_a8");
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
   p = plain;
   p.weight.offsets = &some_byte;
   p.weight.offset_type = DataType::kFloat32;
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  p.architecture = 80;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   p = plain;
   p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p = plain;
   p.weight.group_size = p.quantized.block = 64;
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  p.quantized.block = -1;
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  p.architecture = 80;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   GemmProblem floats = problem(512, 4096, 4096);
   floats.x_stride = 4096;
@@ -511,19 +538,25 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
       for (int group_size : {-1, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
           for (bool symmetric : {true, false})
-            for (int splits : {1, 2, 7}) {
+            for (auto const& [splits, widens] :
+                 std::vector<std::pair<int, bool>>{{1, false}, {2, false}, {7, false}, {1, true}, {7, true}}) {
               int const n = 200;
               GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
-              WorkspaceLayout const layout = workspace_layout(p, splits);
+              if (act_quant == ActQuant::kNone && widens) continue;
+              WorkspaceLayout const layout = workspace_layout(p, splits, widens ? kInt8Input | kWidens : kInt8Input);
               std::vector<Part> parts;
               if (act_quant != ActQuant::kNone) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
                 EXPECT_EQ(layout.block, act_quant == ActQuant::kToken ? -1 : block);
                 EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
                 size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
-                parts.push_back({layout.codes, size_t(m) * size_t(padded_k(k))});
+                if (!widens) parts.push_back({layout.codes, size_t(m) * size_t(padded_k(k))});
                 parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
                 if (!symmetric) parts.push_back({layout.zeros, blocks * size_t(layout.stride)});
+                EXPECT_EQ(layout.widens, widens);
+                if (widens) parts.push_back({layout.wide, size_t(m) * size_t(padded_k(k)) * 2});
+                EXPECT_EQ(layout.has_factors, widens && act_quant == ActQuant::kBlock);
+                if (layout.has_factors) parts.push_back({layout.factors, blocks * size_t(layout.stride) * 8});
               } else {
                 EXPECT_EQ(layout.block, 0);
               }

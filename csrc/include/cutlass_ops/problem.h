@@ -47,6 +47,11 @@ struct QuantizedActivations {
   int8_t* zeros = nullptr;  // null when symmetric
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
+
+  // What mixed_gemm makes of them, or has made in the place of codes, for a kernel that multiplies 16-bit floats (device/widen.cuh).
+  void* wide = nullptr;      // codes less zero points in fp16, [m][k_pad] in the order of columns
+  float* factors = nullptr;  // of steps along K; null where a token has one scale and the weight no offsets
+  int step = 0;              // columns of a step: 32, 64 or 128
 };
 
 // What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All matrices are of x_type.
