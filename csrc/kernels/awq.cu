@@ -5,8 +5,8 @@
 //   multiply     tiles of 8, 16 or 32 tokens. Blocks of a cluster share 256 columns and cut K into equal runs, and so do a block's warps. A warp copies
 //                32 rows of its columns and of x at a time to a ring of its own in shared memory; no barrier. Two rows' nibbles side by side, which
 //                one PRMT makes, are fp16's subnormal numbers as they are: an AND a register of mma.sync's operand A. Zero points are taken away
-//                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. The warps'
-//                sums meet in the shared memory of the block that ends with their columns and are added in the order of K
+//                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. A block's
+//                warps add their sums in its shared memory, and a cluster's blocks in that of the one that ends with those columns: in the order of K
 //
 // To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
 // negative scale is +0, as the kernels have it that people use today.
@@ -122,7 +122,9 @@ struct GemmConfig {
   static_assert(kWarps % kWarpsN == 0);
 };
 
-constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32;
+constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32, kChunkQuads = kChunkColumns / 4;
+// Of a token in a chunk of a block's own sums: four more keep lanes on different banks.
+constexpr int kChunkTokenFloats = kChunkColumns + 4;
 
 struct GemmParams {
   AwqWeight weight;
@@ -205,14 +207,6 @@ __device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32
 template <class C>
 using GemmSums = float[C::kOctets][4][C::kTokenBlocks][4];
 
-// To the shared memory of a block of the cluster, to be seen after its barrier.
-__device__ __forceinline__ void store_quad(float* slot, float4 const& v, int rank) {
-  asm volatile(
-      "st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(cute::set_block_rank(cute::cast_smem_ptr_to_uint(slot), rank)),
-      "f"(v.x), "f"(v.y), "f"(v.z), "f"(v.w)
-      : "memory");
-}
-
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
@@ -263,35 +257,36 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   if (step < end) group.load(p, group_index, first_octet);
   // Of the 8 chunks of 32 columns every rank ends with an equal share, or nearly.
   auto first_chunk = [&](int r) { return kStripChunks * r / p.cluster; };
-  int const begin_chunk = first_chunk(rank), items = (first_chunk(rank + 1) - begin_chunk) * tokens;
+  int const chunks = first_chunk(rank + 1) - first_chunk(rank);
 #if __CUDA_ARCH__ >= 900
   __shared__ uint64_t sums_there;
-  bool const few = tokens <= 4;  // whose stores are counted, without the fence of a barrier: of many that takes longer
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&sums_there, 1);
     cutlass::arch::fence_barrier_init();
-    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(items * parts * kChunkColumns * 4));
+    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(p.cluster * chunks * tokens * kChunkColumns * 4));
   }
   __syncthreads();
   cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
 #endif
   wait_alone();
 
-  uint16_t const* x = p.x + (first_token + g) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
+  // Tokens that are not there repeat the last: their sums are not stored.
+  uint16_t const* x[C::kTokenBlocks];
+#pragma unroll
+  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    x[tb] = p.x + (first_token + min(tb * 8 + g, tokens - 1)) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
   uint8_t* const own_x = ring + C::kWeightBytes + lane * 16;
-  {
-    uint4 first[C::kStages][C::kTokenBlocks] = {};
+  auto copy_tokens = [&](int stage) {
 #pragma unroll
-    for (int s = 0; s < C::kStages; ++s)
-#pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-        if (step + s < end && tb * 8 + g < tokens)
-          first[s][tb] = *reinterpret_cast<uint4 const*>(x + s * kStepRows + tb * 8 * p.x_stride);
-#pragma unroll
-    for (int s = 0; s < C::kStages; ++s)
-#pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-        *reinterpret_cast<uint4*>(own_x + s * C::kStageBytes + tb * 512) = first[s][tb];
+    for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+      copy_x(own_x + stage * C::kStageBytes + tb * 512, x[tb]);
+      x[tb] += kStepRows;
+    }
+  };
+#pragma unroll 1
+  for (int s = 0; s < C::kStages; ++s) {
+    if (step + s < end) copy_tokens(s);
+    commit_copies();
   }
 
   GemmSums<C> sums = {}, products = {};
@@ -368,12 +363,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     __syncwarp();  // all lanes have read the stage
     if (step + C::kStages < end) {
       copy_codes(stage);
-#pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-        if (tb * 8 + g < tokens)
-          copy_x(own_x + stage * C::kStageBytes + tb * 512, x + C::kStages * kStepRows + tb * 8 * p.x_stride);
+      copy_tokens(stage);
     }
-    x += kStepRows;
     commit_copies();
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
     // Long groups in several sums: codes are not centred, so the sums of many rows would lose what differs between codes and zero points.
@@ -386,69 +377,69 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     }
   }
 
-  // To the block that ends with these columns.
-  float* slots = reinterpret_cast<float*>(shared + C::kRingBytes);  // [chunk of the rank][part][token][32]
-  int const chunk32 = (warp_n * 8 + g) * C::kOctets / 4;
-  int const target = ((chunk32 + 1) * p.cluster - 1) / kStripChunks;
-#if __CUDA_ARCH__ >= 900
-  cute::cluster_wait();
-#endif
+  // The warps' sums meet where their rings were: [part of K][chunk][token][columns].
+  __syncthreads();
+  float* const own = reinterpret_cast<float*>(shared);
+  int const all = kStripChunks * tokens * kChunkTokenFloats;
+  {
+    float* to = own + warp_k * all;
+    int const column = (warp_n * 8 + g) * C::kOctets * 8;
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      int token = tb * 8 + 2 * t + e;
-      if (token >= tokens) continue;
-      int index = (((chunk32 - first_chunk(target)) * parts + part) * tokens + token) * 32 + g * C::kOctets % 4 * 8;
+      for (int e = 0; e < 2; ++e) {
+        int const token = tb * 8 + 2 * t + e;
+        if (token >= tokens) continue;
 #pragma unroll
-      for (int o = 0; o < C::kOctets; ++o) {
-        auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
-        float4 const quads[2] = {make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1)),
-                                 make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1))};
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          float* slot = slots + index + o * 8 + i * 4;
-#if __CUDA_ARCH__ >= 900
-          if (few) {
-            store_remote(slot, quads[i], &sums_there, target);
-          } else {
-            store_quad(slot, quads[i], target);
-          }
-#else
-          *reinterpret_cast<float4*>(slot) = quads[i];
-#endif
+        for (int o = 0; o < C::kOctets; ++o) {
+          auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
+          float4* at = reinterpret_cast<float4*>(to + ((column + o * 8) / kChunkColumns * tokens + token) * kChunkTokenFloats +
+                                                 (column + o * 8) % kChunkColumns);
+          at[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
+          at[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
         }
       }
-    }
-#if __CUDA_ARCH__ >= 900
-  if (few) {
-    TransactionBarrier::wait(&sums_there, 0);
-  } else {
-    cute::cluster_arrive();
-    cute::cluster_wait();
   }
-#else
   __syncthreads();
+  // The sum of `count` parts, `stride` floats apart, in the order of K.
+  auto add_up = [](float const* from, int count, int stride) {
+    float4 sum = *reinterpret_cast<float4 const*>(from);
+#pragma unroll 4
+    for (int i = 1; i < count; ++i) {
+      float4 v = *reinterpret_cast<float4 const*>(from + i * stride);
+      sum.x += v.x, sum.y += v.y, sum.z += v.z, sum.w += v.w;
+    }
+    return sum;
+  };
+#if __CUDA_ARCH__ >= 900
+  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs leave them, in sixteens, took twice as long.
+  float* const received = reinterpret_cast<float*>(shared + C::kRingBytes);  // [rank][chunk of the receiver][token][columns]
+  cute::cluster_wait();
+  for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
+    int const to = ((chunk + 1) * p.cluster - 1) / kStripChunks, first = first_chunk(to), count = first_chunk(to + 1) - first;
+    float const* from = own + chunk * tokens * kChunkTokenFloats;
+    float* there = received + (rank * count + chunk - first) * tokens * kChunkColumns;
+    for (int i = lane; i < tokens * kChunkQuads; i += 32)
+      store_remote(there + i * 4, add_up(from + i / kChunkQuads * kChunkTokenFloats + i % kChunkQuads * 4, C::kWarpsK, all),
+                   &sums_there, to);
+  }
+  TransactionBarrier::wait(&sums_there, 0);
+  constexpr int kTokenFloats = kChunkColumns;
+  int const received_parts = p.cluster;
+#else
+  float const* const received = own;
+  constexpr int kTokenFloats = kChunkTokenFloats;
+  int const received_parts = C::kWarpsK;
 #endif
 
-  // Eight lanes take 32 columns of a token, four at a time, the other lanes of a warp share the parts.
-  for (int item = warp; item < items; item += C::kWarps) {
-    int const chunk_of_rank = item / tokens, token = item - chunk_of_rank * tokens, quad = lane % 8;
-    float const* source = slots + (chunk_of_rank * parts * tokens + token) * 32 + quad * 4;
-    float v[4] = {};
-#pragma unroll 4
-    for (int i = parts * (lane / 8) / 4; i < parts * (lane / 8 + 1) / 4; ++i) {
-      float4 a = *reinterpret_cast<float4 const*>(source + i * tokens * 32);
-      v[0] += a.x, v[1] += a.y, v[2] += a.z, v[3] += a.w;
-    }
+  for (int i = threadIdx.x; i < chunks * tokens * kChunkQuads; i += C::kThreads) {
+    int const row = i / kChunkQuads, quad = i % kChunkQuads, chunk = row / tokens, token = row - chunk * tokens;
+    int const n = (strip * kStripChunks + first_chunk(rank) + chunk) * kChunkColumns + quad * 4;
+    float4 const sum = add_up(received + row * kTokenFloats + quad * 4, received_parts, chunks * tokens * kTokenFloats);
+    if (n >= w.n) continue;
+    float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
-    for (int distance = 8; distance < 32; distance *= 2)
-#pragma unroll
-      for (float& sum : v) sum += __shfl_xor_sync(~0u, sum, distance);
-    int const n = (strip * kStripChunks + begin_chunk + chunk_of_rank) * 32 + quad * 4;
-    if (lane >= 8 || n >= w.n) continue;
-#pragma unroll
-    for (float& sum : v) sum = isfinite(sum) ? sum : NAN;
+    for (float& value : v) value = isfinite(value) ? value : NAN;
     *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_token + token) * w.n + n) =
         make_uint2(pack_pair<typename C::Element>(v[0], v[1]), pack_pair<typename C::Element>(v[2], v[3]));
   }
@@ -461,8 +452,8 @@ int tile_count(GemmParams const& p) {
 }
 template <class C>
 int shared_bytes(GemmParams const& p, int cluster) {
-  int const chunks = (kStripChunks + cluster - 1) / cluster, parts = cluster * C::kWarpsK;
-  return C::kRingBytes + chunks * parts * std::min(p.m, C::kTokens) * kChunkColumns * int(sizeof(float));
+  int const chunks = (kStripChunks + cluster - 1) / cluster;
+  return C::kRingBytes + chunks * cluster * std::min(p.m, C::kTokens) * kChunkColumns * int(sizeof(float));
 }
 
 template <class C>
