@@ -26,8 +26,8 @@ struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros
   static constexpr bool kBook = kBook_;
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few
-  // tokens do not take long enough, and 8 bits take few instructions.
-  static constexpr int kSteps = kGroups > 1 ? kGroups : kTokens == 64 || kBits == 8 ? 1 : 2;
+  // tokens do not take long enough, and 8 bits take few instructions, unless the promotion takes many.
+  static constexpr int kSteps = kGroups > 1 ? kGroups : kTokens == 64 || (kBits == 8 && !kFactors) ? 1 : 2;
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
@@ -110,7 +110,7 @@ struct StoredScales {
 // Factors of the tile's tokens in a step: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
 template <class C>
 struct StepFactors {
-  static constexpr int kAhead = 2;
+  static constexpr int kAhead = C::kTokens == 160 ? 1 : 2;  // there are no registers for more
   uint32_t address;
   float sixteens[C::kTokens / 16][4];
 
@@ -286,7 +286,7 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
                                 : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);
     }
   }
-  if constexpr (std::is_same_v<Element, __half> && kTokens <= 128) {
+  if constexpr (std::is_same_v<Element, __half> && (kTokens <= 128 || kBits == 4)) {
     if (problem.quantized.factors) {
       return w.group_size == 32
                  ? launch_config<Config<__half, kBits, kTokens, true, 4, false, true>>(problem, plan, partials, stream)
