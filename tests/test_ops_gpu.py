@@ -336,6 +336,21 @@ def test_small_weights_and_floats_of_one_sign_keep_their_precision(bits: int, sc
     assert error.norm() <= 1e-6 * want.norm()
 
 
+@pytest.mark.parametrize("m", [64, 96, 128, 176])  # a kernel each, for as many rows as make a wave of blocks
+@pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
+def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, m: int) -> None:
+    """Sums of a group's weights of any size, up to 128 times the largest weight."""
+    n, k = 16896, 256
+    qw = make_weight(fmt, n, k, exact=True)
+    qw.codes[0::5] = 0
+    qw.codes[1::5] = (1 << fmt.bits) - 1
+    qw.codes[2::5] |= 1 << (fmt.bits - 1)
+    qw.codes[3::5] &= (1 << (fmt.bits - 1)) - 1
+    x = make_exact_floats(m, k, HALF, "block", False, 128)
+    y = multiply(x, co.reorder(qw), act_quant="block", act_symmetric=False, out_dtype=FLOAT)
+    assert_same(y, oracle(x, qw, "block", False).float())
+
+
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 @pytest.mark.parametrize("shape", [(0, 576), (2, 0, 576)], ids=str)
 def test_no_rows(shape: tuple[int, ...], activations: str) -> None:

@@ -137,4 +137,9 @@ __device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* share
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | address;
 }
 
+// Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row, not swizzled, 8 rows to 128 bytes.
+__device__ __forceinline__ uint64_t repeated_descriptor(void const* shared) {
+  return uint64_t(128 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
+}
+
 }  // namespace cutlass_ops

@@ -58,8 +58,9 @@ struct TileConfig {
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * chunk_bytes(kBits);
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
-  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
-  static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
+  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of scales
+  static constexpr int kZeroColumns = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0);  // and of zero points
+  static constexpr int kScales = kZeroColumns + (kLoadTokenZeros ? kTokens * 16 : 0);
   static constexpr int kZeroPoints = kScales + kGroups * kRows * 4;
   static constexpr int kOffsets = kZeroPoints + (kZeros ? kGroups * kRows : 0);
   static constexpr int kStepFactors = kOffsets + (kFactors ? kGroups * kRows * 4 : 0);
@@ -216,8 +217,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// A warp brings every stage's token scales into the accumulators' order, so that a thread has those of its four tokens of 16 by one load, and
-// likewise, behind them, zero points as int32. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
+// A warp brings every stage's token scales into the accumulators' order, so that a thread has those of its four tokens of 16 by one load. Register
+// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. And it makes zero points an operand: 16 times each token's.
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
@@ -235,13 +236,18 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
           auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + token * 4);
           float2 low = scales[0], high = scales[4];
           reinterpret_cast<float4*>(stage + C::kTokenFactors)[four] = make_float4(low.x, low.y, high.x, high.y);
-          if (C::kLoadTokenZeros) {
-            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + token);
-            char2 first_two = zeros[0], last_two = zeros[4];
-            reinterpret_cast<int4*>(stage + C::kTokenFactors + C::kTokens * 4)[four] =
-                make_int4(first_two.x, first_two.y, last_two.x, last_two.y);
+        }
+      }
+      if constexpr (C::kLoadTokenZeros) {
+#pragma unroll
+        for (int first = 0; first < C::kTokens; first += 32) {
+          int token = first + lane;
+          if (first + 32 <= C::kTokens || token < C::kTokens) {
+            uint32_t four = __byte_perm(stage[C::kTokenZeros + token], 0, 0);
+            reinterpret_cast<uint4*>(stage + C::kZeroColumns)[token] = make_uint4(four, four, four, four);
           }
         }
+        cutlass::arch::fence_view_async_shared();
       }
       __syncwarp();
       if (lane == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
