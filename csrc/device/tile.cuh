@@ -82,23 +82,48 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
   __syncthreads();
 }
 
-// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad].
+// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad]. `plain`: the epilogue only rounds, to 16 bits, and rows
+// of the output start on 16 bytes.
 template <class Tile>
 __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials,
-                                           int n_pad) {
+                                           int n_pad, bool plain = false) {
+  constexpr int kRowThreads = Tile::kRows / 8, kTokensAtOnce = Tile::kThreads / kRowThreads;
+  int thread = thread_again(), row = thread % kRowThreads * 8, first = thread / kRowThreads, n = n0 + row;
   int tokens = min(p.m - m0, Tile::kTokens);
-  for (int i = thread_again(); i < tokens * (Tile::kRows / 8); i += Tile::kThreads) {
-    int token = i / (Tile::kRows / 8), row = i % (Tile::kRows / 8) * 8;
-    int m = m0 + token, n = n0 + row;
-    if (n >= n_pad) continue;
+  if (n >= n_pad) return;
+  auto store_rounded = [&](auto type) {
+    using Type = decltype(type);
+    uint16_t* to = static_cast<uint16_t*>(p.out) + int64_t(m0 + first) * p.n + n;
+#pragma unroll
+    for (int i = 0; i < Tile::kTokens; i += kTokensAtOnce) {
+      float4 const* source = reinterpret_cast<float4 const*>(gathered + (first + i) * Tile::kSumStride + row);
+      float4 a = source[0], b = source[1];
+      float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+      for (float& x : v) x = nan_unless_finite(x);
+      if (first + i < tokens)
+        *reinterpret_cast<uint4*>(to + int64_t(i) * p.n) = make_uint4(pack_pair<Type>(v[0], v[1]), pack_pair<Type>(v[2], v[3]),
+                                                                      pack_pair<Type>(v[4], v[5]), pack_pair<Type>(v[6], v[7]));
+    }
+  };
+  if (!partials && plain && n + 8 <= p.n) {
+    if (p.out_type == DataType::kFloat16) {
+      store_rounded(__half());
+    } else {
+      store_rounded(__nv_bfloat16());
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int token = first; token < tokens; token += kTokensAtOnce) {
     float4 const* source = reinterpret_cast<float4 const*>(gathered + token * Tile::kSumStride + row);
     float4 a = source[0], b = source[1];
     if (partials) {
-      float4* to = reinterpret_cast<float4*>(partials + int64_t(m) * n_pad + n);
+      float4* to = reinterpret_cast<float4*>(partials + int64_t(m0 + token) * n_pad + n);
       to[0] = a, to[1] = b;
     } else {
       float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      store_outputs(v, m, n, p);
+      store_outputs(v, m0 + token, n, p);
     }
   }
 }
@@ -125,14 +150,26 @@ struct VectorRows {
   }
 };
 
-// Keeps the compiler from computing a loop constant anew wherever it is used.
-__device__ __forceinline__ void keep(uint32_t& value) { asm volatile("" : "+r"(value)); }
+// A pointer into shared memory as instructions take it.
+__device__ __forceinline__ uint32_t shared_address(void const* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
+
+// 16 bytes from global memory to a shared address in the background, if `wanted`, without a branch; zeros, and nothing is read, where not `inside`.
+__device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, bool wanted, bool inside = true) {
+  asm volatile(
+      "{\n"
+      " .reg .pred wanted;\n"
+      " setp.ne.b32 wanted, %2, 0;\n"
+      " @wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3;\n"
+      "}" ::"r"(shared),
+      "l"(source), "r"(int(wanted)), "r"(inside ? 16 : 0)
+      : "memory");
+}
 
 // One 16-byte piece of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
-  int to = -1;              // byte in the stage; -1: nothing to copy
+  int to = -1;              // shared address in the first stage; -1: nothing to copy
   uint32_t multiplier = 0;  // VectorRows' step or reciprocal, whichever is not zero
 
   VectorCopy() = default;
@@ -140,13 +177,13 @@ struct VectorCopy {
   // `i`: the thread's number among those that copy the vector; those below zero do not. Values have 2^log_bytes bytes; the tile begins at column `begin` of
   // rows of `stride`. Columns from `stride` on repeat the last before it: no result that is stored depends on them.
   __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows, int log_bytes, int width, int begin,
-                                        int stride, int stage_offset)
+                                        int stride, uint32_t shared)
       : row_bytes(uint32_t(stride) << log_bytes), multiplier(rows.step | rows.reciprocal) {
     int log_pieces = log_bytes + 31 - __clz(width) - 4, log_values = 4 - log_bytes;
     int row = i >> log_pieces, piece = i - (row << log_pieces);
     int column = min(begin + (piece << log_values), stride - (1 << log_values));
     source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes + (int64_t(column) << log_bytes);
-    if (vector && i >= 0 && row < rows.count) to = stage_offset + i * 16;
+    if (vector && i >= 0 && row < rows.count) to = int(shared) + i * 16;
     // Not to be computed anew for every tile.
     asm volatile("" : "+l"(source), "+r"(to));
   }
@@ -161,34 +198,31 @@ struct VectorCopy {
     return multiplier <= VectorRows::kMostRows ? k_tile * multiplier : __umulhi(uint32_t(k_tile), multiplier);
   }
 
-  __device__ __forceinline__ void operator()(uint8_t* stage, uint32_t row, bool wanted) const {
-    copy_async_16_if(stage + to, source + uint64_t(row) * row_bytes, wanted && to >= 0);
+  // `stage`: bytes from the first.
+  __device__ __forceinline__ void operator()(int stage, uint32_t row, bool wanted) const {
+    copy_16_if(uint32_t(to + stage), source + uint64_t(row) * row_bytes, wanted && to >= 0);
   }
 };
 
-// The weights of a tile's slabs. A slab beyond the last repeats it; its rows are never stored.
+// A warp's own rows of weights, which no other warp reads. A slab beyond the last repeats it; its rows are never stored.
 template <class Tile>
 struct WeightCopy {
-  static constexpr int kChunk = chunk_bytes(Tile::kBits), kSlabPieces = kChunk / 16,
-                       kPieces = Tile::kSlabs * kSlabPieces / Tile::kThreads;
-  static_assert(kSlabPieces % Tile::kThreads == 0);
+  static constexpr int kChunk = chunk_bytes(Tile::kBits), kWarpBytes = Tile::kRowBlocks * Tile::kUnits * kUnitBytes,
+                       kPieces = kWarpBytes / kUnitBytes;
+  static_assert(kWarpBytes * 2 == kChunk, "two warps share a slab");
   uint8_t const* source;
-  uint32_t slabs[Tile::kSlabs];  // bytes from the first
+  uint32_t to;  // shared address in the first stage
 
-  __device__ __forceinline__ WeightCopy(uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
-    int slab = n0 / kRowsPerSlab, last = n_pad / kRowsPerSlab - 1 - slab;
-    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + threadIdx.x * 16;
-#pragma unroll
-    for (int i = 0; i < Tile::kSlabs; ++i) {
-      slabs[i] = uint32_t(min(i, last)) * uint32_t(k_tiles) * kChunk;
-      if (i > 0) keep(slabs[i]);
-    }
+  __device__ __forceinline__ WeightCopy(uint32_t shared, uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
+    int warp = threadIdx.x / 32, lane_byte = threadIdx.x % 32 * kLaneBytes;
+    int slab = min(n0 / kRowsPerSlab + warp / 2, n_pad / kRowsPerSlab - 1);
+    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + warp % 2 * kWarpBytes + lane_byte;
+    to = shared + warp * kWarpBytes + lane_byte;
   }
 
   // Copy the j-th of a thread's pieces of a tile.
-  __device__ __forceinline__ void operator()(uint8_t* stage, int j, bool wanted) const {
-    int i = j * Tile::kThreads;
-    copy_async_16_if(stage + (threadIdx.x + i) * 16, source + slabs[i / kSlabPieces] + i % kSlabPieces * 16, wanted);
+  __device__ __forceinline__ void operator()(int stage, int j, bool wanted) const {
+    copy_16_if(to + stage + j * kUnitBytes, source + j * kUnitBytes, wanted);
   }
 
   __device__ __forceinline__ void next() { source += kChunk; }
@@ -196,32 +230,54 @@ struct WeightCopy {
 
 // A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte pieces are swizzled by token % 8, so that
 // ldmatrix meets every bank once. Tokens beyond the last are left as they are: no result that is stored depends on them.
+//
+// Four threads share a row (eight, where there are no more rows) and take its pieces in turn: all addresses of a thread are constants
+// away from a pointer or two, and one predicate serves a row.
 template <class Tile>
 struct TokenCopy {
-  static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16, kRowsAtOnce = Tile::kThreads / kRowPieces,
-                       kPieces = (Tile::kTokens + kRowsAtOnce - 1) / kRowsAtOnce;
-  static constexpr int64_t kLargestStride = (int64_t(1) << 32) / kRowsAtOnce - 1;  // bytes: row_step has 32 bits
-  uint8_t const* source;
-  uint32_t row_step;
-  int tokens;  // of those this thread may copy
-  int to;
+  static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16,
+                       kRowThreads = Tile::kThreads / Tile::kTokens > 4 ? Tile::kThreads / Tile::kTokens : 4,
+                       kTurns = kRowPieces / kRowThreads, kRowsAtOnce = Tile::kThreads / kRowThreads,
+                       kRows = Tile::kTokens / kRowsAtOnce, kPieces = kRows * kTurns;
+  static_assert(kRowThreads == 4 || kRowThreads == 8);
+  uint8_t const* source[kRows];
+  bool wanted[kRows];
+  uint32_t to;  // shared address in the first stage, a multiple of 128 for the first piece of the first token
 
-  __device__ __forceinline__ TokenCopy(void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
-    int token = threadIdx.x / kRowPieces, piece = threadIdx.x % kRowPieces;
-    source = static_cast<uint8_t const*>(matrix) + (m0 + token) * stride_bytes + int64_t(k_tile) * kRowBytes + piece * 16;
-    row_step = uint32_t(kRowsAtOnce * stride_bytes);
-    keep(row_step);
-    tokens = min(m - m0, Tile::kTokens) - token;
-    to = token * kRowBytes + ((piece ^ (token & 7)) << 4);
+  // The first of a thread's tokens. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the swizzle keeps apart.
+  static __device__ __forceinline__ int first_token() {
+    int lane = threadIdx.x % 32, token = threadIdx.x / 32 * (32 / kRowThreads) + lane / 8;
+    return kRowThreads == 4 ? token + lane / 4 % 2 * 4 : token;
+  }
+  // Of the i-th of a thread's pieces: its number in the row.
+  static __device__ __forceinline__ int piece(int i) { return threadIdx.x % kRowThreads + i % kTurns * kRowThreads; }
+
+  __device__ __forceinline__ TokenCopy(uint32_t shared, void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
+    int token = first_token();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      wanted[i] = m0 + token + i * kRowsAtOnce < m;
+      source[i] = static_cast<uint8_t const*>(matrix) + (m0 + token + i * kRowsAtOnce) * stride_bytes +
+                  int64_t(k_tile) * kRowBytes + piece(0) * 16;
+    }
+    to = shared + token * kRowBytes + ((piece(0) ^ (token & 7)) << 4);
   }
 
-  // Copy the j-th of a thread's pieces of a tile; zeros, and nothing is read, where not `inside`.
-  __device__ __forceinline__ void operator()(uint8_t* shared, int j, bool wanted, bool inside) const {
-    copy_async_16_if(shared + to + j * kRowsAtOnce * kRowBytes, source + j * uint64_t(row_step),
-                     wanted && j * kRowsAtOnce < tokens, inside);
+  // Where the i-th piece goes in the first stage.
+  __device__ __forceinline__ uint32_t place(int i) const {
+    int turn = i % kTurns * kRowThreads * 16;
+    return (to ^ (turn & 64)) + turn / 128 * 128 + i / kTurns * kRowsAtOnce * kRowBytes;
   }
 
-  __device__ __forceinline__ void next() { source += kRowBytes; }
+  // Copy the i-th of a thread's pieces of a tile; zeros, and nothing is read, where not `inside`.
+  __device__ __forceinline__ void operator()(int stage, int i, bool tile_wanted, bool inside = true) const {
+    copy_16_if(place(i) + stage, source[i / kTurns] + i % kTurns * kRowThreads * 16, tile_wanted && wanted[i / kTurns], inside);
+  }
+
+  __device__ __forceinline__ void next() {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) source[i] += kRowBytes;
+  }
 };
 
 // Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (TokenCopy).
@@ -241,9 +297,10 @@ __device__ __forceinline__ void load_zeros(uint8_t const* vector, bool present, 
 // K is cut into `splits` runs of tiles whose lengths differ by at most one.
 struct KRange {
   int first, count;
-  __device__ __forceinline__ KRange(int k_tiles, int split, int splits) {
-    first = int(int64_t(k_tiles) * split / splits);
-    count = int(int64_t(k_tiles) * (split + 1) / splits) - first;
+  __device__ __forceinline__ KRange(int k_tiles, uint32_t split, uint32_t splits) {
+    // 32 bits are enough: at most 2^24 tiles and 16 splits.
+    first = int(uint32_t(k_tiles) * split / splits);
+    count = int(uint32_t(k_tiles) * (split + 1) / splits) - first;
   }
 };
 
@@ -255,6 +312,7 @@ struct TileParams {
   VectorRows weight_rows;
   int row_tiles, token_tiles, k_tiles, n_pad, splits;
   int log_scale_bytes, log_offset_bytes;
+  bool plain;  // as store_sums has it
 
   TileParams(GemmProblem const& problem, Plan const& plan, float* partials_, int rows, int tokens)
       : weight(problem.weight),
@@ -267,17 +325,51 @@ struct TileParams {
         n_pad(int(padded_rows(weight.n))),
         splits(plan.splits),
         log_scale_bytes(log2_size_of(weight.scale_type)),
-        log_offset_bytes(log2_size_of(weight.offset_type)) {}
+        log_offset_bytes(log2_size_of(weight.offset_type)),
+        plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
+              problem.out_type != DataType::kFloat32 && epilogue.vector_store) {}
 
   dim3 grid() const { return dim3(unsigned(row_tiles) * unsigned(token_tiles), unsigned(splits)); }
 };
 
+// The way out: a block's sums to the output or the split's partial sums, through shared memory that nothing else uses any more.
+template <class C, class Params>
+__device__ __forceinline__ void leave_tile(Params const& p, typename C::Sums const& sums, uint8_t* shared, int n0, int m0) {
+  float* gathered = reinterpret_cast<float*>(shared);
+  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
+  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad, p.plain);
+}
+
+// The copies of a block's first stages: the weights' may start before the kernels before have ended. `prepare`: as multiply_tile has it.
+template <class C, class Copies, class Prepare>
+__device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& range, Prepare prepare) {
+  constexpr int kWeightCopies = WeightCopy<C>::kPieces;
+#pragma unroll 1
+  for (int i = 0; i < C::kStages - 1; ++i) {
+#pragma unroll
+    for (int j = 0; j < kWeightCopies; ++j) copies(i * C::kStageBytes, range.first + i, j, i < range.count, false);
+    copies.weights.next();
+  }
+  prepare();
+  wait_for_predecessor();
+#pragma unroll 1
+  for (int i = 0; i < C::kStages - 1; ++i) {
+    int stage = i * C::kStageBytes;
+    bool wanted = i < range.count, tokens_wanted = wanted && !copies.special(stage, range.first + i);
+#pragma unroll
+    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, wanted, tokens_wanted);
+    copies.activations.next();
+    commit_copies();
+  }
+}
+
 // A block's life. Its tiles of K go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a share of the copies for the stage
-// that is filled meanwhile is asked for: between the matrix instructions they cost next to nothing, before them a tenth of the time. (All are asked for before
-// it where C::kCopiesFirst.)
+// that is filled meanwhile is asked for, C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them a tenth of the
+// time. (All are asked for before it where C::kCopiesFirst.)
 //
-//   copies     Copies<C>(p, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted) for i below kAll, the weights' first;
-//              copies.gather(stage, k_tile): what cannot be copied that way, if anything
+//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted, tokens_wanted) for i below kAll, the
+//              weights' first; copies.special(stage, k_tile): takes care of the tile's tokens if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
 //   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0 to C::kPieces - 1
 template <class C, class Copies, class Params, class Prepare, class Compute>
@@ -286,26 +378,8 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
   int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   Place<C> at(threadIdx.x);
-  Copies copies(p, n0, m0, range.first);
-  constexpr int kWeightCopies = WeightCopy<C>::kPieces;
-
-#pragma unroll 1
-  for (int i = 0; i < C::kStages - 1; ++i) {
-#pragma unroll
-    for (int j = 0; j < kWeightCopies; ++j) copies(shared + i * C::kStageBytes, range.first + i, j, i < range.count);
-    copies.weights.next();
-  }
-  prepare();
-  wait_for_predecessor();
-#pragma unroll 1
-  for (int i = 0; i < C::kStages - 1; ++i) {
-    uint8_t* stage = shared + i * C::kStageBytes;
-    if (i < range.count) copies.gather(stage, range.first + i);
-#pragma unroll
-    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, i < range.count);
-    copies.activations.next();
-    commit_copies();
-  }
+  Copies copies(p, shared, n0, m0, range.first);
+  fill_first_stages<C>(copies, range, prepare);
 
   typename C::Sums sums = {};
   int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
@@ -314,12 +388,12 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     wait_copies<C::kStages - 2>();
     __syncthreads();
     int ahead = i + C::kStages - 1;
-    bool wanted = ahead < range.count;
-    if (wanted) copies.gather(shared + next, range.first + ahead);
+    bool wanted = ahead < range.count, tokens_wanted = wanted && !copies.special(next, range.first + ahead);
     auto copy = [&](int piece) {
 #pragma unroll
       for (int j = 0; j < Copies::kAll; ++j)
-        if (C::kCopiesFirst || j * C::kPieces / Copies::kAll == piece) copies(shared + next, range.first + ahead, j, wanted);
+        if (C::kCopiesFirst || j / C::kCopiesAtOnce * C::kCopiesAtOnce * C::kPieces / Copies::kAll == piece)
+          copies(next, range.first + ahead, j, wanted, tokens_wanted);
     };
     if constexpr (C::kCopiesFirst) {
       if (wanted) copy(0);  // the branch keeps the compiler from moving them into the multiplication
@@ -333,11 +407,7 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
   }
   wait_copies<0>();
-
-  float* gathered = reinterpret_cast<float*>(shared);
-  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
-  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
-  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad);
+  leave_tile<C>(p, sums, shared, n0, m0);
 }
 
 }  // namespace cutlass_ops

@@ -19,7 +19,8 @@ namespace cutlass_ops {
 namespace {
 
 // kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kBook: values from a code book.
-template <class Element_, int kBits_, int kTokens, bool kGeneral_, bool kBook_ = false>
+// kStages_: 0 for the table's.
+template <class Element_, int kBits_, int kTokens, bool kGeneral_, bool kBook_ = false, int kStages_ = 0>
 struct Config : BlockTile<kTokens> {
   using Tile = BlockTile<kTokens>;
   using Element = Element_;
@@ -30,10 +31,16 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kPieces = kKPerTile / 16;
-  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;  // of 16 columns
-  static constexpr int kStages = kBook && kTokens == 64 ? 2 : mma_gemm_a16_tile(kBits, kTokens).stages;
+  [[maybe_unused]] static constexpr int kStepPieces = kGeneral ? 2 : kPieces;  // of 16 columns
+  static constexpr bool kAhead = kTokens == 64 && !kGeneral;                   // multiply_tile_ahead
+  static constexpr int kStages = kStages_                 ? kStages_
+                                 : kAhead                 ? 3
+                                 : kBook && kTokens == 64 ? 2
+                                                          : mma_gemm_a16_tile(kBits, kTokens).stages;
   // The next tile is wanted soon, or the multiplication takes all registers.
-  static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
+  [[maybe_unused]] static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
+  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of them. Measured.
+  static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kTokens == 16 && !kGeneral) ? 3 : 1;
   static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).resident;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
@@ -56,6 +63,7 @@ struct Params : TileParams {
   uint16_t const* x;
   int64_t x_stride;
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
+  bool whole_copies;  // and K is one of a tile's columns
 };
 
 // What a thread copies for every tile.
@@ -64,55 +72,67 @@ struct Copies {
   static constexpr int kVectors = C::kGeneral && !C::kBook ? 3 : 1;
   static constexpr int kAll = WeightCopy<C>::kPieces + TokenCopy<C>::kPieces + kVectors;
   Params const& p;
+  uint8_t* shared;
   WeightCopy<C> weights;
   TokenCopy<C> activations;
   VectorCopy vectors[kVectors];
   int m0;
 
-  __device__ __forceinline__ Copies(Params const& p_, int n0, int m0_, int k_tile)
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
       : p(p_),
-        weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
-        activations(p.x, p.x_stride * 2, m0_, p.epilogue.m, k_tile),
+        shared(shared_),
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x, p.x_stride * 2, m0_, p.epilogue.m, k_tile),
         m0(m0_) {
     PackedWeight const& w = p.weight;
     int i = threadIdx.x;
-    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
+    uint32_t at = shared_address(shared);
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, at + C::kScales);
     if constexpr (kVectors == 3) {
-      vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros);
-      vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+      vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros);
+      vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, at + C::kOffsets);
     } else if constexpr (!C::kBook) {
-      vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros));
+      vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
     }
   }
 
-  // Columns beyond K are zeros.
-  __device__ __forceinline__ void operator()(uint8_t* stage, int k_tile, int i, bool wanted) const {
+  // `stage`: bytes from the first.
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool tokens_wanted) const {
     if (i < weights.kPieces) {
-      weights(stage + C::kWeights, i, wanted);
+      weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
-      int k = k_tile * kKPerTile + int(threadIdx.x) % 16 * 8;
-      activations(stage + C::kActivations, i, wanted && p.vector_loads, k < p.weight.k);
+      activations(stage, i, tokens_wanted);
     } else {
-      vectors[i - activations.kPieces](stage, p.weight_rows.first(k_tile), wanted);
+      VectorCopy const& vector = vectors[i - activations.kPieces];
+      vector(stage, vector.row(k_tile), wanted);
     }
   }
 
-  // Rows of x that cannot be copied 16 bytes at a time.
-  __device__ __forceinline__ void gather(uint8_t* stage, int k_tile) const {
-    if (p.vector_loads) return;
-    int k = k_tile * kKPerTile + threadIdx.x % 16 * 8;
-    uint8_t* to = stage + C::kActivations + activations.to;
+  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns beyond it are zeros.
+  __device__ __forceinline__ bool special(int stage, int k_tile) const {
+    if (p.whole_copies) return false;
+    int first = k_tile * kKPerTile;
+    if (p.vector_loads && first + kKPerTile <= p.weight.k) return false;
+    if (p.vector_loads) {
+#pragma unroll
+      for (int i = 0; i < activations.kPieces; ++i) activations(stage, i, true, first + activations.piece(i) * 8 < p.weight.k);
+      return true;
+    }
 #pragma unroll 1
-    for (int token = m0 + threadIdx.x / 16, j = 0; j < C::kTokens; j += C::kThreads / 16) {
-      if (token + j >= p.epilogue.m) break;
-      uint16_t const* values = p.x + (token + j) * p.x_stride;
+    for (int i = 0; i < activations.kPieces; ++i) {
+      int token = m0 + activations.first_token() + i / activations.kTurns * activations.kRowsAtOnce;
+      if (token >= p.epilogue.m) break;
+      uint16_t const* values = p.x + token * p.x_stride;
+      int k = first + activations.piece(i) * 8;
+      uint8_t* to = shared + (activations.place(i) - shared_address(shared)) + stage;
 #pragma unroll 1
-      for (int i = 0; i < 8; ++i) {
-        bool inside = k + i < p.weight.k;
-        int column = inside && p.weight.perm ? p.weight.perm[k + i] : k + i;
-        *reinterpret_cast<uint16_t*>(to + j * C::kRowBytes + 2 * i) = inside ? values[column] : uint16_t(0);
+      for (int j = 0; j < 8; ++j) {
+        bool inside = k + j < p.weight.k;
+        int column = inside && p.weight.perm ? p.weight.perm[k + j] : k + j;
+        *reinterpret_cast<uint16_t*>(to + 2 * j) = inside ? values[column] : uint16_t(0);
       }
     }
+    return true;
   }
 };
 
@@ -240,48 +260,186 @@ __device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* tab
   }
 }
 
+// Four neighbouring values of a group vector in shared memory, as they stand: 8 bytes, or 16 of fp32.
+struct RawFour {
+  uint32_t words[4];
+};
+
+__device__ __forceinline__ RawFour load_raw_four(uint8_t const* vector, bool wide, int index) {
+  RawFour raw;
+  asm volatile(
+      "{\n"
+      " .reg .pred wide;\n"
+      " setp.ne.b32 wide, %5, 0;\n"
+      " @wide ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];\n"
+      " @!wide ld.shared.v2.b32 {%0, %1}, [%4];\n"
+      "}"
+      : "=r"(raw.words[0]), "=r"(raw.words[1]), "=r"(raw.words[2]), "=r"(raw.words[3])
+      : "r"(shared_address(vector) + (index << (wide ? 2 : 1))), "r"(int(wide)));
+  return raw;
+}
+
+// A block's life as multiply_tile has it, for steps of a whole tile with all tokens at once, where registers allow a warp to be a piece ahead of its matrix
+// instructions: while they work on one piece, the next one's operands are loaded and decoded, across the border between tiles too.
+template <class C>
+__device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* shared) {
+  using Decode = typename C::Decode;
+  constexpr int kPieces = C::kPieces, kPairs = C::kTokenBlocks / 2, kLast = kPieces - 1;
+  constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
+  constexpr int kAll = Copies<C>::kAll;
+  static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast, "all copies of a stage are asked for before they are committed");
+  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
+  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
+  KRange range(p.k_tiles, blockIdx.y, p.splits);
+  Place<C> at(threadIdx.x);
+  Copies<C> copies(p, shared, n0, m0, range.first);
+  fill_first_stages<C>(copies, range, [] {});
+
+  typename C::Sums sums = {};
+  uint32_t a[2][C::kRowBlocks][4], b[kPairs][4];
+  uint4 records[C::kRowBlocks];
+  decode::RowConstants zeros[C::kRowBlocks];
+  auto load_records = [&](uint8_t const* stage, int piece) {
+#pragma unroll
+    for (int rb = 0; rb < C::kRowBlocks; ++rb)
+      records[rb] = *reinterpret_cast<uint4 const*>(stage + C::kWeights + at.weights +
+                                                    (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes);
+  };
+  auto load_row_zeros = [&](uint8_t const* stage) {
+    int codes[4];
+    load_zeros(stage + C::kZeros, p.weight.zeros, at.group_index, codes);
+#pragma unroll
+    for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
+  };
+  auto decode_piece = [&](int piece, int rb) {
+    uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
+    Decode::fragment(words + piece % kRecordPieces * Decode::kWords, zeros[rb], a[piece % 2][rb]);
+  };
+
+  bool const wide = p.weight.scale_type == DataType::kFloat32, half = p.weight.scale_type == DataType::kFloat16;
+
+  int now = 0, next = (C::kStages - 1) * C::kStageBytes;  // the stages to compute from and to fill
+  wait_copies<C::kStages - 2>();
+  __syncthreads();
+  load_records(shared, 0);
+  load_row_zeros(shared);
+#pragma unroll
+  for (int pair = 0; pair < kPairs; ++pair) load_tokens<C>(shared + C::kActivations, at, pair, 0, b[pair]);
+#pragma unroll
+  for (int rb = 0; rb < C::kRowBlocks; ++rb) decode_piece(0, rb);
+
+#pragma unroll 1
+  for (int i = 0; i < range.count; ++i) {
+    int ahead = i + C::kStages - 1, after = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
+    bool wanted = ahead < range.count, tokens_wanted = wanted && !copies.special(next, range.first + ahead);
+    RawFour raw_scales;
+    float scales[4];
+    typename C::Sums step;
+#pragma unroll
+    for (int piece = 0; piece < kPieces; ++piece) {
+      uint8_t const* stage = shared + (piece == kLast ? after : now);  // of the piece that follows
+      int following = (piece + 1) % kPieces;
+      if (piece == kLast) {
+        commit_copies();
+        wait_copies<C::kStages - 2>();
+        __syncthreads();
+        if (p.weight.zeros) load_row_zeros(stage);
+        // The branch costs least beside the barrier.
+        if (half) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) scales[e] = unpack_half<__half>(raw_scales.words[e / 2], e % 2);
+        } else {
+#pragma unroll
+          for (int e = 0; e < 4; ++e)
+            scales[e] =
+                wide ? __uint_as_float(raw_scales.words[e]) : unpack_half<__nv_bfloat16>(raw_scales.words[e / 2], e % 2);
+        }
+      }
+      if (following % kRecordPieces == 0) load_records(stage, following);
+      if (piece == kLast - 2) raw_scales = load_raw_four(stage + C::kScales, wide, at.group_index);
+#pragma unroll
+      for (int pair = 0; pair < kPairs; ++pair) {
+#pragma unroll
+        for (int rb = 0; rb < C::kRowBlocks; ++rb)
+#pragma unroll
+          for (int j = 0; j < 2; ++j)
+            multiply_add<C::kOperand>(step[rb][pair * 2 + j], a[piece % 2][rb], b[pair][2 * j], b[pair][2 * j + 1], piece == 0,
+                                      0.0f);
+        load_tokens<C>(stage + C::kActivations, at, pair, following, b[pair]);
+        if (pair >= kPairs - C::kRowBlocks) decode_piece(following, pair - kPairs + C::kRowBlocks);
+      }
+#pragma unroll
+      for (int j = 0; j < kAll; ++j)
+        if (j / C::kCopiesAtOnce + 1 == piece) copies(next, range.first + ahead, j, wanted, tokens_wanted);
+    }
+#pragma unroll
+    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+#pragma unroll
+      for (int rb = 0; rb < C::kRowBlocks; ++rb)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) sums[rb][tb][e] = fmaf(step[rb][tb][e], scales[2 * rb + e / 2], sums[rb][tb][e]);
+    copies.weights.next(), copies.activations.next();
+    next = now;
+    now = after;
+  }
+  wait_copies<0>();
+  leave_tile<C>(p, sums, shared, n0, m0);
+}
+
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  auto prepare = [&] {
-    if constexpr (C::kBook)
-      decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
-  };
-  multiply_tile<C, Copies<C>>(p, shared, prepare,
-                              [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
-                                compute<C>(stage, shared + C::kTable, p, at, sums, beside);
-                              });
+  if constexpr (C::kAhead) {
+    multiply_tile_ahead<C>(p, shared);
+  } else {
+    auto prepare = [&] {
+      if constexpr (C::kBook)
+        decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
+    };
+    multiply_tile<C, Copies<C>>(p, shared, prepare,
+                                [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
+                                  compute<C>(stage, shared + C::kTable, p, at, sums, beside);
+                                });
+  }
 }
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
-  bool aligned = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 &&
-                 problem.x_stride * 2 <= TokenCopy<C>::kLargestStride;
+  bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
   Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), static_cast<uint16_t const*>(problem.x), problem.x_stride,
-           aligned && !w.perm};
+           vector_loads, vector_loads && w.k % kKPerTile == 0};
   return launch(mma_gemm_a16<C>, p.grid(), C::kThreads, C::kSharedBytes, stream, p);
+}
+
+template <class Element, int kBits, int kTokens>
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  if constexpr (kBits == 4) {
+    if (w.book) return launch_config<Config<Element, 4, kTokens, true, true>>(problem, plan, partials, stream);
+  }
+  if (w.offsets || w.group_size == 32 || w.group_size == 64) {
+    return launch_config<Config<Element, kBits, kTokens, true>>(problem, plan, partials, stream);
+  }
+  using Whole = Config<Element, kBits, kTokens, false>;
+  if constexpr (Whole::kAhead && kBits == 8) {
+    // Two blocks to a multiprocessor are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).
+    using Short = Config<Element, kBits, kTokens, false, false, 2>;
+    Device device;
+    if (Status status = current_device(&device); !status.ok()) return status;
+    if (device.shared_memory >= 2 * Short::kSharedBytes && device.shared_memory < 2 * Whole::kSharedBytes) {
+      return launch_config<Short>(problem, plan, partials, stream);
+    }
+  }
+  return launch_config<Whole>(problem, plan, partials, stream);
 }
 
 }  // namespace
 
 template <int kBits, int kTokens>
 Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if constexpr (kBits == 4) {
-    if (w.book) {
-      return problem.x_type == DataType::kFloat16
-                 ? launch_config<Config<__half, 4, kTokens, true, true>>(problem, plan, partials, stream)
-                 : launch_config<Config<__nv_bfloat16, 4, kTokens, true, true>>(problem, plan, partials, stream);
-    }
-  }
-  bool general = w.offsets || w.group_size == 32 || w.group_size == 64;
-  if (problem.x_type == DataType::kFloat16) {
-    return general ? launch_config<Config<__half, kBits, kTokens, true>>(problem, plan, partials, stream)
-                   : launch_config<Config<__half, kBits, kTokens, false>>(problem, plan, partials, stream);
-  }
-  return general ? launch_config<Config<__nv_bfloat16, kBits, kTokens, true>>(problem, plan, partials, stream)
-                 : launch_config<Config<__nv_bfloat16, kBits, kTokens, false>>(problem, plan, partials, stream);
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kTokens>(problem, plan, partials, stream)
+                                              : launch_element<__nv_bfloat16, kBits, kTokens>(problem, plan, partials, stream);
 }
 
 template Status launch_mma_gemm_a16<4, 16>(GemmProblem const&, Plan const&, float*, Stream);

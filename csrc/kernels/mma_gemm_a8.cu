@@ -50,6 +50,7 @@ struct Config : BlockTile<kTokens> {
   static constexpr bool kMagic = !kGeneral || kBits == 4;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kTokens).stages;
   static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).resident : 2;
+  static constexpr int kCopiesAtOnce = 1;
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kTokens == 64;  // the multiplication takes all registers
   static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
@@ -83,40 +84,42 @@ struct Copies {
   TokenCopy<C> activations;
   VectorCopy vectors[kVectors];
 
-  __device__ __forceinline__ Copies(Params const& p, int n0, int m0, int k_tile)
-      : weights(p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
-        activations(p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0, p.epilogue.m, k_tile) {
+  __device__ __forceinline__ Copies(Params const& p, uint8_t const* shared, int n0, int m0, int k_tile)
+      : weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0, p.epilogue.m,
+                    k_tile) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of tokens.
     int i = threadIdx.x, last = C::kThreads - 1 - i;
-    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, C::kScales);
+    uint32_t at = shared_address(shared);
+    vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, at + C::kScales);
     if constexpr (C::kGeneral) {
-      vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, C::kOffsets);
+      vectors[1] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, at + C::kOffsets);
     } else {
       i -= C::kRows / 4;
     }
     VectorCopy& others = vectors[kVectors - 1];
     if constexpr (C::kForm != Form::kSymmetric) {
       constexpr int kScalePieces = C::kSteps * C::kTokens / 4;
-      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, C::kZeros));
-      others.take(
-          VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride, C::kActivationZeros));
+      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
+      others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride,
+                             at + C::kActivationZeros));
     }
-    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, C::kActivationScales));
+    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, at + C::kActivationScales));
   }
 
-  __device__ __forceinline__ void operator()(uint8_t* stage, int k_tile, int i, bool wanted) const {
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool tokens_wanted) const {
     if (i < weights.kPieces) {
-      weights(stage + C::kWeights, i, wanted);
+      weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
-      activations(stage + C::kActivations, i, wanted, true);
+      activations(stage, i, tokens_wanted);
     } else {
       VectorCopy const& vector = vectors[i - activations.kPieces];
       vector(stage, vector.row(k_tile), wanted);
     }
   }
 
-  __device__ __forceinline__ void gather(uint8_t*, int) const {}
+  __device__ __forceinline__ bool special(int, int) const { return false; }
 };
 
 // What a step's rows have in common.
