@@ -54,7 +54,7 @@ struct DecodeMemory {
   }
 };
 
-// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x; a slab's sums of a token
+// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9 to 16 tokens beside a book; a slab's sums of a token
 // cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for one of the next launch 1500. GPCs of an odd number
 // of multiprocessors leave one in eleven out of clusters of 4 and 8.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
@@ -82,7 +82,7 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = tokens == 8 && fits(shape.warps, half);
     double time =
-        weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
+        weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

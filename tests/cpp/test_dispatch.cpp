@@ -192,6 +192,9 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
     EXPECT_LE(DecodeMemory(p, shape).total, kHopper.shared_memory);
   }
+  GemmProblem book = problem(16, 4096, 4096);
+  book.weight.book = some_book;
+  EXPECT_EQ(decode_shape(book, kHopper, 16).cluster, 2);
 }
 
 // Where it was measured to lose, another kernel decodes: int8 activations and more than 8 tokens beside large weights.
