@@ -43,6 +43,24 @@ struct Range {
   }
 };
 
+// What a lane's values span.
+template <bool kSymmetric, int kCount>
+__device__ __forceinline__ Range<kSymmetric> range_of(float const (&v)[kCount]) {
+  Range<kSymmetric> parts[kCount / 2];
+#pragma unroll
+  for (int i = 0; i < kCount / 2; ++i) {
+    float a = v[2 * i], b = v[2 * i + 1];
+    parts[i] = kSymmetric ? Range<kSymmetric>{0.0f, max_or_nan(fabsf(a), fabsf(b))}
+                          : Range<kSymmetric>{min_or_nan(a, b), max_or_nan(a, b)};
+  }
+#pragma unroll
+  for (int half = kCount / 4; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) parts[i].add(parts[i + half]);
+  if (!kSymmetric) parts[0].add(Range<kSymmetric>{0.0f, 0.0f});
+  return parts[0];
+}
+
 // a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two corrections of the quotient by its
 // remainder, which is exact. __fdiv_rn does the same, and calls a function for the other cases, at the cost of registers and branches.
 __device__ __forceinline__ float quotient(float a, float b) {
@@ -81,10 +99,11 @@ struct Quantizer {
 
   __device__ __forceinline__ int shift() const { return int(zero) - 0x4b400000; }  // the bits of kMagic
 
-  // The code of v in the lowest byte. Symmetric ones need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place.
-  __device__ __forceinline__ uint32_t code(float v) const {
-    if (reciprocal == 0.0f) return 0;  // of a block of zeros; or of one with NaN or infinity
-    return kSymmetric ? rounded(v) : uint32_t(max(-128, min(127, int(rounded(v)) + shift())));
+  // The code of v minus the zero point. Symmetric ones need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place. Of a block
+  // with NaN or infinity it may be anything: the scale is NaN.
+  __device__ __forceinline__ float value(float v) const {
+    float q = __fadd_rn(__uint_as_float(rounded(v)), -kMagic);
+    return kSymmetric ? q : fminf(fmaxf(q + zero, -128.0f), 127.0f) - zero;
   }
 
   // The codes of a.x, b.x, a.y, b.y from the lowest byte on.
@@ -122,13 +141,17 @@ struct FloatRows {
                      k % kLaneColumns == 0) {}
 };
 
+// A pair of fp16 or bf16.
+__device__ __forceinline__ float2 floats_of(uint32_t word, DataType type) {
+  return type == DataType::kFloat16 ? __half22float2(reinterpret_cast<__half2 const&>(word))
+                                    : make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+}
+
 // Eight pairs of fp16 or bf16.
 __device__ __forceinline__ void to_floats(uint32_t const (&words)[8], DataType type, float (&v)[kLaneColumns]) {
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
-    float2 pair = type == DataType::kFloat16
-                      ? __half22float2(reinterpret_cast<__half2 const&>(words[i]))
-                      : make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+    float2 pair = floats_of(words[i], type);
     v[2 * i] = pair.x, v[2 * i + 1] = pair.y;
   }
 }

@@ -18,7 +18,7 @@
 // The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps hide that, so a block leaves
 // no room for one of the next launch, but where its part is small.
 //
-// int8 activations take the same way. Blocks quantise x themselves while they bring it into shared memory, with the quantiser's arithmetic
+// int8 activations take the same way. Blocks quantise x themselves in shared memory, with the quantiser's arithmetic
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
 // below 2^24, exact in fp32.
 #include "cutlass_ops/layout.h"
@@ -133,11 +133,10 @@ struct Params {
   int k_tiles, n_pad, cluster, clusters, log_cluster;
   Shares slabs, tiles;        // of the clusters, and of a cluster's blocks
   Shares sum_step, end_step;  // from a thread's [slab][token] to its next: slabs and tokens
-  int block;                  // columns that share an activation scale
   int log_scale_bytes, log_offset_bytes;
   DecodeMemory memory;
   bool plain_epilogue;       // sums become outputs of type Element, and no more
-  bool vector_x, step_sums;  // x can be loaded by 16 bytes; the sums of x over a step are needed
+  bool vector_x, step_sums;  // rows of x are 16-bit floats to be copied whole; the sums of x over a step are needed
 };
 
 __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
@@ -252,100 +251,101 @@ struct Feed {
   }
 };
 
-// ---- x into shared memory: rows of Element, a token each
+// ---- x into shared memory: rows of 16-bit floats, a token each
 
-// The block's slice of x by runs of 512 columns, a warp's work at a time, 16 a lane. Made before the kernel waits.
-struct Runs {
-  int columns, runs;
-  __device__ __forceinline__ explicit Runs(Part const& part) : columns(part.tiles * kKPerTile), runs((columns + 511) / 512) {}
-};
-
-// work(token, column, inside, load(token, column)) for every 16 columns; `column` counts from the slice's first. Whole warps, so that lanes can share a
-// block of columns; kBatch loads are under way at a time.
-template <class C, int kBatch, class Load, class Work>
-__device__ __forceinline__ void for_columns(Params const& p, Runs const& runs, Load load, Work work) {
-  int count = p.epilogue.m * runs.runs;
-#pragma unroll 1
-  for (int first = threadIdx.x / 32; first < count; first += kBatch * C::kWarps) {
-    decltype(load(0, 0)) loaded[kBatch] = {};
-    int token[kBatch], column[kBatch];
-#pragma unroll
-    for (int j = 0; j < kBatch; ++j) {
-      int i = first + j * C::kWarps;
-      Quotient place(i, runs.runs);
-      token[j] = place.quotient;
-      column[j] = place.remainder * 512 + threadIdx.x % 32 * kLaneColumns;
-      if (i < count && column[j] < runs.columns) loaded[j] = load(token[j], column[j]);
-    }
-#pragma unroll 1
-    for (int j = 0; j < kBatch; ++j) {
-      if (first + j * C::kWarps < count) work(token[0], column[0], column[0] < runs.columns, loaded[0]);
-#pragma unroll
-      for (int i = 0; i + 1 < kBatch; ++i) token[i] = token[i + 1], column[i] = column[i + 1], loaded[i] = loaded[i + 1];
-    }
-  }
+// Global to shared memory by the bulk copy engine; addresses of shared memory as it has them.
+__device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
 }
 
-// 16 columns as they are, if they are 16-bit floats and can be loaded at once, or as floats.
-struct Raw {
-  uint4 v[2];
-};
-struct Columns {
-  float v[kLaneColumns];
-};
-
-constexpr int kBatch = 2;
-
-// work(token, column, inside, float[16]) for x as floats.
-template <class C, class Work>
-__device__ __forceinline__ void for_floats(Params const& p, Runs const& runs, int first, Work work) {
-  if (p.x.vector_loads && p.x.x_type != DataType::kFloat32) {
-    for_columns<C, kBatch>(
-        p, runs,
-        [&](int token, int column) {
-          uint4 const* source =
-              reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(p.x.x) + token * p.x.x_stride + first + column);
-          Raw raw = {};
-          if (first + column < p.x.k) raw.v[0] = source[0], raw.v[1] = source[1];
-          return raw;
-        },
-        [&](int token, int column, bool inside, Raw const& raw) {
-          float v[kLaneColumns];
-          uint32_t const words[8] = {raw.v[0].x, raw.v[0].y, raw.v[0].z, raw.v[0].w,
-                                     raw.v[1].x, raw.v[1].y, raw.v[1].z, raw.v[1].w};
-          to_floats(words, p.x.x_type, v);
-          work(token, column, inside, v);
-        });
-  } else {
-    for_columns<C, 1>(
-        p, runs,
-        [&](int token, int column) {
-          Columns columns;
-          load_columns(p.x, token, first + column, columns.v);
-          return columns;
-        },
-        [&](int token, int column, bool inside, Columns& columns) { work(token, column, inside, columns.v); });
-  }
-}
-
-// 16 integers and their scale.
+// The bulk copies of a warp: every so many tokens, from a first one that differs between blocks, which want the same lines at the same time. Copies by
+// threads would be waited for together with the weights before them. What they need is in registers before the kernel waits: each instruction after
+// that stands between x and the first product.
 template <class C>
-__device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int token, int column,
-                                            float const (&v)[kLaneColumns], float scale) {
-  uint32_t words[8];
+struct RowCopies {
+  uint16_t const* from;
+  uint32_t to, barrier;
+  int token, bytes;
+
+  __device__ __forceinline__ RowCopies(uint8_t* shared, Params const& p, int first, int columns, Barriers& barriers)
+      : token(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps), bytes(min(p.x.k - first, columns) * 2) {
+    from = static_cast<uint16_t const*>(p.x.x) + token * p.x.x_stride + first;
+    to = cute::cast_smem_ptr_to_uint(shared + p.memory.x) + token * p.memory.token;
+    barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
+    if (threadIdx.x % 32) token = kMaxM;
+  }
+  // The assembler computes such things after the wait if it can: not what comes out of a shuffle.
+  __device__ __forceinline__ void prepare() {
+    int const lane = threadIdx.x % 32;
+    from = reinterpret_cast<uint16_t const*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
+    to = __shfl_sync(~0u, to, lane), barrier = __shfl_sync(~0u, barrier, lane);
+    token = __shfl_sync(~0u, token, lane), bytes = __shfl_sync(~0u, bytes, lane);
+  }
+  __device__ __forceinline__ void issue(Params const& p) {
+#pragma unroll 1
+    for (; token < p.epilogue.m; token += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.token)
+      copy_bulk(to, from, bytes, barrier);
+  }
+};
+
+// The same by threads, of any x. Columns beyond K are zeros.
+template <class C>
+__device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first, int columns) {
+  uint16_t const* x = static_cast<uint16_t const*>(p.x.x);
+  for (int token = 0; token < p.epilogue.m; ++token, x += p.x.x_stride) {
+#pragma unroll 4
+    for (int k = threadIdx.x; k < columns; k += C::kThreads) {
+      bool inside = first + k < p.x.k;
+      int column = inside && p.x.perm ? __ldg(p.x.perm + first + k) : first + k;
+      *reinterpret_cast<uint16_t*>(shared + p.memory.x + token * p.memory.token + k * 2) = inside ? x[column] : uint16_t(0);
+    }
+  }
+}
+
+// A warp's tiles of its block's slice of x, [token][tile]. Made before the kernel waits.
+struct TileWalk {
+  int tiles, token, tile, token_step, tile_step, count;
+  __device__ __forceinline__ TileWalk(int tiles_, int m, int warps) : tiles(tiles_) {
+    int const warp = threadIdx.x / 32;
+    Quotient begin(warp, tiles), step(warps, tiles);
+    token = begin.quotient, tile = begin.remainder;
+    token_step = step.quotient, tile_step = step.remainder;
+    count = (m * tiles - warp + warps - 1) / warps;
+  }
+  __device__ __forceinline__ void next() {
+    token += token_step, tile += tile_step;
+    if (tile >= tiles) tile -= tiles, ++token;
+  }
+};
+
+constexpr int kFour = kKPerTile / 32;  // columns of a tile, a lane's
+
+// A lane's columns of a tile as floats: staged ones, or fp32, which is read where it is.
+template <bool kFloat32>
+__device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int token, int column, float (&v)[kFour]) {
+  if constexpr (kFloat32) {
+    float const* x = static_cast<float const*>(p.x.x) + token * p.x.x_stride;
 #pragma unroll
-  for (int i = 0; i < 8; ++i) words[i] = pack_pair<__half>(v[2 * i], v[2 * i + 1]);
-  uint4* to = reinterpret_cast<uint4*>(shared + p.memory.x + token * p.memory.token + column * 2);
-  to[0] = make_uint4(words[0], words[1], words[2], words[3]);
-  to[1] = make_uint4(words[4], words[5], words[6], words[7]);
+    for (int i = 0; i < kFour; ++i) {
+      int k = column + i;
+      v[i] = k < p.x.k ? x[p.x.perm ? p.x.perm[k] : k] : 0.0f;
+    }
+  } else {
+    uint2 pair = *reinterpret_cast<uint2 const*>(staged);
+    float2 low = floats_of(pair.x, p.x.x_type), high = floats_of(pair.y, p.x.x_type);
+    v[0] = low.x, v[1] = low.y, v[2] = high.x, v[3] = high.y;
+  }
+}
+
+// A lane's integers of a tile and their scale.
+template <class C>
+__device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged, Params const& p, int token, int column,
+                                               float const (&v)[kFour], float scale) {
+  *reinterpret_cast<uint2*>(staged) = make_uint2(pack_pair<__half>(v[0], v[1]), pack_pair<__half>(v[2], v[3]));
   if (column % C::kStepColumns == 0)
     reinterpret_cast<float*>(shared + p.memory.scales)[column / C::kStepColumns * C::kTokens + token] = scale;
-}
-
-template <bool kSymmetric>
-__device__ __forceinline__ void quantize(Quantizer<kSymmetric> const& quantizer, float (&v)[kLaneColumns]) {
-#pragma unroll
-  for (float& x : v) x = float(int8_t(quantizer.code(x))) - quantizer.zero;
 }
 
 // Largest absolute values by integer comparison: NaN is larger than all.
@@ -357,108 +357,120 @@ struct RangeShares {
   uint32_t own[2][C::kTokens], all[C::kInt8 ? 8 : 1][2][C::kTokens];
 };
 
-template <class C, bool kSymmetric>
-__device__ __forceinline__ void stage_quantized(uint8_t* shared, Params const& p, int first, Runs const& runs,
-                                                RangeShares<C>& shares, Barriers& barriers) {
-  if (p.source == Source::kTokens) {
-    for_floats<C>(p, runs, first, [&](int token, int, bool, float const(&v)[kLaneColumns]) {
-      Range<kSymmetric> range{};
-#pragma unroll
-      for (float x : v) range.add(x);
-      range.share(32);
-      if (threadIdx.x % 32 == 0) {
-        atomicMax(&shares.own[1][token], ordered(range.high));
-        if (!kSymmetric) atomicMax(&shares.own[0][token], ordered(range.low));
-      }
-    });
-    // The row's range is that of all slices: every block gets every block's.
-    __syncthreads();
-    if (p.cluster > 1) {
-      int rank = blockIdx.x & (p.cluster - 1), count = p.epilogue.m * (kSymmetric ? 1 : 2);
-      for (int i = threadIdx.x; i < count << p.log_cluster; i += C::kThreads) {
-        int bound = (i >> p.log_cluster) < p.epilogue.m, token = (i >> p.log_cluster) - (bound ? 0 : p.epilogue.m);
-        store_remote(&shares.all[rank][bound][token], shares.own[bound][token], &barriers.ranges, i & (p.cluster - 1));
-      }
-      TransactionBarrier::wait(&barriers.ranges, 0);
-    }
-  }
-  for_floats<C>(p, runs, first, [&](int token, int column, bool inside, float (&v)[kLaneColumns]) {
-    Range<kSymmetric> range{};
-    if (p.source == Source::kTokens) {
-      uint32_t low = 0, high = 0;
-      for (int rank = 0; rank < p.cluster; ++rank) {
-        uint32_t const(&theirs)[2][C::kTokens] = p.cluster > 1 ? shares.all[rank] : shares.own;
-        high = max(high, theirs[1][token]);
-        if (!kSymmetric) low = max(low, theirs[0][token]);
-      }
-      range = Range<kSymmetric>{-__uint_as_float(low), __uint_as_float(high)};
-    } else {
-#pragma unroll
-      for (float x : v) range.add(x);
-      range.share(p.block / kLaneColumns);
-    }
-    Quantizer<kSymmetric> quantizer(range);
-    quantize(quantizer, v);
-    if (inside) stage_codes<C>(shared, p, token, column, v, quantizer.scale);
-  });
+// Of the values of a warp: bits as above.
+template <bool kSymmetric>
+__device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
+  Range<kSymmetric> range = range_of<kSymmetric>(v);
+  return make_uint2(kSymmetric ? 0 : __reduce_max_sync(~0u, ordered(range.low)), __reduce_max_sync(~0u, ordered(range.high)));
 }
 
-template <class C>
-__device__ __forceinline__ void stage_tokens(uint8_t* shared, Params const& p, Part const& part, Runs const& runs,
-                                             RangeShares<C>& shares, Barriers& barriers) {
-  int first = part.first_tile * kKPerTile;
-  if constexpr (!C::kInt8) {
-    uint16_t const* x = static_cast<uint16_t const*>(p.x.x);
-    if (p.vector_x) {
-      // By the bulk copy engine: copies by threads would be waited for together with the weights before them.
-      if (threadIdx.x < 32 && cute::elect_one_sync()) {
-        int bytes = min(p.x.k - first, runs.columns) * 2;
-        TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(p.epilogue.m * bytes));
-        // Blocks want the same lines at the same time: each begins elsewhere.
-        int turn = int(__umulhi(uint32_t(blockIdx.x) * 0x9e3779b9u, uint32_t(p.epilogue.m)));
-        for (int i = 0; i < p.epilogue.m; ++i) {
-          int token = i + turn < p.epilogue.m ? i + turn : i + turn - p.epilogue.m;
-          cute::SM90_BULK_COPY_G2S::copy(x + token * p.x.x_stride + first, &barriers.x,
-                                         shared + p.memory.x + token * p.memory.token, bytes);
-        }
-      }
-      TransactionBarrier::wait(&barriers.x, 0);
-      return;
+// The range of each token's row: that of all slices; every block gets every block's.
+template <class C, bool kSymmetric, bool kFloat32>
+__device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first, TileWalk at, RangeShares<C>& shares,
+                                            Barriers& barriers) {
+  int const m = p.epilogue.m;
+#pragma unroll 1
+  for (int i = 0; i < at.count; ++i, at.next()) {
+    int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
+    float v[kFour];
+    load_floats<kFloat32>(shared + p.memory.x + at.token * p.memory.token + column * 2, p, at.token, first + column, v);
+    uint2 range = warp_range<kSymmetric>(v);
+    if (threadIdx.x % 32 == 0) {
+      atomicMax(&shares.own[1][at.token], range.y);
+      if (!kSymmetric) atomicMax(&shares.own[0][at.token], range.x);
     }
-    for (int token = 0; token < p.epilogue.m; ++token, x += p.x.x_stride) {
-#pragma unroll 4
-      for (int k = threadIdx.x; k < runs.columns; k += C::kThreads) {
-        bool inside = first + k < p.x.k;
-        int column = inside && p.x.perm ? __ldg(p.x.perm + first + k) : first + k;
-        *reinterpret_cast<uint16_t*>(shared + p.memory.x + token * p.memory.token + k * 2) = inside ? x[column] : uint16_t(0);
-      }
-    }
-  } else if (p.source != Source::kCodes) {
-    if (p.symmetric) {
-      stage_quantized<C, true>(shared, p, first, runs, shares, barriers);
-    } else {
-      stage_quantized<C, false>(shared, p, first, runs, shares, barriers);
-    }
-  } else {
-    QuantizedActivations const& q = p.quantized;
-    auto load = [&](int token, int column) {
-      return *reinterpret_cast<uint4 const*>(q.codes + int64_t(token) * p.k_tiles * kKPerTile + first + column);
-    };
-    for_columns<C, kBatch>(p, runs, load, [&](int token, int column, bool inside, uint4 const& codes) {
-      if (!inside) return;
-      int64_t index = (q.block == -1 ? 0 : int64_t((first + column) / q.block) * q.stride) + token;
-      int zero = q.zeros ? q.zeros[index] : 0;
-      uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
-      float v[kLaneColumns];
-#pragma unroll
-      for (int k = 0; k < kLaneColumns; ++k) {
-        int position = activation_position(k);
-        v[k] = float(int(int8_t(words[position / 4] >> position % 4 * 8)) - zero);
-      }
-      stage_codes<C>(shared, p, token, column, v, q.scales[index]);
-    });
   }
-  if (p.step_sums) __syncthreads();
+  __syncthreads();
+  if (p.cluster == 1) return;
+  int rank = blockIdx.x & (p.cluster - 1), count = m * (kSymmetric ? 1 : 2);
+#pragma unroll 1
+  for (int i = threadIdx.x; i < count << p.log_cluster; i += C::kThreads) {
+    int bound = (i >> p.log_cluster) < m, token = (i >> p.log_cluster) - (bound ? 0 : m);
+    store_remote(&shares.all[rank][bound][token], shares.own[bound][token], &barriers.ranges, i & (p.cluster - 1));
+  }
+  TransactionBarrier::wait(&barriers.ranges, 0);
+}
+
+// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an instruction waits for the one before.
+template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
+__device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first, TileWalk at,
+                                               RangeShares<C>& shares) {
+  constexpr int kAtOnce = kFloat32 ? 1 : 2, kBlock = C::kShortGroups ? C::kStepColumns : kKPerTile;
+  int const lane_column = threadIdx.x % 32 * kFour;
+#pragma unroll 1
+  for (int left = at.count; left > 0; left -= kAtOnce) {
+    int token[kAtOnce], column[kAtOnce];
+    uint8_t* staged[kAtOnce];
+    float v[kAtOnce][kFour];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (j > 0 && j < left) at.next();  // or the same again
+      token[j] = at.token, column[j] = at.tile * kKPerTile + lane_column;
+      staged[j] = shared + p.memory.x + token[j] * p.memory.token + column[j] * 2;
+      load_floats<kFloat32>(staged[j], p, token[j], first + column[j], v[j]);
+    }
+    at.next();
+    uint2 bits[kAtOnce];
+    Range<kSymmetric> range[kAtOnce];
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      if (!kBlocks) {
+        bits[j] = make_uint2(0, 0);
+#pragma unroll 1
+        for (int rank = 0; rank < p.cluster; ++rank) {
+          uint32_t const(&theirs)[2][C::kTokens] = p.cluster > 1 ? shares.all[rank] : shares.own;
+          bits[j].y = max(bits[j].y, theirs[1][token[j]]);
+          if (!kSymmetric) bits[j].x = max(bits[j].x, theirs[0][token[j]]);
+        }
+      } else if (kBlock == kKPerTile) {
+        bits[j] = warp_range<kSymmetric>(v[j]);
+      }
+      if (!kBlocks || kBlock == kKPerTile) {
+        range[j] = Range<kSymmetric>{-__uint_as_float(bits[j].x), __uint_as_float(bits[j].y)};
+      } else {
+        range[j] = range_of<kSymmetric>(v[j]);
+        range[j].share(kBlock / kFour);
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      Quantizer<kSymmetric> quantizer(range[j]);
+#pragma unroll
+      for (float& x : v[j]) x = quantizer.value(x);
+      store_integers<C>(shared, staged[j], p, token[j], column[j], v[j], quantizer.scale);
+    }
+  }
+}
+
+template <class C, bool kSymmetric, bool kFloat32>
+__device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params const& p, int first, TileWalk const& walk,
+                                                         RangeShares<C>& shares, Barriers& barriers) {
+  if (p.source == Source::kBlocks) {
+    stage_integers<C, kSymmetric, true, kFloat32>(shared, p, first, walk, shares);
+  } else {
+    find_ranges<C, kSymmetric, kFloat32>(shared, p, first, walk, shares, barriers);
+    stage_integers<C, kSymmetric, false, kFloat32>(shared, p, first, walk, shares);
+  }
+}
+
+// The same by codes that were made before.
+template <class C>
+__device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, int first, TileWalk at) {
+  QuantizedActivations const& q = p.quantized;
+#pragma unroll 1
+  for (int i = 0; i < at.count; ++i, at.next()) {
+    int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
+    // Of 16 columns, eight bytes hold 0, 8, 1, 9, 2, 10, 3, 11, and eight the others (activation_position).
+    uint2 codes = *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.token) * p.k_tiles * kKPerTile + first +
+                                                  column / 16 * 16 + column % 8 * 2);
+    int64_t index = (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) + at.token;
+    int zero = q.zeros ? q.zeros[index] : 0, odd = column % 16 / 8;
+    float v[kFour];
+#pragma unroll
+    for (int j = 0; j < kFour; ++j) v[j] = float(int(int8_t((j < 2 ? codes.x : codes.y) >> (j % 2 * 16 + odd * 8))) - zero);
+    store_integers<C>(shared, shared + p.memory.x + at.token * p.memory.token + column * 2, p, at.token, column, v,
+                      q.scales[index]);
+  }
 }
 
 // The sums of x over each step, in units of what the decoder makes: a step of a token by four lanes.
@@ -478,9 +490,7 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
       uint32_t const words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float2 pair = std::is_same_v<typename C::Element, __half>
-                          ? __half22float2(reinterpret_cast<__half2 const&>(words[j]))
-                          : make_float2(__uint_as_float(words[j] << 16), __uint_as_float(words[j] & 0xffff0000u));
+        float2 pair = floats_of(words[j], C::kElementType);
         sums[j] += pair.x + pair.y;
       }
     }
@@ -778,35 +788,67 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     decode::Int4Book::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
   // Everything else that does not depend on x. Of each slab the warps that share it: the first, and how many; and whether the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
+#pragma unroll 1
   for (int slab = threadIdx.x; slab < part.slabs; slab += C::kThreads) {
     int past = (slab + 1) * pieces.of_slab, first = pieces.warp_of(past - pieces.of_slab), last = pieces.warp_of(past - 1);
     parts[slab] = uint32_t(first) | uint32_t(last - first) << 8 | uint32_t(pieces.begin(last + 1) > past) << 16;
   }
-  Runs runs(part);
+  int const first = part.first_tile * kKPerTile, columns = part.tiles * kKPerTile;
+  RowCopies<C> copies(shared, p, first, columns, barriers);
+  TileWalk walk(part.tiles, m, C::kWarps);
   if (C::kInt8 && threadIdx.x < 2 * C::kTokens) shares.own[threadIdx.x / C::kTokens][threadIdx.x % C::kTokens] = 0;
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&barriers.x, 1);
     TransactionBarrier::init(&barriers.ranges, 1);
     TransactionBarrier::init(&barriers.sums, 1);
     cutlass::arch::fence_barrier_init();
+    if (p.vector_x) TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * copies.bytes));
     TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8)) << p.log_cluster);
     TransactionBarrier::arrive_and_expect_tx(&barriers.sums, uint32_t(part.slabs * m * kRowsPerSlab * 4));
   }
-  if (!C::kInt8 && p.vector_x) {
-    int past = p.weight.k - part.first_tile * kKPerTile, width = runs.columns - past;  // columns beyond K
+  if (p.vector_x) {
+    int past = p.weight.k - first, width = columns - past;  // columns beyond K
+#pragma unroll 1
     for (int i = threadIdx.x; i < m * width; i += C::kThreads) {
       Quotient place(i, width);
       reinterpret_cast<uint16_t*>(shared + p.memory.x + place.quotient * p.memory.token)[past + place.remainder] = 0;
     }
   }
+  copies.prepare();
   __syncthreads();
   if (p.cluster > 1) {
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
   wait_alone();
-  stage_tokens<C>(shared, p, part, runs, shares, barriers);
-  if (p.step_sums) sum_steps<C>(shared, p, runs.columns);
+  if (p.vector_x) {
+    copies.issue(p);
+    TransactionBarrier::wait(&barriers.x, 0);
+  } else if (!C::kInt8 || (p.source != Source::kCodes && p.x.x_type != DataType::kFloat32)) {
+    stage_floats<C>(shared, p, first, columns);
+    if (C::kInt8) __syncthreads();
+  }
+  if constexpr (C::kInt8) {
+    if (p.source == Source::kCodes) {
+      stage_codes<C>(shared, p, first, walk);
+    } else if (p.x.x_type != DataType::kFloat32) {
+      if (p.symmetric) {
+        stage_floats_as_integers<C, true, false>(shared, p, first, walk, shares, barriers);
+      } else {
+        stage_floats_as_integers<C, false, false>(shared, p, first, walk, shares, barriers);
+      }
+    } else {
+      if (p.symmetric) {
+        stage_floats_as_integers<C, true, true>(shared, p, first, walk, shares, barriers);
+      } else {
+        stage_floats_as_integers<C, false, true>(shared, p, first, walk, shares, barriers);
+      }
+    }
+  }
+  if (p.step_sums) {
+    if (C::kInt8 || !p.vector_x) __syncthreads();
+    sum_steps<C>(shared, p, columns);
+  }
   __syncthreads();
   // Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
   if (feed.left <= 0) let_successor_start();
@@ -886,7 +928,8 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
   EpilogueParams epilogue(problem);
   bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
                epilogue.vector_store && problem.out_type == C::kElementType;
-  bool vector_x = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
+  bool vector_x = !problem.quantized.codes && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 &&
+                  w.k % 8 == 0 && !w.perm && problem.x_type != DataType::kFloat32;
   Source source = !C::kInt8                               ? Source::kFloats
                   : problem.quantized.codes               ? Source::kCodes
                   : problem.act_quant == ActQuant::kToken ? Source::kTokens
@@ -909,7 +952,6 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
            Shares(int(padded_k(w.k) / kKPerTile), shape.cluster),
            Shares(C::kThreads / 16, problem.m),
            Shares(C::kThreads * shape.cluster / 16, problem.m),
-           activation_block(w.group_size),
            log2_size_of(w.scale_type),
            log2_size_of(w.offset_type),
            memory,
