@@ -299,7 +299,7 @@ LARGE = [
     Case(Format(4, "offsets", 128), 1000, 8256, "block-asym", HALF, FLOAT, (17, 129)),
     # The most tokens of each row of decode_gemm, which for more than 8 wants a weight of 2^26 to 2^27 elements.
     Case(Format(4, "zeros", 64), 1000, 1536, "block-asym", BFLOAT, FLOAT, (6, 8)),
-    Case(Format(4, "zeros", 128), 17024, 4096, "floats", HALF, HALF, (8, 12)),
+    Case(Format(4, "offsets", 128), 17024, 4096, "floats", HALF, HALF, (8, 12)),
     # Many tokens: enough tiles that K is not split.
     Case(Format(4), 576, 576, "floats", HALF, HALF, (4097,)),
     Case(Format(8, "offsets", 32), 576, 576, "floats", BFLOAT, FLOAT, (4097,)),
@@ -315,6 +315,32 @@ LARGE = [
     Case(Format(8, "symmetric", 32), 49152, 576, "floats", HALF, FLOAT, (1, 65)),
     Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),
 ]
+
+
+#: What wgmma_decode does with a weight: one block, two, four or eight that share K; warpgroups that share its slabs, or
+#: take turns at tiles of K, of which there may be fewer; a ring of stages that turns, or is filled once; unequal shares.
+CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (28672, 1024), (17000, 4096)]
+
+
+@pytest.mark.parametrize(("n", "k"), CUTS)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize(
+    ("bits", "kind", "group_size"), [(4, "symmetric", 128), (4, "zeros", 256), (8, "symmetric", -1), (8, "zeros", 128)]
+)
+def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: torch.dtype, n: int, k: int) -> None:
+    fmt = Format(bits, kind, group_size, dtype)
+    for exact in (True, False):
+        qw = make_weight(fmt, n, k, exact=exact)
+        packed = co.reorder(qw)
+        for m in (9, 16):
+            x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
+            y = multiply(x, packed, out_dtype=FLOAT)
+            want = oracle(x, qw, "none", True)
+            if exact:
+                assert_same(y, want.float())
+            else:
+                assert_close(y, want)
+                assert same_bits(multiply(x, packed, out_dtype=FLOAT), y)
 
 
 @pytest.mark.parametrize("case", named(LARGE))
@@ -828,11 +854,12 @@ def test_runs_on_the_current_stream(activations: str) -> None:
     assert same_bits(y, expected)
 
 
-@pytest.mark.parametrize("m", [3, 17])  # decode_gemm lets its successor start before it has waited for its predecessor
-def test_back_to_back_products_that_feed_each_other(m: int) -> None:
+# decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor.
+@pytest.mark.parametrize(("m", "act_quant"), [(3, "block"), (16, "none"), (17, "block")])
+def test_back_to_back_products_that_feed_each_other(m: int, act_quant: str) -> None:
     # Kernels may start before their predecessor ends (programmatic dependent launch); they must still read what it wrote.
     packed = co.reorder(make_weight(Format(8, "symmetric", 128), 1536, 1536, exact=False))
-    options: dict[str, Any] = {"act_quant": "block", "activation": ("clamp", -2.0, 2.0)}
+    options: dict[str, Any] = {"act_quant": act_quant, "activation": ("clamp", -2.0, 2.0)}
 
     def chain(pause: bool) -> Tensor:
         y = make_floats(m, 1536, HALF)

@@ -59,6 +59,10 @@ struct Int8Wgmma<176> {
 template <class Element, int kTokens>
 struct FloatWgmma;
 template <>
+struct FloatWgmma<__half, 16> {
+  using Atom = cute::SM90::GMMA::MMA_64x16x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
 struct FloatWgmma<__half, 64> {
   using Atom = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };

@@ -13,6 +13,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "decode_shape.h"
+#include "wgmma_decode_shape.h"
 
 namespace cutlass_ops {
 namespace {
@@ -207,9 +208,13 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     return std::string(row ? row->kernel : "");
   };
   EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kNone), "decode_gemm");
-  EXPECT_EQ(kernel(16, 28672, 4096, ActQuant::kNone), "decode_gemm");
-  EXPECT_EQ(kernel(16, 4096, 4096, ActQuant::kNone), "mma_gemm_a16");
-  EXPECT_EQ(kernel(16, 8192, 28672, ActQuant::kNone), "mma_gemm_a16");
+  for (int m : {9, 16}) {
+    EXPECT_EQ(kernel(m, 28672, 4096, ActQuant::kNone), "wgmma_decode");
+    EXPECT_EQ(kernel(m, 4096, 4096, ActQuant::kNone), "wgmma_decode");
+    EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kNone), "wgmma_decode");
+  }
+  EXPECT_EQ(kernel(17, 4096, 4096, ActQuant::kNone), "mma_gemm_a16");
+  EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
   auto book = [](int m, int n, int k, int architecture) {
@@ -227,6 +232,27 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
+}
+
+// 9 to 16 tokens: stages are the ring's alone, and a stage always the same set of warpgroups'.
+TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
+  struct Case {
+    int n, k, bits, cluster, sets;
+  };
+  for (Case const& c : {Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3},
+                        Case{28672, 4096, 4, 2, 1}, Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3},
+                        Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1}, Case{128256, 4096, 4, 0, 1}}) {
+    GemmProblem p = problem(16, c.n, c.k, c.bits);
+    WgmmaDecodeShape const shape(p, kHopper);
+    EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
+    if (!c.cluster) continue;
+    EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
+    int const tiles = (c.k + kKPerTile - 1) / kKPerTile;
+    EXPECT_TRUE(shape.stages % shape.sets == 0 || shape.stages * shape.cluster >= tiles) << c.n << " x " << c.k;
+    EXPECT_LE(shape.stages, WgmmaDecodeShape::kMostStages);
+    EXPECT_LE(2 * (shape.shared_bytes + 2048), kHopper.shared_memory);
+    EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
+  }
 }
 
 // What a row's kernel lacks goes to a kernel that has it.
@@ -277,6 +303,26 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
+  GemmProblem const few = problem(16, 4096, 4096);
+  EXPECT_EQ(kernel(few), "wgmma_decode");
+  p = few;
+  p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "wgmma_decode");
+  p = few;
+  p.weight.offsets = &some_byte;
+  p.weight.offset_type = DataType::kFloat16;
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p = few;
+  p.weight.group_size = 64;
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p = few;
+  p.weight.scale_type = DataType::kBFloat16;  // beside fp16
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p.x_type = DataType::kBFloat16;
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p = few;
+  p.x_stride = 4097;
+  EXPECT_EQ(kernel(p), "mma_gemm_a16");
 }
 
 TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {

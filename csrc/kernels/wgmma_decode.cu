@@ -1,0 +1,349 @@
+// 9 to 16 tokens of fp16 x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 while a batch decodes, sm_90a.
+//
+//   cluster   up to nine slabs of 64 output features; its blocks share K in equal slices
+//   stage     a tile of K, 128 columns: the slabs' codes and scales by bulk copies, x by its tensor map once for all of them. One warp asks for
+//             them; for weights before the kernel waits for its predecessor. Two blocks fit in a multiprocessor, so that the next launch's first
+//             stages arrive while this one ends
+//   multiply  a warpgroup a slab at a time, weights through registers as operand A: a slab's decoding in one hides behind products in the others.
+//             Three warpgroups share the slabs, or, where these are few, take turns at tiles
+//   promote   sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu
+//   end       sums leave registers for the block of the cluster that ends with those features, by st.async, and are added in a fixed order
+#include "device/decode.cuh"
+#include "device/hopper_gemm.cuh"
+#include "device/tile.cuh"
+#include "kernels/kernels.h"
+#include "wgmma_decode_shape.h"
+
+namespace cutlass_ops {
+namespace {
+
+template <int kBits_, bool kZeros_>
+struct Config {
+  using Element = __half;  // of x and of weight scales
+  using Decode = decode::ToFloat<kBits_, Element>;
+  static constexpr int kBits = kBits_;
+  static constexpr bool kZeros = kZeros_;
+  static constexpr int kTokens = WgmmaDecodeShape::kTokens;
+  static constexpr int kWarpgroups = WgmmaDecodeShape::kWarpgroups, kWarps = 4 * kWarpgroups;  // that multiply
+  static constexpr int kThreads = 32 * kWarps + 32;
+  static constexpr int kSums = kTokens / 2;  // registers of a slab
+  static constexpr int kXBytes = WgmmaDecodeShape::kXBytes;
+  static constexpr int kPanelBytes = kTokens * 128;  // of x in shared memory: 64 columns, in the 128-byte swizzle
+  static constexpr int kPieces = 4, kSteps = 2;  // of 16 columns that are multiplied together, in a step; of those in a tile
+  static constexpr int kWords = kPieces * Decode::kWords;
+  static constexpr int kChunk = chunk_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
+  static constexpr int kTokenBlocks = kTokens / 8, kLogPieces = 3;  // of a slab's sums: 16 features x 8 tokens
+  static_assert(4 * kTokenBlocks == 1 << kLogPieces);
+};
+
+struct Shares {
+  int base, rest;
+  Shares(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
+  __device__ __forceinline__ int first(int i) const { return base * i + min(i, rest); }
+  __device__ __forceinline__ int count(int i) const { return base + (i < rest); }
+};
+
+struct Params {
+  PackedWeight weight;
+  EpilogueParams epilogue;
+  VectorRows weight_rows;
+  WgmmaDecodeShape shape;
+  Shares slabs, tiles;  // of the clusters, and of a cluster's blocks
+  int k_tiles, n_pad, log_cluster;
+};
+
+struct Barriers {
+  uint64_t full[WgmmaDecodeShape::kMostStages], empty[WgmmaDecodeShape::kMostStages], sums;
+};
+
+// A block's part of the product.
+struct Part {
+  int rank, first_slab, slabs, first_tile, tiles;
+
+  __device__ __forceinline__ explicit Part(Params const& p) {
+    int index = blockIdx.x >> p.log_cluster;
+    rank = blockIdx.x & (p.shape.cluster - 1);
+    first_slab = p.slabs.first(index), slabs = p.slabs.count(index);
+    first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Params const& p, Part const& part, int tile) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  int const features = part.slabs * kRowsPerSlab;
+  TransactionBarrier::arrive_and_expect_tx(full, C::kXBytes + part.slabs * C::kChunk + features * (C::kZeros ? 3 : 2));
+  int64_t const row = int64_t(p.k_tiles) * C::kChunk;
+  uint8_t const* codes = p.weight.codes + part.first_slab * row + tile * C::kChunk;
+#pragma unroll 1
+  for (int slab = 0; slab < part.slabs; ++slab, codes += row) Copy::copy(codes, full, to + slab * C::kChunk, C::kChunk);
+  int64_t const vector = int64_t(p.weight_rows.first(tile)) * p.n_pad + part.first_slab * kRowsPerSlab;
+  Copy::copy(static_cast<uint16_t const*>(p.weight.scales) + vector, full, to + p.shape.scales, features * 2);
+  if (C::kZeros) Copy::copy(p.weight.zeros + vector, full, to + p.shape.zeros, features);
+}
+
+template <class C>
+__device__ __forceinline__ void copy_tokens(uint8_t* to, uint64_t* full, CUtensorMap const& map, int tile) {
+#pragma unroll
+  for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
+    cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
+                                 tile * kKPerTile + panel * (kKPerTile / 2), 0);
+}
+
+// By one thread.
+template <class C>
+__device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, CUtensorMap const& map, Params const& p,
+                                        Part const& part) {
+  auto weights = [&](int i, int stage) {
+    copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes, &barriers.full[stage], p, part,
+                    part.first_tile + i);
+  };
+  auto tokens = [&](int i, int stage) {
+    copy_tokens<C>(shared + stage * C::kXBytes, &barriers.full[stage], map, part.first_tile + i);
+  };
+  int const ahead = min(part.tiles, p.shape.stages);
+  for (int i = 0; i < ahead; ++i) weights(i, i);
+  wait_alone();
+  for (int i = 0; i < ahead; ++i) tokens(i, i);
+  int stage = 0;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int i = ahead; i < part.tiles; ++i) {
+    ClusterBarrier::wait(&barriers.empty[stage], phase);
+    weights(i, stage);
+    tokens(i, stage);
+    if (++stage == p.shape.stages) stage = 0, phase ^= 1;
+  }
+  // Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
+  let_successor_start();
+}
+
+__device__ __forceinline__ uint32_t load_word(uint32_t address) {
+  uint32_t v;
+  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
+  return v;
+}
+
+// A warpgroup's kSlabs slabs, from `first` of the block's: their sums over the block's tiles, and those to the blocks that end with them.
+template <class C, int kSlabs>
+__device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p, Part const& part, int warp,
+                                        int first) {
+  int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
+  float sums[kSlabs][C::kSums] = {};
+  // Pinned in registers, as in hopper_gemm.cuh.
+  uint32_t const row = first * kRowsPerSlab + lane / 4 * 8 + block * 2;  // in the order of group vectors
+  uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights, weight_bytes = p.shape.weight_bytes;
+  uint32_t units = base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes;
+  uint32_t scales = base + p.shape.scales + row * 2, zeros = base + p.shape.zeros + row;
+  uint64_t* full = barriers.full;
+  asm volatile("" : "+r"(x_at), "+r"(units), "+r"(scales), "+l"(full));
+  int stage = set;
+  uint32_t phase = 0;
+#pragma unroll 1
+  for (int i = set; i < part.tiles; i += p.shape.sets) {
+    uint32_t const offset = stage * weight_bytes;
+    uint64_t const x =
+        uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXBytes) >> 4 & 0x3fff, 0);
+    TransactionBarrier::wait(full + stage, phase);
+    uint32_t words[C::kWords], scale_words, next_scale_words;
+    auto load = [&](int step) {  // of all slabs' steps
+#pragma unroll
+      for (int j = 0; j < C::kWords / 4; ++j) {
+        uint32_t v[4];
+        load_shared(units + offset + step / C::kSteps * C::kChunk + step % C::kSteps * C::kStepBytes + j * kUnitBytes, v);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) words[4 * j + r] = v[r];
+      }
+    };
+    load(0);
+    next_scale_words = load_word(scales + offset);
+#pragma unroll
+    for (int slab = 0; slab < kSlabs; ++slab) {
+      float products[C::kSums];
+      scale_words = next_scale_words;
+      decode::RowConstants zero = {};
+      if (C::kZeros) {
+        uint32_t two = 0;
+        asm volatile("ld.shared.u16 %0, [%1];" : "=r"(two) : "r"(zeros + offset + slab * kRowsPerSlab));
+        if constexpr (C::kZeros) zero = C::Decode::zero_constants(int8_t(two), int8_t(two >> 8));
+      }
+#pragma unroll
+      for (int step = 0; step < C::kSteps; ++step) {
+        uint32_t a[C::kPieces][4];
+#pragma unroll
+        for (int j = 0; j < C::kPieces; ++j) {
+          if constexpr (C::kZeros) {
+            C::Decode::fragment(words + j * C::Decode::kWords, zero, a[j]);
+          } else {
+            C::Decode::fragment(words + j * C::Decode::kWords, a[j]);
+          }
+          fence_registers(a[j]);
+        }
+        fence_registers(products);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int j = 0; j < C::kPieces; ++j)
+          wgmma_float<typename C::Element, C::kTokens>(a[j], x + step * (C::kPanelBytes / 16) + j * 2, products,
+                                                       step > 0 || j > 0);
+        cute::warpgroup_commit_batch();
+        fence_registers(products);
+        if (slab * C::kSteps + step + 1 < kSlabs * C::kSteps) load(slab * C::kSteps + step + 1);
+        if (step == 0 && slab + 1 < kSlabs) next_scale_words = load_word(scales + offset + (slab + 1) * kRowsPerSlab * 2);
+        cute::warpgroup_wait<0>();
+#pragma unroll
+        for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
+        fence_registers(products);
+      }
+      if (slab + 1 == kSlabs && lane == 0) ClusterBarrier::arrive(full + WgmmaDecodeShape::kMostStages + stage);
+      float2 const scale = __half22float2(reinterpret_cast<__half2 const&>(scale_words));
+#pragma unroll
+      for (int e = 0; e < C::kSums; ++e) sums[slab][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[slab][e]);
+    }
+    stage += p.shape.sets;
+    if (stage >= p.shape.stages) stage -= p.shape.stages, phase ^= 1;
+  }
+  cute::cluster_arrive_relaxed();  // all blocks are done with their stages: sums take their place
+  cute::cluster_wait();
+  // [rank and set][slab][piece][lane], a piece being 16 features of 8 tokens.
+  float4* received = reinterpret_cast<float4*>(shared);
+  int const log_pieces = C::kLogPieces - p.log_cluster, from = part.rank * p.shape.sets + set;
+#pragma unroll
+  for (int slab = 0; slab < kSlabs; ++slab)
+#pragma unroll
+    for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+      int piece = block * C::kTokenBlocks + tb, to = piece >> log_pieces;
+      float const* v = &sums[slab][tb * 4];
+      int place = ((from * part.slabs + first + slab) << log_pieces) + piece - (to << log_pieces);
+      if (p.shape.cluster == 1) {
+        received[place * 32 + lane] = make_float4(v[0], v[1], v[2], v[3]);
+      } else {
+        store_remote(received + place * 32 + lane, make_float4(v[0], v[1], v[2], v[3]), &barriers.sums, to);
+      }
+    }
+}
+
+// A piece's sums as wgmma leaves them in a warp, of rows g, g + 8 and tokens 2t, 2t + 1, to outputs: the four lanes of neighbouring rows exchange
+// theirs, until each has four neighbouring features of a token.
+__device__ __forceinline__ void finish(float (&v)[4], int n, int token_block, EpilogueParams const& p) {
+  int const lane = threadIdx.x % 32, i = lane / 4 % 4;
+  bool const high = i & 2, odd = i & 1;
+  float w[2][2], out[4];
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    float mine = high ? v[2 + c] : v[c], theirs = __shfl_xor_sync(~0u, high ? v[c] : v[2 + c], 8);
+    w[0][c] = high ? theirs : mine, w[1][c] = high ? mine : theirs;
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
+    out[2 * h] = odd ? theirs : mine, out[2 * h + 1] = odd ? mine : theirs;
+  }
+  int const token = token_block * 8 + lane % 4 * 2 + odd;
+  n += i / 2 * 8 + lane / 16 * 4;
+  if (token < p.m && n < p.n) store_outputs(out, token, n, p);
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 2)
+    wgmma_decode(__grid_constant__ CUtensorMap const map, __grid_constant__ Params const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];
+  __shared__ Barriers barriers;
+  Part part(p);
+  int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
+  if (threadIdx.x == 32 * C::kWarps) {
+    for (int i = 0; i < p.shape.stages; ++i) {
+      TransactionBarrier::init(&barriers.full[i], 1);
+      ClusterBarrier::init(&barriers.empty[i], p.shape.sets > 1 ? 4 : 4 * min(C::kWarpgroups, part.slabs));
+    }
+    TransactionBarrier::init(&barriers.sums, 1);
+    cutlass::arch::fence_barrier_init();
+    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, p.shape.sets * part.slabs * kRowsPerSlab * C::kTokens * 4);
+  }
+  __syncthreads();
+  if (warp == C::kWarps) {
+    if (cute::elect_one_sync()) produce<C>(shared, barriers, map, p, part);
+    __syncwarp();
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+    return;
+  }
+  wait_alone();
+  int first = 0, count = part.slabs;
+  if (p.shape.sets == 1) {
+    int base = part.slabs / C::kWarpgroups, rest = part.slabs % C::kWarpgroups, group = warp / 4;
+    first = group * base + min(group, rest), count = base + (group < rest);
+  }
+  switch (count) {
+    case 0:
+      cute::cluster_arrive_relaxed();
+      cute::cluster_wait();
+      break;
+    case 1:
+      consume<C, 1>(shared, barriers, p, part, warp, first);
+      break;
+    case 2:
+      consume<C, 2>(shared, barriers, p, part, warp, first);
+      break;
+    case 3:
+      consume<C, 3>(shared, barriers, p, part, warp, first);
+      break;
+  }
+  if (p.shape.cluster == 1) {
+    cutlass::arch::NamedBarrier::sync(32 * C::kWarps, 1);
+  } else {
+    TransactionBarrier::wait(&barriers.sums, 0);
+  }
+  int const log_pieces = C::kLogPieces - p.log_cluster, pieces = part.slabs << log_pieces;
+  for (int i = warp; i < pieces; i += C::kWarps) {
+    float4 const* from = reinterpret_cast<float4 const*>(shared) + i * 32 + threadIdx.x % 32;
+    float v[4] = {};
+#pragma unroll 2
+    for (int r = 0; r < p.shape.sets << p.log_cluster; ++r, from += pieces * 32) {
+      float4 theirs = *from;
+      v[0] += theirs.x, v[1] += theirs.y, v[2] += theirs.z, v[3] += theirs.w;
+    }
+    int slab = i >> log_pieces, piece = (part.rank << log_pieces) + i - (slab << log_pieces);
+    finish(v, (part.first_slab + slab) * kRowsPerSlab + piece / C::kTokenBlocks * 16, piece % C::kTokenBlocks, p.epilogue);
+  }
+#endif
+}
+
+template <class C>
+Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  CUtensorMap map;
+  Status status = hopper::encode_tokens(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kTokens, &map);
+  if (!status.ok()) return status;
+  int const k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  int log_cluster = 0;
+  while (1 << log_cluster < shape.cluster) ++log_cluster;
+  Params p{w,
+
+           EpilogueParams(problem),
+           VectorRows(w.group_size),
+           shape,
+           Shares(n_pad / kRowsPerSlab, shape.clusters),
+           Shares(k_tiles, shape.cluster),
+           k_tiles,
+           n_pad,
+           log_cluster};
+  return launch_clusters(wgmma_decode<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, shape.shared_bytes,
+                         stream, map, p);
+}
+
+}  // namespace
+
+template <int kBits>
+Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  WgmmaDecodeShape shape(problem, device);
+  return problem.weight.zeros ? launch_config<Config<kBits, true>>(problem, shape, stream)
+                              : launch_config<Config<kBits, false>>(problem, shape, stream);
+}
+
+template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode<8>(GemmProblem const&, Plan const&, float*, Stream);
+
+}  // namespace cutlass_ops

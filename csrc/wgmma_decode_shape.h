@@ -1,0 +1,61 @@
+// How wgmma_decode.cu cuts a product over the GPU: clusters of blocks that share K. Host code, for the dispatch table and the launcher.
+#pragma once
+
+#include <algorithm>
+
+#include "cutlass_ops/layout.h"
+#include "dispatch.h"
+
+namespace cutlass_ops {
+
+struct WgmmaDecodeShape {
+  static constexpr int kTokens = 16, kWarpgroups = 3;
+  static constexpr int kMostSlabs = 3;  // of a warpgroup: its sums stay in registers
+  static constexpr int kMostStages = 16;
+  static constexpr int kXBytes = kTokens * kKPerTile * 2;  // of a stage
+
+  int cluster = 0;       // blocks that share K; 0: none fits
+  int clusters = 0;      // of which each has whole slabs
+  int sets = 1;          // of warpgroups that take turns at tiles of K; with one, they share the slabs
+  int stages = 0;        // tiles of K in a block's ring: x of all stages, then their weights
+  int weights = 0;       // where these begin
+  int weight_bytes = 0;  // of a stage
+  int scales = 0;        // where in those begin scales, and zero points
+  int zeros = 0;
+  int shared_bytes = 0;
+
+  WgmmaDecodeShape(GemmProblem const& p, Device const& device) {
+    PackedWeight const& w = p.weight;
+    int const all_slabs = int(padded_rows(w.n) / kRowsPerSlab), all_tiles = int(padded_k(w.k) / kKPerTile);
+    // Two blocks a multiprocessor, this launch's and the next one's: its weights are on their way before this one ends.
+    int const most_bytes = device.shared_memory / 2 - 2048;
+    int64_t least = 0;
+    for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
+      // GPCs of an odd number of multiprocessors leave one in eleven out of clusters of 4 and 8.
+      int const places = std::max(1, (c <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / c);
+      int const slabs = (all_slabs + places - 1) / places, tiles = (all_tiles + c - 1) / c;
+      if (slabs > kWarpgroups * kMostSlabs) continue;
+      // From what was measured on an H200: a chunk of weights counts 2, x of a tile 1.
+      int64_t const time = int64_t(2 * slabs + 1) * tiles + (c > 1 ? 2 + 4 * log : 0);
+      if (cluster && time >= least) continue;
+      WgmmaDecodeShape shape = *this;
+      shape.cluster = c;
+      shape.clusters = (all_slabs + slabs - 1) / slabs;
+      shape.sets = slabs <= kMostSlabs && tiles >= kWarpgroups ? kWarpgroups : 1;
+      shape.scales = slabs * chunk_bytes(w.bits);
+      shape.zeros = shape.scales + slabs * kRowsPerSlab * 2;
+      shape.weight_bytes = (shape.zeros + (w.zeros ? slabs * kRowsPerSlab : 0) + 127) / 128 * 128;
+      shape.stages = std::min({tiles, kMostStages, most_bytes / (kXBytes + shape.weight_bytes)});
+      // A stage is always the same set's: a set cannot know of a stage's turns in between.
+      if (shape.stages < tiles) shape.stages -= shape.stages % shape.sets;
+      shape.weights = shape.stages * kXBytes;
+      shape.shared_bytes =
+          std::max(shape.stages * (kXBytes + shape.weight_bytes), shape.sets * slabs * kRowsPerSlab * kTokens * 4);
+      if (shape.stages < std::min(tiles, 3) || shape.shared_bytes > most_bytes) continue;
+      least = time;
+      *this = shape;
+    }
+  }
+};
+
+}  // namespace cutlass_ops
