@@ -81,8 +81,8 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
     double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = tokens == 8 && fits(shape.warps, half);
-    double time =
-        weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m + (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
+    double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m +
+                  (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }
