@@ -320,6 +320,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("stages", &Plan::stages)
       .def_readonly("quantizes", &Plan::quantizes)
       .def_readonly("splits", &Plan::splits)
+      .def_readonly("cut_tiles", &Plan::cut_tiles)
       .def_readonly("workspace", &Plan::workspace);
   m.def(
       "current_device",

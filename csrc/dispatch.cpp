@@ -33,11 +33,11 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
 bool is_wide(PackedWeight const& w) {
   return w.group_size == 32 || w.group_size == 64 || w.offsets || (w.zeros && w.bits == 8);
 }
-template <bool kFactors>
+template <bool kFactors, bool kGroupsOf64 = true>
 bool widened_takes(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
   int const block = problem.quantized.codes ? problem.quantized.block : problem.act_quant == ActQuant::kToken ? -1 : 0;
-  return is_wide(w) && (block != -1 || w.offsets) == kFactors;
+  return is_wide(w) && (block != -1 || w.offsets) == kFactors && (kGroupsOf64 || w.group_size != 64);
 }
 // Whether wgmma_decode takes a problem: x and scales in fp16, slabs that fit in a block's sums and stages, and fewer elements than it was measured to
 // lose with.
@@ -71,21 +71,23 @@ constexpr Row kTable[] = {
      "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 34 and 33", decode_takes<8, 0, kDecodeMiddle>},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<4, 96>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<4, 96, 2>)),
      "where 128 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
+     "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<8, 96>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<8, 96, 2>)),
      "where 128 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "codes less zero points as fp16, exact, at half the rate of int8: groups of 64 at 4096 tokens take 234 us for 4096 x 4096, 518 by mma_gemm_a8", widened_takes<false>},
@@ -94,17 +96,17 @@ constexpr Row kTable[] = {
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "few tokens, or few rows: more blocks than the larger tiles give", widened_takes<false>},
     {"wgmma_gemm_a16", kWeights4, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
-     "the same with scales of blocks, or offsets, in the promotion: 315 us, 518 by mma_gemm_a8", widened_takes<true>},
+     "the same with scales of blocks, or offsets, in the promotion: 315 us, 518 by mma_gemm_a8; groups of 64 have no registers for 160 tokens", widened_takes<true, false>},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
      "likewise; for 8 bits the largest tile whose stages fit in shared memory", widened_takes<true>},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "few tokens, or few rows: more blocks than the larger tile gives", widened_takes<true>},
     {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 17, 32, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "the time of 64 tokens, which for 8192 x 28672 is 72 us: mma_gemm_a16 takes 86"},
-    {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
     {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
-     "where 160 would leave a wave of blocks less full"},
+     "where 160 would leave a wave of blocks less full; a code book has no registers for 160"},
     {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
@@ -172,6 +174,28 @@ int split_count(GemmProblem const& problem, int m, Device const& device, Tile co
   int const least = tile.blocks > 1 ? 2 : 1024 / tile.rows;
   int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / least);
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
+}
+
+// The parts that the K of the tiles is cut into that whole waves of clusters leave over, so that more of them share the end, and the time of the product
+// in 32nds of the unit of Tile::cost. Tiles that fill no wave are split_count's.
+struct Tail {
+  int64_t tiles;
+  int splits;
+  int64_t time;
+};
+Tail cut_tail(int n, int k, int m, Device const& device, Tile const& tile) {
+  int64_t const k_tiles = ceil_div(k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
+  int64_t const tiles = tile_count(n, m, tile), rest = tiles % clusters;
+  Tail best{0, 1, ceil_div(tiles, clusters) * tile.cost * k_tiles};
+  if (tiles < clusters || rest == 0) return best;
+  constexpr int64_t kMostParts = 16;  // a lane of a warp waits for each
+  for (int64_t parts = 2; parts <= std::min({clusters / rest, k_tiles / 2, kMostParts}); ++parts) {
+    // Tenths of a microsecond on an H200: to leave parts in the workspace and add them up.
+    int64_t const exchange = 25 + 8 * (parts - 1) * tile.tokens / 128;
+    int64_t const time = tiles / clusters * tile.cost * k_tiles + ceil_div(k_tiles, parts) * tile.cost + exchange * 32;
+    if (time < best.time) best = {rest, int(parts), time};
+  }
+  return best;
 }
 
 }  // namespace
@@ -257,7 +281,7 @@ Status check_awq(AwqWeight const& w) {
   return {};
 }
 
-Status select(GemmProblem const& problem, Device const& device, Row const** row, int* splits) {
+Status select(GemmProblem const& problem, Device const& device, Row const** row, Plan* plan) {
   PackedWeight const& w = problem.weight;
   if (Status status = check_weight(w); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM) {
@@ -315,7 +339,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
       if (!takes || (same && std::strcmp(same, candidate.kernel) != 0)) continue;
       Tile const& tile = candidate.tile;
       int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
-      int64_t cost = ceil_div(tile_count(w.n, m, tile), places) * tile.cost;
+      int64_t cost = problem.batch_invariant || tile.cost == 0 ? ceil_div(tile_count(w.n, m, tile), places) * tile.cost
+                                                               : cut_tail(w.n, w.k, m, device, tile).time;
       if (best && cost >= best_cost) continue;
       best = &candidate;
       best_cost = cost;
@@ -326,13 +351,18 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
   int const m = problem.batch_invariant ? kInvariantM : problem.m;
   if (Row const* best = choose(m, nullptr)) {
     *row = problem.batch_invariant ? choose(problem.m, best->kernel) : best;
-    if (splits) *splits = split_count(problem, m, device, best->tile);
+    if (!plan) return {};
+    plan->splits = split_count(problem, m, device, best->tile), plan->cut_tiles = 0;
+    if (plan->splits == 1 && best->tile.cost > 0 && !problem.batch_invariant) {
+      Tail const tail = cut_tail(w.n, w.k, m, device, best->tile);
+      plan->splits = tail.splits, plan->cut_tiles = int(tail.tiles);
+    }
     return {};
   }
   return unsupported("the GPU is sm_" + std::to_string(architecture) + "; the kernels run on sm_80 and later");
 }
 
-WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, unsigned inputs) {
+WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, unsigned inputs) {
   PackedWeight const& w = problem.weight;
   WorkspaceLayout layout;
   int64_t k_pad = padded_k(w.k);
@@ -353,13 +383,18 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, unsigne
     size_t const steps = layout.has_factors ? k_pad / activation_block(w.group_size) : 0;
     layout.partials = layout.factors + align_256(steps * stride * 2 * sizeof(float));
   }
-  layout.total = layout.partials + (splits > 1 ? size_t(splits) * problem.m * padded_rows(w.n) * sizeof(float) : 0);
+  layout.total = layout.partials;
+  if (plan.cut_tiles > 0) {
+    layout.total += part_floats(plan) * sizeof(float) + mark_count(plan) * sizeof(uint64_t);
+  } else if (plan.splits > 1) {
+    layout.total += size_t(plan.splits) * problem.m * padded_rows(w.n) * sizeof(float);
+  }
   return layout;
 }
 
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   Row const* row = nullptr;
-  if (Status status = select(problem, device, &row, &plan->splits); !status.ok()) return status;
+  if (Status status = select(problem, device, &row, plan); !status.ok()) return status;
   plan->row = row;
   plan->kernel = row->kernel;
   plan->why = row->why;
@@ -367,7 +402,7 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   plan->tile_tokens = row->tile.tokens;
   plan->stages = row->tile.stages;
   plan->quantizes = row->inputs & kQuantizes;
-  plan->workspace = workspace_layout(problem, plan->splits, row->inputs).total;
+  plan->workspace = workspace_layout(problem, *plan, row->inputs).total;
   return {};
 }
 

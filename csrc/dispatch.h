@@ -3,6 +3,7 @@
 
 #include <cstddef>
 
+#include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 
 namespace cutlass_ops {
@@ -15,12 +16,13 @@ struct Tile {
   int resident;          // blocks that share one multiprocessor
   int shared_bytes;      // shared memory of a block, at most
   int blocks = 1;        // that compute the tile together, as a cluster
-  int cost = 0;          // time of the tile beside those of the same kernel's other tiles (measured); 0 where M alone decides
+  int cost = 0;          // tenths of a microsecond that the tile takes for K = 4096 (measured); 0 where M alone decides
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
-// `partials` holds plan.splits x [m][n_pad] sums and is null if plan.splits is 1.
+// `partials` is null if plan.splits is 1. Otherwise it holds plan.splits x [m][n_pad] sums or, where plan.cut_tiles is not 0, part_floats(plan) of them
+// and then mark_count(plan) 64-bit marks.
 using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
@@ -54,8 +56,14 @@ struct Row {
 
 // The row for a problem: the first that takes it, or, where its kernel has tiles with a cost, the one of that kernel's rows whose
 // waves over the GPU cost least. Otherwise a status that names the field which no row takes.
-// `splits`, if given, gets the parts that K is cut into.
-Status select(GemmProblem const& problem, Device const& device, Row const** row, int* splits = nullptr);
+// `plan`, if given, gets the parts that K is cut into.
+Status select(GemmProblem const& problem, Device const& device, Row const** row, Plan* plan = nullptr);
+
+// Where whole tiles come before the cut ones: the sums of a cut tile's parts of K but the first, and a mark for each warp's part of them.
+constexpr int64_t part_floats(Plan const& plan) {
+  return int64_t(plan.cut_tiles) * (plan.splits - 1) * plan.tile_rows * plan.tile_tokens;
+}
+constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.cut_tiles) * (plan.splits - 1) * (plan.tile_rows / 16); }
 
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);
@@ -75,7 +83,7 @@ struct WorkspaceLayout {
   bool has_factors = false;  // beside wide codes: where the promotion takes more than the weight's scale
 };
 // `inputs`: of the row.
-WorkspaceLayout workspace_layout(GemmProblem const& problem, int splits, unsigned inputs = kInt8Input);
+WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, unsigned inputs = kInt8Input);
 
 // The activation block for weights in groups of group_size.
 constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }

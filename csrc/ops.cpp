@@ -88,7 +88,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  WorkspaceLayout layout = workspace_layout(problem, chosen.splits, chosen.row->inputs);
+  WorkspaceLayout layout = workspace_layout(problem, chosen, chosen.row->inputs);
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
@@ -112,7 +112,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   }
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
   if (status.ok()) status = chosen.row->launch(ready, chosen, partials, stream);
-  if (status.ok() && partials) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
+  if (status.ok() && partials && chosen.cut_tiles == 0) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;
 }

@@ -717,6 +717,7 @@ class Explanation:
         tile: output features and tokens a block computes.
         stages: tiles of K in flight.
         splits: parts that K is cut into.
+        cut_tiles: tiles of the result whose K alone is cut, which whole waves over the GPU leave over; 0 where that of all is.
         workspace: bytes of scratch memory.
         why: the reason for the row.
     """
@@ -727,6 +728,7 @@ class Explanation:
     tile: tuple[int, int]
     stages: int
     splits: int
+    cut_tiles: int
     workspace: int
     why: str
 
@@ -736,7 +738,8 @@ class Explanation:
         first = f"{self.quantizer}, then " if self.quantizer else ""
         return (
             f"{self.device}: {first}{self.kernel}, tile {self.tile[0]} features x {self.tile[1]} tokens, {self.stages} stages, "
-            f"K in {self.splits} part{'s' if self.splits > 1 else ''} ({self.why})"
+            f"K in {self.splits} part{'s' if self.splits > 1 else ''}"
+            f"{f' for the last {self.cut_tiles} tiles' if self.cut_tiles else ''} ({self.why})"
         )
 
 
@@ -787,17 +790,25 @@ def explain(
         raise TypeError(f"dtype is {dtype}; supported are {_names(_TYPES)}")
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
-        return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, "the specification in plain torch")
+        return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, 0, "the specification in plain torch")
     types = (_TYPES[dtype], 0, _TYPES[dtype], weight.k)
     problem = _C.GemmProblem(weight.native, m, *types, _ACT_QUANT[act_quant], act_symmetric, batch_invariant, architecture)
     plan = _C.plan(problem, gpu)
     if weight.book is not None and _dequantizes(plan, m) and not (batch_invariant or architecture):
         why = f"then torch's product: with many rows, values are looked up once; what else is asked for goes to {plan.kernel}"
-        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, weight.n * weight.k * 2, why)
+        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, 0, weight.n * weight.k * 2, why)
     quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
     tile = (plan.tile_rows, plan.tile_tokens)
     return Explanation(
-        f"sm_{gpu.architecture}", plan.kernel, quantizer, tile, plan.stages, plan.splits, plan.workspace, plan.why
+        f"sm_{gpu.architecture}",
+        plan.kernel,
+        quantizer,
+        tile,
+        plan.stages,
+        plan.splits,
+        plan.cut_tiles,
+        plan.workspace,
+        plan.why,
     )
 
 

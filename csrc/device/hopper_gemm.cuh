@@ -1,6 +1,6 @@
 // What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages keeps turning from tile to tile.
 //
-// A block computes 128 output features x kTokens. The two blocks of a cluster take neighbouring rows and the same tokens, and each loads half of
+// A block computes 128 output features x kTokens (256 with four warpgroups that multiply). The two blocks of a cluster take neighbouring rows and the same tokens, and each loads half of
 // the tokens for both.
 //
 //                       kTokens ->
@@ -15,9 +15,15 @@
 // Warpgroup 0 loads: one warp the weights, one the tokens, each waiting for a free stage; where stages bring token scales, a third brings them into
 // the order of the accumulators. Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy while the other
 // promotes.
+//
+// Clusters take whole tiles in turn. What whole waves leave over may have its K cut, so that all clusters end at about the same time (add_parts());
+// where the tiles fill no wave, the K of all may be, and reduce_splits adds up.
 #pragma once
 
 #include <cudaTypedefs.h>
+
+#include <atomic>
+#include <chrono>
 
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
@@ -32,7 +38,7 @@ namespace cutlass_ops::hopper {
 //   kGroups: groups of weights in a stage, at most
 //   kFactors: whether a stage brings the token factors of widen_activations.cu, and the weights' offsets
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_, int kGroups_ = 1, bool kFactors_ = false>
+          int kStages_, int kGroups_ = 1, bool kFactors_ = false, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
@@ -44,8 +50,11 @@ struct TileConfig {
   static constexpr int kGroups = kGroups_;
   static constexpr bool kFactors = kFactors_;
   static constexpr bool kAlwaysZeros = kZeros && kGroups == 1 && !kFactors;  // otherwise the weight may have none
-  static constexpr int kWarpgroups = 2;                                      // that multiply
+  static constexpr int kWarpgroups = kWarpgroups_;                           // that multiply
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
+  // Of a thread of the warpgroup that loads, and of the others, which have what is left of those of a launch.
+  static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
+  static constexpr int kRegisters = ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
   static constexpr int kRows = kRowsPerSlab * kWarpgroups;
   static constexpr int kCluster = 2;
   static constexpr int kSums = kTokens / 2;  // registers of a thread
@@ -84,13 +93,17 @@ struct Params {
   PackedWeight weight;
   QuantizedActivations x;  // int8 kernels: the scales
   EpilogueParams epilogue;
-  float* partials;
-  int row_pairs, token_tiles, k_tiles, n_pad, splits;
-  int group_tiles;    // tiles of K that share a weight scale, at least 1
-  int tile_groups;    // groups in a tile of K, at least 1
-  int scale_bytes;    // of one weight scale
-  int offset_bytes;   // of one offset
-  bool store_halves;  // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+  float* partials;  // of parts of K: for reduce_splits, or, in the order of registers, for the warps that add them up
+  uint64_t* marks;  // left beside the latter, [cut tile][part but the first][warp of the cluster]; null for reduce_splits
+  uint64_t mark;    // of this launch: it is found nowhere else
+  int row_pairs, token_tiles, k_tiles, n_pad;
+  int whole_tiles, cut_tiles;  // the first tiles have all of K; that of the others is cut
+  int splits;                  // parts that it is cut into
+  int group_tiles;             // tiles of K that share a weight scale, at least 1
+  int tile_groups;             // groups in a tile of K, at least 1
+  int scale_bytes;             // of one weight scale
+  int offset_bytes;            // of one offset
+  bool store_halves;           // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
 
 // The stage and phase of a ring's position.
@@ -103,22 +116,36 @@ struct Ring {
   }
 };
 
+// A part of the K of a cut tile.
+struct Part {
+  int cut_tile, split;
+  __device__ __forceinline__ Part(int index, Params const& p) {
+    index -= p.whole_tiles;
+    int part = index / p.cut_tiles;
+    cut_tile = index - part * p.cut_tiles, split = p.splits - 1 - part;
+  }
+};
+
 // Work: (pair of row tiles, token tile, split of K), token tiles in bands of 16 fastest, so that what runs together shares weights and tokens in L2.
+// First come the whole tiles, then of the cut ones the last part of K, then that before it.
 struct Work {
-  int pair, token_tile, split;
+  int pair, token_tile, split = 0, splits = 1;
   __device__ __forceinline__ Work(int index, Params const& p) {
     constexpr int kBand = 16;
-    int tiles = p.row_pairs * p.token_tiles;
-    split = index / tiles;
-    index -= split * tiles;
+    if (index >= p.whole_tiles) {
+      Part part(index, p);
+      split = part.split, splits = p.splits, index = p.whole_tiles + part.cut_tile;
+    }
     int band = index / (kBand * p.row_pairs), inside = index - band * kBand * p.row_pairs;
     int height = min(kBand, p.token_tiles - band * kBand);
     pair = inside / height;
     token_tile = band * kBand + inside - pair * height;
   }
-  __device__ __forceinline__ int first_k(Params const& p) const { return p.k_tiles * split / p.splits; }
-  __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / p.splits; }
+  __device__ __forceinline__ int first_k(Params const& p) const { return p.k_tiles * split / splits; }
+  __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / splits; }
 };
+
+__device__ __forceinline__ int work_count(Params const& p) { return p.whole_tiles + p.cut_tiles * p.splits; }
 
 template <class C>
 struct Barriers {
@@ -133,7 +160,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   constexpr int kChunk = chunk_bytes(C::kBits);
   bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kAlwaysZeros || p.weight.zeros);
   Ring<C::kStages> ring;
-  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  int clusters = gridDim.x / C::kCluster, total = work_count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     Work work(index, p);
     int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
@@ -186,7 +213,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   wait_for_predecessor();
   bool leader = cute::elect_one_sync();
   Ring<C::kStages> ring;
-  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  int clusters = gridDim.x / C::kCluster, total = work_count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     Work work(index, p);
     int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
@@ -222,7 +249,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
-  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits, lane = threadIdx.x % 32;
+  int clusters = gridDim.x / C::kCluster, total = work_count(p), lane = threadIdx.x % 32;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     Work work(index, p);
 #pragma unroll 1
@@ -278,9 +305,9 @@ struct Place {
 // The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's 64 outputs side
 // by side, in the 128-byte swizzle, and one thread's copy takes them away while the next tile is begun. The general way below takes many times
 // as long, and meanwhile the ring of stages stands still for both blocks.
-template <class C, class Value>
-__device__ __forceinline__ void store_halves(Value const& value, float* staging, CUtensorMap const& map, Params const& p,
-                                             Place<C> const& at, int row0, int m0) {
+template <class C>
+__device__ __forceinline__ void store_halves(float const (&sums)[C::kSums], float* staging, CUtensorMap const& map,
+                                             Params const& p, Place<C> const& at, int row0, int m0) {
   EpilogueParams const& e = p.epilogue;
   int n = row0 + at.warpgroup * kRowsPerSlab, barrier = 1 + at.warpgroup;
   bool copies = at.warp == 0 && at.lane == 0;
@@ -308,7 +335,7 @@ __device__ __forceinline__ void store_halves(Value const& value, float* staging,
       float v[2];
 #pragma unroll
       for (int k = 0; k < 2; ++k) {
-        v[k] = nan_unless_finite(value(8 * j + 2 * i + k)) + bias[i % 2];
+        v[k] = nan_unless_finite(sums[8 * j + 2 * i + k]) + bias[i % 2];
         if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
       }
       uint32_t half = pack_pair<__half>(v[0], v[1]), bfloat = pack_pair<__nv_bfloat16>(v[0], v[1]);
@@ -325,21 +352,67 @@ __device__ __forceinline__ void store_halves(Value const& value, float* staging,
   }
 }
 
-// Out through shared memory, kStoreTokens at a time, so that whole lines are stored. `value(i)` is the sum in register i.
-template <class C, class Value>
-__device__ __forceinline__ void store(Value const& value, float* staging, CUtensorMap const& map, Params const& p,
-                                      Place<C> const& at, int row0, int m0, int split) {
-  if (p.store_halves) return store_halves<C>(value, staging, map, p, at, row0, m0);
+// A part of a tile whose K is cut where whole tiles come before: the warps of all clusters that have one but the first part of K leave their sums in the
+// workspace, as they lie in registers, and mark them; those of the first wait for the marks, add up in the order of K, and return true: the tile is theirs.
+// They wait only for clusters of lower numbers, which were started before. The workspace holds anything at first, but no mark of this launch: whoever
+// finds one takes it away, and a graph that launches the same again starts without.
+template <class C>
+__device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const& p, Place<C> const& at, Part part) {
+  constexpr int kStride = C::kCluster * C::kWarpgroups * C::kSums * 128;  // floats of a part
+  int slab = at.rank * C::kWarpgroups + at.warpgroup, others = p.splits - 1;
+  float* parts = p.partials + int64_t(part.cut_tile * others) * kStride + slab * C::kSums * 128 + at.warp * 32 + at.lane;
+  constexpr int kMarks = C::kCluster * C::kWarpgroups * 4;
+  uint64_t* marks = p.marks + part.cut_tile * others * kMarks + slab * 4 + at.warp;
+  // One float at a time: a vector's would have to lie side by side, and the main loop runs slower (up to 4 %) with its registers dealt out so.
+  if (part.split > 0) {
+    float* to = parts + int64_t(part.split - 1) * kStride;
+#pragma unroll
+    for (int i = 0; i < C::kSums; ++i) __stcg(to + i * 128, sums[i]);
+    __syncwarp();
+    if (at.lane == 0) {
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(marks + (part.split - 1) * kMarks), "l"(p.mark) : "memory");
+    }
+    return false;
+  }
+  if (at.lane < others) {
+    uint64_t found;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(marks + at.lane * kMarks) : "memory");
+    } while (found != p.mark);
+    marks[at.lane * kMarks] = 0;
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < others; ++i, parts += kStride) {
+#pragma unroll
+    for (int j = 0; j < C::kSums; ++j) sums[j] += __ldcg(parts + j * 128);
+  }
+  return true;
+}
+
+// The end of a tile, or of a part of one. Out through shared memory, kStoreTokens at a time, so that whole lines are stored.
+template <class C>
+__device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
+                                      Place<C> const& at, int index, int row0, int m0) {
+  float* partials = nullptr;
+  if (index >= p.whole_tiles) {
+    Part const part(index, p);
+    if (!p.marks) {
+      partials = p.partials + int64_t(part.split) * p.epilogue.m * p.n_pad;
+    } else if (!add_parts<C>(sums, p, at, part)) {
+      return;
+    }
+  }
+  if (p.store_halves) return store_halves<C>(sums, staging, map, p, at, row0, m0);
   int n = row0 + at.warpgroup * kRowsPerSlab, thread = at.warp * 32 + at.lane, barrier = 1 + at.warpgroup;
   staging += at.warpgroup * C::kStoreTokens * C::kStoreStride;
-  float* partials = p.partials ? p.partials + int64_t(split) * p.epilogue.m * p.n_pad : nullptr;
 #pragma unroll
   for (int first = 0; first < C::kTokens; first += C::kStoreTokens) {
     cutlass::arch::NamedBarrier::sync(128, barrier);  // what was staged before has been read
 #pragma unroll
     for (int i = 0; i < C::kStoreTokens / 2; ++i) {
       int token = i / 4 * 8 + at.lane % 4 * 2 + i % 2, row = at.warp * 16 + at.lane / 4 + i % 4 / 2 * 8;
-      staging[token * C::kStoreStride + row] = value(first / 2 + i);
+      staging[token * C::kStoreStride + row] = sums[first / 2 + i];
     }
     cutlass::arch::NamedBarrier::sync(128, barrier);
     int column = thread % 8 * 8;
@@ -376,7 +449,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
   if (warpgroup == 0) {
-    cutlass::arch::warpgroup_reg_dealloc<40>();
+    cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take them from.
     // Otherwise every copy becomes a loop over the lanes that might differ, and its instructions slow down the MMAs beside it.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
@@ -384,7 +457,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     if (warp == 1) produce_tokens<C>(stages, barriers, p, map, rank);
     if (C::kLoadTokenScales && warp == 2) prepare_tokens<C>(stages, barriers, p);
   } else {
-    cutlass::arch::warpgroup_reg_alloc<232>();
+    cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     wait_for_predecessor();
     C::consume(stages, staging, barriers, out_map, p, Place<C>(p, rank, warpgroup - 1));
     cute::tma_store_wait<0>();
@@ -415,6 +488,15 @@ inline Status encode_tokens(void const* x, int element_bytes, int m, int columns
   return {};
 }
 
+// A number that no other launch of this process has, and that arbitrary memory holds with a chance of 2^-64: a counter's bits, well mixed.
+inline uint64_t new_mark() {
+  static std::atomic<uint64_t> launches{uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
+  uint64_t x = launches.fetch_add(0x9e3779b97f4a7c15);
+  x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
+  x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
+  return x ^ (x >> 31);
+}
+
 template <class C>
 Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmProblem const& problem, Plan const& plan,
                          float* partials, CUtensorMap const& map, Stream stream) {
@@ -425,10 +507,14 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
            problem.quantized,
            EpilogueParams(problem),
            partials,
+           plan.cut_tiles ? reinterpret_cast<uint64_t*>(partials + part_floats(plan)) : nullptr,
+           plan.cut_tiles ? new_mark() : 0,
            (n_pad + C::kRows * C::kCluster - 1) / (C::kRows * C::kCluster),
            (problem.m + C::kTokens - 1) / C::kTokens,
            k_tiles,
            n_pad,
+           0,
+           plan.cut_tiles,
            plan.splits,
            w.group_size == -1 ? k_tiles
            : short_groups     ? 1
@@ -437,8 +523,11 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
            size_of(w.scale_type),
            size_of(w.offset_type),
            false};
+  int const tiles = p.row_pairs * p.token_tiles;
+  if (plan.splits > 1 && plan.cut_tiles == 0) p.cut_tiles = tiles;
+  p.whole_tiles = tiles - p.cut_tiles;
   EpilogueParams const& e = p.epilogue;
-  p.store_halves = !partials && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
+  p.store_halves = (!partials || p.marks) && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
                    e.activation != Activation::kGelu && e.activation != Activation::kSilu;
   CUtensorMap out_map = {};
   if (p.store_halves) {
@@ -446,7 +535,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  int work = p.row_pairs * p.token_tiles * p.splits, clusters = device.multiprocessors / C::kCluster;
+  int work = p.whole_tiles + p.cut_tiles * p.splits, clusters = device.multiprocessors / C::kCluster;
   int grid = (work < clusters ? work : clusters) * C::kCluster;
   return launch_clusters(kernel, dim3(grid), C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
 }

@@ -29,21 +29,17 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* p
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two blocks.
 // Costs: tenths of a microsecond for K = 4096 on an H200.
-constexpr Tile wgmma_gemm_a8_tile(int tokens) {
-  return {256,
-          tokens,
-          tokens < 128 ? 6 : 4,
-          1,
-          227 * 1024,
-          2,
-          tokens == 176 ? 255 : tokens == 128 ? 203 : tokens == 96 ? 172 : 130};
+// `warpgroups`: of a block, that multiply. Four have half the registers of two, for no more than 64 tokens.
+constexpr Tile wgmma_gemm_a8_tile(int tokens, int warpgroups = 2) {
+  int cost = warpgroups == 4 ? 234 : tokens == 176 ? 255 : tokens == 128 ? 203 : tokens == 96 ? 172 : 130;
+  return {128 * warpgroups, tokens, tokens < 128 ? 6 : 4, 1, 227 * 1024, 2, cost};
 }
-template <int Bits, int Tokens>
+template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them.
 constexpr Tile wgmma_gemm_a16_tile(int tokens) {
-  return {256, tokens, tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, tokens == 160 ? 32 : tokens == 128 ? 27 : 18};
+  return {256, tokens, tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, tokens == 160 ? 288 : tokens == 128 ? 243 : 162};
 }
 template <int Tokens>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);

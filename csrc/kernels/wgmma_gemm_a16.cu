@@ -128,7 +128,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
     hopper::Place<Config> const& at) {
   using C = Config;
-  int clusters = gridDim.x / C::kCluster, total = p.row_pairs * p.token_tiles * p.splits;
+  int clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
   int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
   int group_offsets = p.tile_groups > 1 ? C::kRows * p.offset_bytes : 0;
   uint32_t table = 0;  // the lane's, of a code book
@@ -255,7 +255,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
         }
       }
     }
-    hopper::store<C>([&](int i) { return sums[i]; }, staging, out_map, p, at, row0, m0, work.split);
+    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
   }
 }
 
@@ -280,7 +280,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 template <class Element, int kBits, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
-  if constexpr (kBits == 4) {
+  if constexpr (kBits == 4 && kTokens <= 128) {  // a code book has no registers for more
     if (w.book) {
       return w.group_size == 32 ? launch_config<Config<Element, 4, kTokens, false, 4, true>>(problem, plan, partials, stream)
                                 : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);
@@ -288,11 +288,15 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
   }
   if constexpr (std::is_same_v<Element, __half> && (kTokens <= 128 || kBits == 4)) {
     if (problem.quantized.factors) {
-      return w.group_size == 32
-                 ? launch_config<Config<__half, kBits, kTokens, true, 4, false, true>>(problem, plan, partials, stream)
-             : w.group_size == 64
-                 ? launch_config<Config<__half, kBits, kTokens, true, 2, false, true>>(problem, plan, partials, stream)
-                 : launch_config<Config<__half, kBits, kTokens, true, 1, false, true>>(problem, plan, partials, stream);
+      if (w.group_size == 32) {
+        return launch_config<Config<__half, kBits, kTokens, true, 4, false, true>>(problem, plan, partials, stream);
+      }
+      if constexpr (kTokens <= 128) {  // there are no registers for more
+        if (w.group_size == 64) {
+          return launch_config<Config<__half, kBits, kTokens, true, 2, false, true>>(problem, plan, partials, stream);
+        }
+      }
+      return launch_config<Config<__half, kBits, kTokens, true, 1, false, true>>(problem, plan, partials, stream);
     }
   }
   if (w.group_size == 32) return launch_config<Config<Element, kBits, kTokens, true, 4>>(problem, plan, partials, stream);

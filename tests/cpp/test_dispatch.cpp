@@ -50,6 +50,13 @@ GemmProblem already_quantized(GemmProblem p, int block) {
   return p;
 }
 
+// Of a kernel that leaves its parts to reduce_splits.
+Plan plan_of(int splits) {
+  Plan chosen;
+  chosen.splits = splits;
+  return chosen;
+}
+
 struct Named {
   std::string name;
   GemmProblem problem;
@@ -111,7 +118,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
               EXPECT_EQ(chosen.tile_rows, row->tile.rows);
               EXPECT_EQ(chosen.tile_tokens, row->tile.tokens);
               EXPECT_EQ(chosen.stages, row->tile.stages);
-              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen.splits, row->inputs).total);
+              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen, row->inputs).total);
               if (testing::Test::HasFailure()) return;
             }
   size_t rows = 0;
@@ -150,6 +157,38 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
   }
+  // 112 tiles of 256 features are two waves, 56 of 512 one; for the zero points of int4's activations there is no such tile.
+  Row const* row = nullptr;
+  GemmProblem p = already_quantized(problem(64, 28672, 4096, 4), 128);
+  ASSERT_TRUE(select(p, kHopper, &row).ok());
+  EXPECT_EQ(row->tile.rows, 512);
+  p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
+  ASSERT_TRUE(select(p, kHopper, &row).ok());
+  EXPECT_EQ(row->tile.rows, 256);
+}
+
+// The tiles that whole waves leave over have their K cut by as many clusters as go round, where that is worth the exchange.
+TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
+  struct Case {
+    int m, n, k, cut_tiles, splits;
+  };
+  for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles of 128 tokens
+                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are cut, and reduce_splits adds up
+                        Case{4096, 28672, 4096, 0, 1},     // 40 x 66 + 48 tiles of 176 tokens: no two clusters for each
+                        Case{4224, 11264, 4096, 0, 1}}) {  // 16 x 66 tiles of 176 tokens
+    SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k));
+    GemmProblem p = already_quantized(problem(c.m, c.n, c.k), 128);
+    Plan chosen;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.cut_tiles, c.cut_tiles);
+    EXPECT_EQ(chosen.splits, c.splits);
+    // For each part but the first a tile's sums, and a mark of each warp's.
+    if (c.cut_tiles)
+      EXPECT_EQ(chosen.workspace, size_t(c.cut_tiles * (c.splits - 1) * (256 * chosen.tile_tokens * 4 + 16 * 8)));
+    p.batch_invariant = true;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.cut_tiles, 0);
+  }
 }
 
 // Codes that a kernel takes as fp16 come with factors of their own where the promotion multiplies by more than the weight's scale: then the stages of 160
@@ -160,16 +199,16 @@ TEST(Dispatch, GivesWidenedCodesTheTileThatHoldsTheirFactors) {
     bool offsets, factors;
     int tokens;
   };
-  for (Case const& c :
-       {Case{4, 64, -1, false, false, 160}, Case{8, 32, -1, false, false, 160}, Case{4, 64, 64, false, true, 160},
-        Case{8, 32, 32, false, true, 128}, Case{8, 128, -1, true, true, 128}, Case{4, -1, 128, true, true, 160}}) {
+  for (Case const& c : {Case{4, 64, -1, false, false, 160}, Case{8, 32, -1, false, false, 160},
+                        Case{4, 64, 64, false, true, 128}, Case{4, 32, 32, false, true, 160}, Case{8, 32, 32, false, true, 128},
+                        Case{8, 128, -1, true, true, 128}, Case{4, -1, 128, true, true, 160}}) {
     GemmProblem p = already_quantized(problem(4096, 28672, 4096, c.bits, c.group_size), c.block);
     if (c.offsets) p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
     Row const* row = nullptr;
     ASSERT_TRUE(select(p, kHopper, &row).ok());
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a16");
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.bits << ", " << c.group_size << ", " << c.block;
-    EXPECT_EQ(workspace_layout(p, 1, row->inputs).has_factors, c.factors);
+    EXPECT_EQ(workspace_layout(p, plan_of(1), row->inputs).has_factors, c.factors);
   }
 }
 
@@ -222,9 +261,9 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     p.weight.book = some_book;
     p.architecture = architecture;
     Row const* row = nullptr;
-    int splits = 0;
-    EXPECT_TRUE(select(p, kHopper, &row, &splits).ok());
-    return std::pair{std::string(row ? row->kernel : ""), splits};
+    Plan chosen;
+    EXPECT_TRUE(select(p, kHopper, &row, &chosen).ok());
+    return std::pair{std::string(row ? row->kernel : ""), chosen.splits};
   };
   EXPECT_EQ(book(16, 4096, 4096, 0).first, "decode_gemm");
   EXPECT_EQ(book(16, 8192, 28672, 0).first, "mma_gemm_a16");  // x does not fit in shared memory
@@ -592,7 +631,7 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
               int const n = 200;
               GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
               if (act_quant == ActQuant::kNone && widens) continue;
-              WorkspaceLayout const layout = workspace_layout(p, splits, widens ? kInt8Input | kWidens : kInt8Input);
+              WorkspaceLayout const layout = workspace_layout(p, plan_of(splits), widens ? kInt8Input | kWidens : kInt8Input);
               std::vector<Part> parts;
               if (act_quant != ActQuant::kNone) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
@@ -625,14 +664,14 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
 
 TEST(Workspace, IsOnlyPartsOfKForActivationsThatAreQuantizedAlready) {
   GemmProblem const p = quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
-  EXPECT_EQ(workspace_layout(p, 1).total, 0u);
-  EXPECT_EQ(workspace_layout(p, 3).total, 3u * 5 * 256 * 4);
+  EXPECT_EQ(workspace_layout(p, plan_of(1)).total, 0u);
+  EXPECT_EQ(workspace_layout(p, plan_of(3)).total, 3u * 5 * 256 * 4);
 }
 
 TEST(Workspace, IsCountedIn64Bits) {
   GemmProblem const p = quantized_on_the_way(problem(kMaxM, 28672, 65536), ActQuant::kBlock, true);
-  EXPECT_GE(workspace_layout(p, 1).total, size_t(kMaxM) * 65536);
-  EXPECT_GE(workspace_layout(p, 16).total, size_t(kMaxM) * 28672 * 16 * 4);
+  EXPECT_GE(workspace_layout(p, plan_of(1)).total, size_t(kMaxM) * 65536);
+  EXPECT_GE(workspace_layout(p, plan_of(16)).total, size_t(kMaxM) * 28672 * 16 * 4);
 }
 
 #if !CUTLASS_OPS_CUDA
