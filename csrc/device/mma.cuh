@@ -15,18 +15,6 @@ __device__ __forceinline__ void copy_async_16(void* shared, void const* source) 
   Copy::copy(*static_cast<cute::uint128_t const*>(source), *static_cast<cute::uint128_t*>(shared));
 }
 
-// The same, if `wanted`, without a branch; zeros, and nothing is read, where not `inside`.
-__device__ __forceinline__ void copy_async_16_if(void* shared, void const* source, bool wanted, bool inside = true) {
-  asm volatile(
-      "{\n"
-      " .reg .pred wanted;\n"
-      " setp.ne.b32 wanted, %2, 0;\n"
-      " @wanted cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %3;\n"
-      "}" ::"r"(cute::cast_smem_ptr_to_uint(shared)),
-      "l"(source), "r"(int(wanted)), "r"(inside ? 16 : 0)
-      : "memory");
-}
-
 // The same, or zeros where `valid` is false; then `source` is not read.
 __device__ __forceinline__ void copy_async_16_or_zero(void* shared, void const* source, bool valid) {
   using Copy = cute::SM80_CP_ASYNC_CACHEGLOBAL_ZFILL<cute::uint128_t>;

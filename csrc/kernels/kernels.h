@@ -8,7 +8,7 @@ namespace cutlass_ops {
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 // Blocks of up to 99 KB run on every GPU since sm_80.
 constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
-  int stages = bits == 4 || tokens == 32 ? 3 : tokens == 16 ? 4 : 2;
+  int stages = tokens == 16 && bits == 8 ? 4 : 3;
   return {128, tokens, stages, tokens == 16 && bits == 4 ? 4 : tokens == 32 ? 3 : 2, 99 * 1024};
 }
 template <int Bits, int Tokens>

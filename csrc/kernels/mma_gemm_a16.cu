@@ -15,6 +15,8 @@
 #include "device/tile.cuh"
 #include "kernels/kernels.h"
 
+#pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
+
 namespace cutlass_ops {
 namespace {
 
@@ -31,14 +33,12 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kPieces = kKPerTile / 16;
-  [[maybe_unused]] static constexpr int kStepPieces = kGeneral ? 2 : kPieces;  // of 16 columns
-  static constexpr bool kAhead = kTokens == 64 && !kGeneral;                   // multiply_tile_ahead
-  static constexpr int kStages = kStages_                 ? kStages_
-                                 : kAhead                 ? 3
-                                 : kBook && kTokens == 64 ? 2
-                                                          : mma_gemm_a16_tile(kBits, kTokens).stages;
+  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;                                // of 16 columns
+  static constexpr bool kAhead = kTokens == 64 && !kGeneral;                                // multiply_tile_ahead
+  static constexpr bool kTwoStages = kTokens == 64 && (kBook || (kGeneral && kBits == 8));  // by shared memory
+  static constexpr int kStages = kStages_ ? kStages_ : kTwoStages ? 2 : mma_gemm_a16_tile(kBits, kTokens).stages;
   // The next tile is wanted soon, or the multiplication takes all registers.
-  [[maybe_unused]] static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
+  static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
   // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of them. Measured.
   static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kTokens == 16 && !kGeneral) ? 3 : 1;
   static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).resident;

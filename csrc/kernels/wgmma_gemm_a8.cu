@@ -166,7 +166,7 @@ class ZeroShift {
     int both = sum_of_row(both_), sums[2] = {int(int16_t(both)), (both - int16_t(both)) >> 16};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int inside = min(max(sums[h], kLeast), kMost);
+      int inside = min(max(sums[h], -32 * 127), 32 * 120);  // an eighth of a quarter, and up to 7 more, is a byte
       beyond_[h] = inside - sums[h];
       // Lane t takes a quarter, rounded down after t is added, so that the four make up the sum. Each of its eight bytes has an eighth of that, rounded
       // down, and one of them the rest.
@@ -189,7 +189,6 @@ class ZeroShift {
   }
 
  private:
-  static constexpr int kLeast = -32 * 127, kMost = 32 * 120;  // an eighth of a quarter, and up to 7 more, is a byte
   int both_, beyond_[2];
   bool any_beyond_;
 };
