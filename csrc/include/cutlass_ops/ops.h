@@ -28,9 +28,9 @@ struct Plan {
   int tile_tokens = 0;           // tokens a block computes
   int stages = 0;                // depth of the pipeline of tiles in shared memory
   int splits = 1;                // parts that K is cut into
-  int cut_tiles = 0;             // the last tiles of y, where their K alone is cut, and the kernel adds up itself; 0: that of all
-  size_t workspace = 0;          // bytes
-  bool quantizes = false;        // the kernel quantises activations of floats itself
+  int cut_tiles = 0;       // the last tiles of y, where their K alone is cut, and the kernel adds up itself; 0: that of all
+  size_t workspace = 0;    // bytes
+  bool quantizes = false;  // the kernel quantises activations of floats itself
 };
 
 // The current device's properties; read once.
