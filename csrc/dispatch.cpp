@@ -28,6 +28,7 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
   return size >= kLeast && size < kMost && groups * padded_rows(w.n) < (int64_t(1) << 29) &&
          decode_shape(problem, device, kTokens).cluster > 0;
 }
+
 // Whether products of int8 activations are left to wgmma_gemm_a16: what wgmma_gemm_a8 does not take. With kFactors, its promotion needs more than the
 // weight's scales.
 bool is_wide(PackedWeight const& w) {
@@ -39,6 +40,7 @@ bool widened_takes(GemmProblem const& problem, Device const&) {
   int const block = problem.quantized.codes ? problem.quantized.block : problem.act_quant == ActQuant::kToken ? -1 : 0;
   return is_wide(w) && (block != -1 || w.offsets) == kFactors && (kGroupsOf64 || w.group_size != 64);
 }
+
 // Whether wgmma_decode takes a problem: x and scales in fp16, slabs that fit in a block's sums and stages, and fewer elements than it was measured to
 // lose with.
 template <int64_t kMost>

@@ -129,8 +129,8 @@ def test_inspect_names_the_kernels(model: Path, tmp_path: Path) -> None:
             assert up["kernels"][gpu][str(m)] == cutlass_ops.explain(m, weight, device=gpu).kernel
     norm = tensors["model.norm.weight"]
     assert (norm["kernels"], norm["bits"], norm["symmetric"]) == ({}, None, None)
-    block = run_json("inspect", out, "--gpu", "sm_90", "--act-quant", "block")["tensors"]
-    assert next(t for t in block if t["name"] == UP)["kernels"]["sm_90"]["4096"].endswith("a8")
+    block = run_json("inspect", out, "--gpu", "sm_80", "--act-quant", "block")["tensors"]
+    assert next(t for t in block if t["name"] == UP)["kernels"]["sm_80"]["4096"].endswith("a8")
     shown = run("inspect", out, "--gpu", "sm_80").stdout
     assert "sm_80" in shown
     assert "mma_gemm_a16" in shown
