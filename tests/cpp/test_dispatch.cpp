@@ -183,8 +183,9 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
     EXPECT_EQ(chosen.cut_tiles, c.cut_tiles);
     EXPECT_EQ(chosen.splits, c.splits);
     // For each part but the first a tile's sums, and a mark of each warp's.
-    if (c.cut_tiles)
+    if (c.cut_tiles) {
       EXPECT_EQ(chosen.workspace, size_t(c.cut_tiles * (c.splits - 1) * (256 * chosen.tile_tokens * 4 + 16 * 8)));
+    }
     p.batch_invariant = true;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
     EXPECT_EQ(chosen.cut_tiles, 0);
