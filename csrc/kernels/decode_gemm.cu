@@ -29,6 +29,7 @@
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/quantize.cuh"
+#include "device/shares.cuh"
 #include "device/tile.cuh"
 #include "kernels/kernels.h"
 
@@ -114,14 +115,6 @@ struct Quotient {
     if (remainder < 0) --quotient, remainder += b;
     if (remainder >= b) ++quotient, remainder -= b;
   }
-};
-
-// `whole` things over `parts`, as equal as can be: part i has base + (i < rest) of them.
-struct Shares {
-  int base, rest;
-  Shares(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
-  __device__ __forceinline__ int first(int i) const { return base * i + min(i, rest); }
-  __device__ __forceinline__ int count(int i) const { return base + (i < rest); }
 };
 
 struct Params {

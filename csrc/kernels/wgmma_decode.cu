@@ -10,6 +10,7 @@
 //   end       sums leave registers for the block of the cluster that ends with those features, by st.async, and are added in a fixed order
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "device/shares.cuh"
 #include "device/tile.cuh"
 #include "kernels/kernels.h"
 #include "wgmma_decode_shape.h"
@@ -36,13 +37,6 @@ struct Config {
   static constexpr int kChunk = chunk_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
   static constexpr int kTokenBlocks = kTokens / 8, kLogPieces = 3;  // of a slab's sums: 16 features x 8 tokens
   static_assert(4 * kTokenBlocks == 1 << kLogPieces);
-};
-
-struct Shares {
-  int base, rest;
-  Shares(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
-  __device__ __forceinline__ int first(int i) const { return base * i + min(i, rest); }
-  __device__ __forceinline__ int count(int i) const { return base + (i < rest); }
 };
 
 struct Params {
