@@ -468,6 +468,18 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 
 // ---- launch
 
+// Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
+// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load.
+Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  constexpr int kFew = 8;  // for each multiprocessor
+  int64_t const blocks = int64_t(grid.x) * grid.y * grid.z;
+  int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
+  int const one_more_does_not_fit = int(device.shared_memory / (each + 1));
+  return launch(kernel, grid, threads, device.architecture >= 90 && each <= kFew ? one_more_does_not_fit : 0, stream, p);
+}
+
 bool starts_on_16_bytes(void const* data, int64_t stride, int element) {
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && stride * element % 16 == 0;
 }
@@ -479,7 +491,7 @@ Status launch_blocks(Params const& p, Stream stream) {
   int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(kBlockThreads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
   dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
-  return launch(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), 0, stream, p);
+  return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), stream, p);
 }
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
@@ -489,7 +501,7 @@ Status launch_rows(Params const& p, Stream stream) {
   int const threads = ((p.pieces + kPieces - 1) / kPieces + 31) / 32 * 32;
   // Blocks that fit at a time: each goes on to further rows.
   int const blocks = std::min(p.problem.m, device.multiprocessors * std::max(1, 1024 / threads));
-  return launch(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks), dim3(threads), 0, stream, p);
+  return launch_spread(quantize_rows<T, kSymmetric, kFunction, kPieces>, dim3(blocks), dim3(threads), stream, p);
 }
 
 template <bool kSymmetric, Function kFunction>
