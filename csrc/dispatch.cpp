@@ -41,12 +41,14 @@ bool widened_takes(GemmProblem const& problem, Device const&) {
   return is_wide(w) && (block != -1 || w.offsets) == kFactors && (kGroupsOf64 || w.group_size != 64);
 }
 
-// Whether wgmma_decode takes a problem: x and scales in fp16, slabs that fit in a block's sums and stages, and fewer elements than it was measured to
-// lose with.
+// Whether wgmma_decode takes a problem: x and scales in fp16, or a code book whose scales are fp32 or of x's type; slabs that fit in a block's sums and
+// stages; and fewer elements than it was measured to lose with.
 template <int64_t kMost>
 bool wgmma_decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return problem.x_type == DataType::kFloat16 && w.scale_type == problem.x_type && padded_rows(w.n) * padded_k(w.k) < kMost &&
+  bool const types = w.book ? w.group_size != 32 && (w.scale_type == problem.x_type || w.scale_type == DataType::kFloat32)
+                            : problem.x_type == DataType::kFloat16 && w.scale_type == problem.x_type;
+  return types && padded_rows(w.n) * padded_k(w.k) < kMost &&
          WgmmaDecodeShape(problem, device).cluster > 0;
 }
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
@@ -59,6 +61,8 @@ constexpr Row kTable[] = {
      "two blocks a multiprocessor, weights by bulk copies: 5.3 us for 4096 x 4096, 7.0 by mma_gemm_a16; 33.6 for 8192 x 28672, 38.8; but for 57344 x 8192 90 and 81", wgmma_decode_takes<int64_t(256) << 20>},
     {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
      "where the weight is small: 6.7 us for 4096 x 4096, 7.4 by mma_gemm_a16; for 8192 x 8192 23.8 and 20.2", wgmma_decode_takes<int64_t(32) << 20>},
+    {"wgmma_decode", kCodeBook, kFloatInput, kShortGroups, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, true>)),
+     "as for int4, looked up in shared memory: 41 us for 8192 x 28672, 63 by mma_gemm_a16; 25 for 28672 x 4096, 27 by decode_gemm; 6.7 for 4096 x 4096, 7.9", wgmma_decode_takes<kAnySize>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false>)),
      "what wgmma_decode lacks, as for 8 tokens, between small and large weights: 22.3 us for 28672 x 4096, 24.4 by mma_gemm_a16; for 4096 x 4096 7.6 and 7.0, for 8192 x 28672 46 and 41", decode_takes<16, kDecodeSmall, kDecodeMiddle>},
     {"decode_gemm", kCodeBook, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(4), LAUNCHER((launch_decode_gemm<4, 4, false, true>)),
@@ -66,7 +70,7 @@ constexpr Row kTable[] = {
     {"decode_gemm", kCodeBook, kFloatInput, kAllFeatures, 90, 90, 5, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false, true>)),
      "as for 4 tokens, with look-ups put together to operands: 41 us for 8192 x 28672, 52 by book_gemm_a16", decode_takes<8, 0, kAnySize>},
     {"decode_gemm", kCodeBook, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false, true>)),
-     "as for 8 tokens, where x fits in shared memory: 27 us for 28672 x 4096, 38 by mma_gemm_a16", decode_takes<16, 0, kAnySize>},
+     "what wgmma_decode lacks, as for 8 tokens, where x fits in shared memory: 27 us for 28672 x 4096, 38 by mma_gemm_a16", decode_takes<16, 0, kAnySize>},
     {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
      "where the weight is small: 6.2 us for 4096 x 4096, 7.1 by mma_gemm_a16", decode_takes<8, 0, kDecodeSmall>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),

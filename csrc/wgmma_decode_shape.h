@@ -4,6 +4,7 @@
 #include <algorithm>
 
 #include "cutlass_ops/layout.h"
+#include "decode_shape.h"
 #include "dispatch.h"
 
 namespace cutlass_ops {
@@ -22,13 +23,16 @@ struct WgmmaDecodeShape {
   int weight_bytes = 0;  // of a stage
   int scales = 0;        // where in those begin scales, and zero points
   int zeros = 0;
+  int scale_bytes = 2;  // of one
+  int table = 0;        // of a code book's values: behind the stages
   int shared_bytes = 0;
 
   WgmmaDecodeShape(GemmProblem const& p, Device const& device) {
     PackedWeight const& w = p.weight;
     int const all_slabs = int(padded_rows(w.n) / kRowsPerSlab), all_tiles = int(padded_k(w.k) / kKPerTile);
     // Two blocks a multiprocessor, this launch's and the next one's: its weights are on their way before this one ends.
-    int const most_bytes = device.shared_memory / 2 - 2048;
+    int const table_bytes = w.book ? kBookTableBytes : 0, most_bytes = device.shared_memory / 2 - 2048 - table_bytes;
+    scale_bytes = w.scale_type == DataType::kFloat32 ? 4 : 2;
     int64_t least = 0;
     for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
       // GPCs of an odd number of multiprocessors leave one in eleven out of clusters of 4 and 8.
@@ -43,7 +47,7 @@ struct WgmmaDecodeShape {
       shape.clusters = (all_slabs + slabs - 1) / slabs;
       shape.sets = slabs <= kMostSlabs && tiles >= kWarpgroups ? kWarpgroups : 1;
       shape.scales = slabs * chunk_bytes(w.bits);
-      shape.zeros = shape.scales + slabs * kRowsPerSlab * 2;
+      shape.zeros = shape.scales + slabs * kRowsPerSlab * scale_bytes * (w.group_size == 64 ? 2 : 1);
       shape.weight_bytes = (shape.zeros + (w.zeros ? slabs * kRowsPerSlab : 0) + 127) / 128 * 128;
       shape.stages = std::min({tiles, kMostStages, most_bytes / (kXBytes + shape.weight_bytes)});
       // A stage is always the same set's: a set cannot know of a stage's turns in between.
@@ -51,7 +55,9 @@ struct WgmmaDecodeShape {
       shape.weights = shape.stages * kXBytes;
       shape.shared_bytes =
           std::max(shape.stages * (kXBytes + shape.weight_bytes), shape.sets * slabs * kRowsPerSlab * kTokens * 4);
-      if (shape.stages < std::min(tiles, 3) || shape.shared_bytes > most_bytes) continue;
+      if (shape.stages < std::min(tiles, w.book ? 2 : 3) || shape.shared_bytes > most_bytes) continue;
+      shape.table = shape.shared_bytes;
+      shape.shared_bytes += table_bytes;
       least = time;
       *this = shape;
     }

@@ -71,6 +71,17 @@ def test_products(n: int, k: int, group_size: int, dtype: torch.dtype, scale_dty
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("group_size", [64, 128])
+@pytest.mark.parametrize(("n", "k"), [(33, 8), (4096, 4096), (9000, 640), (28672, 1024)])
+def test_every_cut_of_wgmma_decode(n: int, k: int, group_size: int, dtype: torch.dtype) -> None:
+    qw = make(n, k, group_size, FLOAT, exact=True)
+    packed = co.reorder(qw)
+    for m in (9, 16):
+        x = torch.randint(-4, 5, (m, k), generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(dtype)
+        assert torch.equal(co.mixed_gemm(x, packed, out_dtype=FLOAT).double(), oracle(x, qw))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 def test_many_rows(dtype: torch.dtype) -> None:
     qw = make(512, 2048, 64, HALF, exact=False, perm=torch.randperm(2048, device="cuda"))
     packed = co.reorder(qw)

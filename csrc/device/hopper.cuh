@@ -75,6 +75,10 @@ struct FloatWgmma<__half, 160> {
   using Atom = cute::SM90::GMMA::MMA_64x160x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 template <>
+struct FloatWgmma<__nv_bfloat16, 16> {
+  using Atom = cute::SM90::GMMA::MMA_64x16x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
 struct FloatWgmma<__nv_bfloat16, 64> {
   using Atom = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };

@@ -51,9 +51,10 @@ constexpr Tile decode_gemm_tile(int tokens) {
 template <int Bits, int Tokens, bool Int8, bool Book = false>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_decode.cu: 9 to 16 tokens on Hopper (sm_90a alone), clusters that share K, two blocks a multiprocessor.
+// wgmma_decode.cu: 9 to 16 tokens on Hopper (sm_90a alone), clusters that share K, two blocks a multiprocessor. A code book's groups are of 64 columns or
+// more, and its scales fp32 or of x's type.
 constexpr Tile wgmma_decode_tile() { return {64, 16, 3, 2, 227 * 1024, 1, 0, true}; }
-template <int Bits>
+template <int Bits, bool Book = false>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.

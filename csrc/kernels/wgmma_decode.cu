@@ -1,4 +1,4 @@
-// 9 to 16 tokens of fp16 x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 while a batch decodes, sm_90a.
+// 9 to 16 tokens of fp16 x int4, int8 or code-book weights on Hopper's wgmma: W4A16 and W8A16 while a batch decodes, sm_90a.
 //
 //   cluster   up to nine slabs of 64 output features; its blocks share K in equal slices
 //   stage     a tile of K, 128 columns: the slabs' codes and scales by bulk copies, x by its tensor map once for all of them. One warp asks for
@@ -20,10 +20,14 @@
 namespace cutlass_ops {
 namespace {
 
-template <int kBits_, bool kZeros_>
+// Element: of x. Scale: of weight scales. kBook: codes are looked up.
+template <class Element_, int kBits_, bool kZeros_, bool kBook_ = false, class Scale_ = Element_>
 struct Config {
-  using Element = __half;  // of x and of weight scales
-  using Decode = decode::ToFloat<kBits_, Element>;
+  using Element = Element_;
+  using Scale = Scale_;
+  static constexpr int kScaleBytes = sizeof(Scale);
+  static constexpr bool kBook = kBook_;
+  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits_, Element>>;
   static constexpr int kBits = kBits_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kTokens = WgmmaDecodeShape::kTokens;
@@ -33,6 +37,7 @@ struct Config {
   static constexpr int kXBytes = WgmmaDecodeShape::kXBytes;
   static constexpr int kPanelBytes = kTokens * 128;  // of x in shared memory: 64 columns, in the 128-byte swizzle
   static constexpr int kPieces = 4, kSteps = 2;  // of 16 columns that are multiplied together, in a step; of those in a tile
+  static constexpr int kGroupSteps = kBook ? 1 : kSteps;  // that are promoted together: a book's groups may be of 64 columns
   static constexpr int kWords = kPieces * Decode::kWords;
   static constexpr int kChunk = chunk_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
   static constexpr int kTokenBlocks = kTokens / 8, kLogPieces = 3;  // of a slab's sums: 16 features x 8 tokens
@@ -68,13 +73,18 @@ template <class C>
 __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Params const& p, Part const& part, int tile) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   int const features = part.slabs * kRowsPerSlab;
-  TransactionBarrier::arrive_and_expect_tx(full, C::kXBytes + part.slabs * C::kChunk + features * (C::kZeros ? 3 : 2));
+  int const groups = C::kBook ? p.weight_rows.count : 1, group_bytes = features * C::kScaleBytes;
+  TransactionBarrier::arrive_and_expect_tx(
+      full, C::kXBytes + part.slabs * C::kChunk + groups * group_bytes + (C::kZeros ? features : 0));
   int64_t const row = int64_t(p.k_tiles) * C::kChunk;
   uint8_t const* codes = p.weight.codes + part.first_slab * row + tile * C::kChunk;
 #pragma unroll 1
   for (int slab = 0; slab < part.slabs; ++slab, codes += row) Copy::copy(codes, full, to + slab * C::kChunk, C::kChunk);
   int64_t const vector = int64_t(p.weight_rows.first(tile)) * p.n_pad + part.first_slab * kRowsPerSlab;
-  Copy::copy(static_cast<uint16_t const*>(p.weight.scales) + vector, full, to + p.shape.scales, features * 2);
+#pragma unroll 1
+  for (int group = 0; group < groups; ++group)
+    Copy::copy(static_cast<typename C::Scale const*>(p.weight.scales) + vector + int64_t(group) * p.n_pad, full,
+               to + p.shape.scales + group * group_bytes, group_bytes);
   if (C::kZeros) Copy::copy(p.weight.zeros + vector, full, to + p.shape.zeros, features);
 }
 
@@ -114,11 +124,38 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, CUt
   let_successor_start();
 }
 
-__device__ __forceinline__ uint32_t load_word(uint32_t address) {
-  uint32_t v;
-  asm volatile("ld.shared.u32 %0, [%1];" : "=r"(v) : "r"(address));
-  return v;
+// As Int4Book's, but a byte's product and sum are one instruction, a dot product of bytes of which one counts: tensor cores and other instructions
+// take turns, and every one less shows.
+__device__ __forceinline__ void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    uint32_t at;
+    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(word), "r"(128u << 8 * i), "r"(lane_address));
+    asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at));
+  }
 }
+
+// The scales of a thread's two rows as they lie in shared memory.
+template <class Scale>
+struct StoredScales {
+  uint32_t words[sizeof(Scale) / 2];
+
+  __device__ __forceinline__ void load(uint32_t from) {
+    if constexpr (sizeof(Scale) == 4) {
+      asm volatile("ld.shared.v2.u32 {%0, %1}, [%2];" : "=r"(words[0]), "=r"(words[1]) : "r"(from));
+    } else {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+    }
+  }
+  __device__ __forceinline__ float2 values() const {
+    if constexpr (sizeof(Scale) == 4)
+      return make_float2(__uint_as_float(words[0]), __uint_as_float(words[1]));
+    else if constexpr (std::is_same_v<Scale, __half>)
+      return __half22float2(reinterpret_cast<__half2 const&>(words[0]));
+    else
+      return make_float2(__uint_as_float(words[0] << 16), __uint_as_float(words[0] & 0xffff0000u));
+  }
+};
 
 // A warpgroup's kSlabs slabs, from `first` of the block's: their sums over the block's tiles, and those to the blocks that end with them.
 template <class C, int kSlabs>
@@ -130,7 +167,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint32_t const row = first * kRowsPerSlab + lane / 4 * 8 + block * 2;  // in the order of group vectors
   uint32_t x_at = cute::cast_smem_ptr_to_uint(shared), base = x_at + p.shape.weights, weight_bytes = p.shape.weight_bytes;
   uint32_t units = base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes;
-  uint32_t scales = base + p.shape.scales + row * 2, zeros = base + p.shape.zeros + row;
+  uint32_t scales = base + p.shape.scales + row * C::kScaleBytes, zeros = base + p.shape.zeros + row;
+  uint32_t const table = C::kBook ? x_at + p.shape.table + lane * 4 : 0;
+  int const group_bytes = p.weight_rows.count > 1 ? part.slabs * kRowsPerSlab * C::kScaleBytes : 0;
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(units), "+r"(scales), "+l"(full));
   int stage = set;
@@ -141,7 +180,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     uint64_t const x =
         uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXBytes) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
-    uint32_t words[C::kWords], scale_words, next_scale_words;
+    uint32_t words[C::kWords];
+    StoredScales<typename C::Scale> stored, next_stored;
     auto load = [&](int step) {  // of all slabs' steps
 #pragma unroll
       for (int j = 0; j < C::kWords / 4; ++j) {
@@ -152,11 +192,10 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
       }
     };
     load(0);
-    next_scale_words = load_word(scales + offset);
+    next_stored.load(scales + offset);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
       float products[C::kSums];
-      scale_words = next_scale_words;
       decode::RowConstants zero = {};
       if (C::kZeros) {
         uint32_t two = 0;
@@ -168,7 +207,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         uint32_t a[C::kPieces][4];
 #pragma unroll
         for (int j = 0; j < C::kPieces; ++j) {
-          if constexpr (C::kZeros) {
+          if constexpr (C::kBook) {
+            uint32_t pairs[4];
+            look_up(words[j], table, pairs);
+            C::Decode::combine(pairs, a[j]);
+          } else if constexpr (C::kZeros) {
             C::Decode::fragment(words + j * C::Decode::kWords, zero, a[j]);
           } else {
             C::Decode::fragment(words + j * C::Decode::kWords, a[j]);
@@ -180,20 +223,28 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll
         for (int j = 0; j < C::kPieces; ++j)
           wgmma_float<typename C::Element, C::kTokens>(a[j], x + step * (C::kPanelBytes / 16) + j * 2, products,
-                                                       step > 0 || j > 0);
+                                                       step % C::kGroupSteps > 0 || j > 0);
         cute::warpgroup_commit_batch();
         fence_registers(products);
         if (slab * C::kSteps + step + 1 < kSlabs * C::kSteps) load(slab * C::kSteps + step + 1);
-        if (step == 0 && slab + 1 < kSlabs) next_scale_words = load_word(scales + offset + (slab + 1) * kRowsPerSlab * 2);
+        if (step % C::kGroupSteps == 0) {
+          stored = next_stored;
+          int const next_slab = step + C::kGroupSteps < C::kSteps ? slab : slab + 1;
+          if (next_slab < kSlabs)
+            next_stored.load(scales + offset + next_slab * kRowsPerSlab * C::kScaleBytes +
+                             (next_slab == slab ? group_bytes : 0));
+        }
         cute::warpgroup_wait<0>();
 #pragma unroll
         for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
         fence_registers(products);
-      }
-      if (slab + 1 == kSlabs && lane == 0) ClusterBarrier::arrive(full + WgmmaDecodeShape::kMostStages + stage);
-      float2 const scale = __half22float2(reinterpret_cast<__half2 const&>(scale_words));
+        if ((step + 1) % C::kGroupSteps) continue;
+        if (step + 1 == C::kSteps && slab + 1 == kSlabs && lane == 0)
+          ClusterBarrier::arrive(full + WgmmaDecodeShape::kMostStages + stage);
+        float2 const scale = stored.values();
 #pragma unroll
-      for (int e = 0; e < C::kSums; ++e) sums[slab][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[slab][e]);
+        for (int e = 0; e < C::kSums; ++e) sums[slab][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[slab][e]);
+      }
     }
     stage += p.shape.sets;
     if (stage >= p.shape.stages) stage -= p.shape.stages, phase ^= 1;
@@ -246,6 +297,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
   Part part(p);
+  if constexpr (C::kBook)
+    decode::Int4Book::fill<typename C::Element>(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
@@ -328,18 +381,33 @@ Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, 
                          stream, map, p);
 }
 
+template <class Element, int kBits, bool kBook>
+Status launch_element(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  if constexpr (kBook) {
+    return problem.weight.scale_type == DataType::kFloat32
+               ? launch_config<Config<Element, kBits, false, true, float>>(problem, shape, stream)
+               : launch_config<Config<Element, kBits, false, true>>(problem, shape, stream);
+  } else {
+    return problem.weight.zeros ? launch_config<Config<Element, kBits, true>>(problem, shape, stream)
+                                : launch_config<Config<Element, kBits, false>>(problem, shape, stream);
+  }
+}
+
 }  // namespace
 
-template <int kBits>
+template <int kBits, bool kBook>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   WgmmaDecodeShape shape(problem, device);
-  return problem.weight.zeros ? launch_config<Config<kBits, true>>(problem, shape, stream)
-                              : launch_config<Config<kBits, false>>(problem, shape, stream);
+  if constexpr (kBook) {
+    if (problem.x_type == DataType::kBFloat16) return launch_element<__nv_bfloat16, kBits, kBook>(problem, shape, stream);
+  }
+  return launch_element<__half, kBits, kBook>(problem, shape, stream);
 }
 
 template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_decode<8>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode<4, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

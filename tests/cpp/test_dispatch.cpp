@@ -257,17 +257,25 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
-  auto book = [](int m, int n, int k, int architecture) {
+  auto book = [](int m, int n, int k, int architecture, int group_size = 64, DataType scales = DataType::kFloat16) {
     GemmProblem p = problem(m, n, k);
     p.weight.book = some_book;
+    p.weight.group_size = group_size;
+    p.weight.scale_type = scales;
     p.architecture = architecture;
     Row const* row = nullptr;
     Plan chosen;
     EXPECT_TRUE(select(p, kHopper, &row, &chosen).ok());
     return std::pair{std::string(row ? row->kernel : ""), chosen.splits};
   };
-  EXPECT_EQ(book(16, 4096, 4096, 0).first, "decode_gemm");
-  EXPECT_EQ(book(16, 8192, 28672, 0).first, "mma_gemm_a16");  // x does not fit in shared memory
+  EXPECT_EQ(book(8, 4096, 4096, 0).first, "decode_gemm");
+  for (int m : {9, 16}) {
+    for (int group_size : {64, 128, -1}) EXPECT_EQ(book(m, 4096, 4096, 0, group_size).first, "wgmma_decode");
+    EXPECT_EQ(book(m, 8192, 28672, 0, 64, DataType::kFloat32).first, "wgmma_decode");
+  }
+  EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "decode_gemm");  // x is fp16
+  EXPECT_EQ(book(16, 4096, 4096, 0, 32).first, "decode_gemm");
+  EXPECT_EQ(book(16, 8192, 28672, 0, 32).first, "mma_gemm_a16");  // x does not fit in shared memory
   EXPECT_EQ(book(17, 4096, 4096, 0).first, "wgmma_gemm_a16");
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
@@ -278,11 +286,14 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
 TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
   struct Case {
     int n, k, bits, cluster, sets;
+    bool book = false;
   };
   for (Case const& c : {Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3},
                         Case{28672, 4096, 4, 2, 1}, Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3},
-                        Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1}, Case{128256, 4096, 4, 0, 1}}) {
+                        Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1}, Case{128256, 4096, 4, 0, 1},
+                        Case{4096, 4096, 4, 2, 3, true}, Case{28672, 4096, 4, 2, 1, true}, Case{8192, 28672, 4, 2, 3, true}}) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
+    if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     WgmmaDecodeShape const shape(p, kHopper);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
