@@ -370,8 +370,9 @@ def test_small_weights_and_floats_of_one_sign_keep_their_precision(bits: int, sc
 
 
 @pytest.mark.parametrize("m", [64, 96, 128, 176])  # a kernel each, for as many rows as make a wave of blocks
+@pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
-def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, m: int) -> None:
+def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, act_quant: str, m: int) -> None:
     """Sums of a group's weights of any size, up to 128 times the largest weight."""
     n, k = 16896, 256
     qw = make_weight(fmt, n, k, exact=True)
@@ -379,9 +380,22 @@ def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, m: int) -
     qw.codes[1::5] = (1 << fmt.bits) - 1
     qw.codes[2::5] |= 1 << (fmt.bits - 1)
     qw.codes[3::5] &= (1 << (fmt.bits - 1)) - 1
-    x = make_exact_floats(m, k, HALF, "block", False, 128)
-    y = multiply(x, co.reorder(qw), act_quant="block", act_symmetric=False, out_dtype=FLOAT)
-    assert_same(y, oracle(x, qw, "block", False).float())
+    x = make_exact_floats(m, k, HALF, act_quant, False, 128)
+    y = multiply(x, co.reorder(qw), act_quant=act_quant, act_symmetric=False, out_dtype=FLOAT)
+    assert_same(y, oracle(x, qw, act_quant, False).float())
+
+
+@pytest.mark.parametrize("m", [8, 40, 64, 96, 128, 176])
+@pytest.mark.parametrize("act_quant", ["token", "block"])
+@pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
+def test_zero_points_leave_what_is_small_beside_outliers(fmt: Format, act_quant: str, m: int) -> None:
+    """Nearly all codes are the zero point or next to it: sums of codes are many times what is left without zero points."""
+    qw = make_weight(fmt, 16896, 2048, exact=False)
+    x = make_floats(m, 2048, HALF)
+    x[:, 3::128] *= 100
+    qw.codes[:, 3::128] = qw.zeros if fmt.kind == "zeros" else 1 << (fmt.bits - 1)  # they are zero beside the outliers
+    y = multiply(x, co.reorder(qw), act_quant=act_quant, act_symmetric=False, out_dtype=FLOAT)
+    assert_close(y, oracle(x, qw, act_quant, False))
 
 
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)

@@ -34,7 +34,8 @@
 namespace cutlass_ops::hopper {
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
-//   kElementBytes: of an activation; kScales, kTokenScales, kTokenZeros: whether every stage brings them; kZeros: likewise the weights' zero points
+//   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
+//   kTokenZeros: whether activations have zero points, which come with their scales
 //   kGroups: groups of weights in a stage, at most
 //   kFactors: whether a stage brings the token factors of widen_activations.cu, and the weights' offsets
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
@@ -44,7 +45,7 @@ struct TileConfig {
   static constexpr int kTokens = kTokens_;
   static constexpr bool kLoadScales = kScales_;
   static constexpr bool kLoadTokenScales = kTokenScales_;
-  static constexpr bool kLoadTokenZeros = kTokenZeros_;
+  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr int kGroups = kGroups_;
@@ -82,9 +83,12 @@ struct TileConfig {
   static constexpr int kStoreBytes =
       kWarpgroups *
       ((kStoreStride * 4 * kStoreTokens > kLineBytes * kTokens ? kStoreStride * 4 * kStoreTokens : kLineBytes * kTokens));
-  // int8 tokens whose one scale and zero point are applied at the end: [warpgroup][2][token] floats behind the staged outputs.
+  // Behind the staged outputs, for each warpgroup: int8 tokens' one scale, which is applied at the end, and their one zero point, 16 times where it
+  // is an operand.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kTokens : 0;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kWarpgroups * kEndScales * 8 + 256;
+  static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * 16 : 0;  // bytes
+  static constexpr int kEndBytes = kEndScales * 4 + kEndZeros;
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kWarpgroups * kEndBytes + 256;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kTokens / kCluster % 8 == 0, "a half tile of tokens is whole swizzle atoms");
 };

@@ -4,7 +4,8 @@
 //   decode   the stage's weights, which were loaded piece by piece while the previous sums were promoted
 //   multiply exact int32 sums of 128 columns, which never leave registers
 //   shift    with zero points za of the activations: I -= za * (sum of the weights' codes), a product of 32 more columns. The warpgroup adds the
-//            codes up while the others run
+//            codes up while the others run. In every stage, with one zero point a token too: beside outliers nearly all codes are the zero point, and
+//            fp32 sums that still hold it round away what is left
 //   promote  sum = fma(float(I), token scale * weight scale, sum), once a group and block
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
@@ -24,11 +25,12 @@ enum class Promotion {
 };
 
 template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock,
-                                   kAsymmetric_ && kPromotion_ == Promotion::kBlock, kZeros,
-                                   wgmma_gemm_a8_tile(kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
+struct Config
+    : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
+                         kZeros, wgmma_gemm_a8_tile(kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
   static constexpr Promotion kPromotion = kPromotion_;
-  static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
+  static constexpr bool kAsymmetric = kAsymmetric_;                                 // activations with zero points
+  static constexpr bool kShift = kAsymmetric && kPromotion != Promotion::kChannel;  // which every stage makes good
   // What the decoder multiplies codes by.
   static constexpr float kCodeScale = kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kTokens, kWarpgroups).shared_bytes,
@@ -179,14 +181,16 @@ class ZeroShift {
     any_beyond_ = __any_sync(0xffffffffu, beyond_[0] | beyond_[1]);
   }
 
-  // When the products have ended.
-  __device__ __forceinline__ void subtract(uint8_t const* stage, uint32_t (&integers)[C::kSums]) const {
+  // When the products have ended. `zeros` has a token's zero point every `stride` bytes.
+  __device__ __forceinline__ void subtract(uint8_t const* zeros, int stride, uint32_t (&integers)[C::kSums]) const {
     if (__builtin_expect(!any_beyond_, 1)) return;
 #pragma unroll
     for (int j = 0; j < C::kTokens / 8; ++j) {
-      char2 zeros = *reinterpret_cast<char2 const*>(stage + C::kTokenZeros + 8 * j + threadIdx.x % 4 * 2);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) integers[4 * j + e] -= uint32_t((e % 2 ? zeros.y : zeros.x) * beyond_[e / 2]);
+      for (int e = 0; e < 4; ++e) {
+        int zero = int8_t(zeros[(8 * j + threadIdx.x % 4 * 2 + e % 2) * stride]);
+        integers[4 * j + e] -= uint32_t(zero * beyond_[e / 2]);
+      }
     }
   }
 
@@ -210,17 +214,30 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};
-    // With zero points: what is subtracted for a zero point of 1, for rows g and g + 8; this lane's part until the end.
-    float row_sums[2] = {};
-    uint32_t row_integers[2] = {};
+    uint32_t row_sums[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's part until the end
     RawWeights<C> raw;
-    // One scale and zero point a token come last; they are on their way until then.
-    float end_scale[(C::kEndScales + 127) / 128 + 1], end_zero[(C::kEndScales + 127) / 128 + 1];
+    // One scale a token comes last; it is on its way until then.
+    float end_scale[(C::kEndScales + 127) / 128 + 1];
+    uint32_t end_zero[(C::kEndScales + 127) / 128 + 1];
 #pragma unroll
     for (int i = 0; i * 128 < C::kEndScales; ++i) {
       int token = min(m0 + at.warp * 32 + at.lane + i * 128, p.x.stride - 1);
       end_scale[i] = __ldg(p.x.scales + token);
-      if (kAsymmetric) end_zero[i] = float(__ldg(p.x.zeros + token));
+      if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + token))) * 0x01010101;
+    }
+    auto* end_scales =
+        reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes + at.warpgroup * C::kEndBytes);
+    auto* end_zeros = reinterpret_cast<uint8_t*>(end_scales + C::kEndScales);
+    if constexpr (C::kShift && !kBlock) {
+#pragma unroll
+      for (int i = 0; i * 128 < C::kEndScales; ++i) {
+        int token = at.warp * 32 + at.lane + i * 128;
+        if (token < C::kTokens) {
+          reinterpret_cast<uint4*>(end_zeros)[token] = make_uint4(end_zero[i], end_zero[i], end_zero[i], end_zero[i]);
+        }
+      }
+      cutlass::arch::fence_view_async_shared();
+      cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
     }
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     raw.load(stages + ring.stage * C::kStageBytes, p, at);
@@ -231,7 +248,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       float scale[2] = {raw.scale[0] * (1.0f / C::kCodeScale), raw.scale[1] * (1.0f / C::kCodeScale)};
       uint64_t tokens = operand_descriptor(stage + C::kActivations);
       [[maybe_unused]] ZeroShift<C> shift;
-      if constexpr (kAsymmetric && kBlock) shift.add(a);
+      uint8_t const* zero_columns = kBlock ? stage + C::kZeroColumns : end_zeros;
+      if constexpr (C::kShift) shift.add(a);
 #pragma unroll
       for (int piece = 0; piece < 4; ++piece) fence_registers(a[piece]);
       fence_registers(integers);
@@ -243,20 +261,13 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       cute::warpgroup_commit_batch();
       fence_registers(integers);
       // While the products run.
-      if constexpr (kAsymmetric && !kBlock) {
-        uint32_t weights[2] = {};
-        add_weights(a, kChannel ? row_integers : weights);
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          if (!kChannel) row_sums[h] = fmaf(scale[h], float(int(weights[h])), row_sums[h]);
-        }
-      }
-      if constexpr (kAsymmetric && kBlock) shift.spread();
+      if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
+      if constexpr (C::kShift) shift.spread();
       if (kBlock) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-      if constexpr (kAsymmetric && kBlock) {
+      if constexpr (C::kShift) {
         fence_registers(shift.operand);
         cute::warpgroup_arrive();
-        wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(stage + C::kZeroColumns), integers, true);
+        wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(zero_columns), integers, true);
         cute::warpgroup_commit_batch();
         fence_registers(integers);
       }
@@ -271,7 +282,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       TokenFactors<C> token_scales(factors);
       cute::warpgroup_wait<0>();
       fence_registers(integers);
-      if constexpr (kAsymmetric && kBlock) shift.subtract(stage, integers);
+      if constexpr (C::kShift) shift.subtract(kBlock ? stage + C::kTokenZeros : end_zeros, kBlock ? 1 : 16, integers);
 #pragma unroll
       for (int j = 0; j < C::kTokens / 8; ++j) {
         if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
@@ -286,20 +297,18 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if (C::kBits == 8 && C::kTokens == 176) asm volatile("" : "+r"(row0), "+r"(m0));
       hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
     } else {
-      float* end_scales = staging + C::kStoreBytes / 4 + at.warpgroup * C::kEndScales * 2;
-      float* end_zeros = end_scales + C::kEndScales;
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
         int token = at.warp * 32 + at.lane + i * 128;
         if (token >= C::kTokens) continue;
         end_scales[token] = end_scale[i];
-        if (kAsymmetric) end_zeros[token] = end_zero[i];
+        if (kAsymmetric && kChannel) end_zeros[token] = uint8_t(end_zero[i]);
       }
       float row_scale[2] = {1.0f, 1.0f};
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (kAsymmetric) row_sums[h] = sum_of_row(row_sums[h]), row_integers[h] = sum_of_row(row_integers[h]);
         if (!kChannel) continue;
+        if (kAsymmetric) row_sums[h] = sum_of_row(row_sums[h]);
         int position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2 + h;
         if (position < p.n_pad) row_scale[h] = load_float(p.weight.scales, p.weight.scale_type, position);
         row_scale[h] *= 1.0f / C::kCodeScale;
@@ -310,10 +319,10 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         int token = i / 4 * 8 + 2 * t + i % 2, h = i % 4 / 2;
         if constexpr (kChannel) {
           // In int32: differences are exact where they fit, whatever the sums did.
-          uint32_t shift = kAsymmetric ? row_integers[h] * uint32_t(int(end_zeros[token])) : 0;
+          uint32_t shift = kAsymmetric ? row_sums[h] * uint32_t(int(int8_t(end_zeros[token]))) : 0;
           integers[i] = __float_as_uint(float(int(integers[i] - shift)) * row_scale[h] * end_scales[token]);
         } else {
-          sums[i] = (kAsymmetric ? fmaf(-end_zeros[token], row_sums[h], sums[i]) : sums[i]) * end_scales[token];
+          sums[i] *= end_scales[token];
         }
       }
       if constexpr (kChannel) {
