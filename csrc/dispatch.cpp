@@ -41,15 +41,29 @@ bool widened_takes(GemmProblem const& problem, Device const&) {
   return is_wide(w) && (block != -1 || w.offsets) == kFactors && (kGroupsOf64 || w.group_size != 64);
 }
 
-// Whether wgmma_decode takes a problem: x and scales in fp16, or a code book whose scales are fp32 or of x's type; slabs that fit in a block's sums and
-// stages; and fewer elements than it was measured to lose with.
+// Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
+bool is_irregular(GemmProblem const& problem) {
+  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
+         problem.x_stride < problem.weight.k;
+}
+
+// Whether wgmma_decode takes a problem: int8 x; x and scales in fp16; or a code book whose scales are fp32 or of x's type; slabs that fit in a block's sums
+// and stages; and fewer elements than it was measured to lose with.
 template <int64_t kMost>
 bool wgmma_decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
+  bool const int8 = problem.act_quant != ActQuant::kNone || problem.quantized.codes;
   bool const types = w.book ? w.group_size != 32 && (w.scale_type == problem.x_type || w.scale_type == DataType::kFloat32)
-                            : problem.x_type == DataType::kFloat16 && w.scale_type == problem.x_type;
-  return types && padded_rows(w.n) * padded_k(w.k) < kMost &&
-         WgmmaDecodeShape(problem, device).cluster > 0;
+                            : int8 || (problem.x_type == DataType::kFloat16 && w.scale_type == problem.x_type);
+  return types && padded_rows(w.n) * padded_k(w.k) < kMost && WgmmaDecodeShape(problem, device, false).cluster > 0;
+}
+// The same where it quantises x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
+template <int64_t kMost>
+bool wgmma_decode_quantizes(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
+         w.scale_type == problem.x_type && !is_irregular(problem) && padded_rows(w.n) * padded_k(w.k) < kMost &&
+         WgmmaDecodeShape(problem, device, true).cluster > 0;
 }
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
 
@@ -77,6 +91,14 @@ constexpr Row kTable[] = {
      "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 34 and 33", decode_takes<8, 0, kDecodeMiddle>},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+     "as for fp16, and the blocks quantise x themselves: 5.5 us for 4096 x 4096, 8.5 by mma_gemm_a8; 18.9 for 28672 x 4096, 22.1; but for 8192 x 28672 35.3 and, after the quantiser, 34.5", wgmma_decode_quantizes<int64_t(192) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
+     "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8; 20.4 for 8192 x 8192, 21.1; 32 for 28672 x 4096, and 32", wgmma_decode_quantizes<int64_t(96) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1", wgmma_decode_takes<int64_t(256) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input, 0, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
+     "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<int64_t(32) << 20>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),
@@ -160,12 +182,6 @@ Status unsupported(std::string text) { return {Status::kUnsupported, std::move(t
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
 bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
-
-// Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
-bool is_irregular(GemmProblem const& problem) {
-  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
-         problem.x_stride < problem.weight.k;
-}
 
 int64_t tile_count(int n, int m, Tile const& tile) {
   return ceil_div(n, tile.rows) * std::max<int64_t>(1, ceil_div(m, tile.tokens));

@@ -106,7 +106,10 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
-    status = launch_quantize_activations(quantize, stream);
+    // A decoding kernel whose blocks are one for each place on the GPU starts at once, to ask for its weights. Fewer would crowd on the multiprocessors that
+    // are free first.
+    bool const fills = chosen.row->tile.whole_k || chosen.splits > 1;
+    status = launch_quantize_activations(quantize, stream, problem.m <= 16 && fills);
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);
   }

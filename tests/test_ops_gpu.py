@@ -350,6 +350,40 @@ def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: t
                 assert same_bits(multiply(x, packed, out_dtype=FLOAT), y)
 
 
+@pytest.mark.parametrize(("n", "k"), CUTS)
+@pytest.mark.parametrize(
+    ("bits", "kind", "group_size", "scales", "act_quant"),
+    [
+        (4, "symmetric", 128, HALF, "block"),
+        (4, "zeros", 256, BFLOAT, "block"),
+        (4, "zeros", 128, FLOAT, "token"),
+        (8, "symmetric", -1, BFLOAT, "token"),
+        (8, "symmetric", 128, HALF, "block"),
+        (8, "symmetric", 384, FLOAT, "block"),
+    ],
+)
+def test_small_batches_of_int8(
+    bits: int, kind: str, group_size: int, scales: torch.dtype, act_quant: str, n: int, k: int
+) -> None:
+    fmt = Format(bits, kind, group_size, scales)
+    for exact in (True, False):
+        qw = make_weight(fmt, n, k, exact=exact)
+        packed = co.reorder(qw)
+        for m in (9, 16):
+            x = make_exact_floats(m, k, HALF, act_quant, True, 128) if exact else make_floats(m, k, HALF)
+            if not exact:
+                x[1::2, :: max(k // 3, 1)] *= 300  # outliers
+            y = multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT)
+            want = oracle(x, qw, act_quant, True)
+            if exact:
+                assert_same(y, want.float())
+            else:
+                assert_close(y, want)
+                assert same_bits(multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT), y)
+                codes = co.quantize_activations(x, block_of(act_quant, group_size))
+                assert_close(multiply(codes, packed, out_dtype=FLOAT), want)
+
+
 @pytest.mark.parametrize("case", named(LARGE))
 def test_large_shapes(case: Case) -> None:
     test_any_scales_within_tolerance(case)
@@ -875,9 +909,12 @@ def test_runs_on_the_current_stream(activations: str) -> None:
     assert same_bits(y, expected)
 
 
-# decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor; 40 tokens leave parts of K to
-# reduce_splits.
-@pytest.mark.parametrize(("m", "act_quant"), [(3, "block"), (16, "none"), (17, "block"), (40, "block"), (40, "none")])
+# decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor, and the quantiser of 16 tokens lets
+# its successor start before it waits itself; 40 tokens leave parts of K to reduce_splits.
+@pytest.mark.parametrize(
+    ("m", "act_quant"),
+    [(3, "block"), (16, "none"), (16, "block"), (16, "token"), (17, "block"), (40, "block"), (40, "none")],
+)
 def test_back_to_back_products_that_feed_each_other(m: int, act_quant: str) -> None:
     # Kernels may start before their predecessor ends (programmatic dependent launch); they must still read what it wrote.
     packed = co.reorder(make_weight(Format(8, "symmetric", 128), 1536, 1536, exact=False))

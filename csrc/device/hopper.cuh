@@ -39,6 +39,10 @@ __device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_
 template <int kTokens>
 struct Int8Wgmma;
 template <>
+struct Int8Wgmma<16> {
+  using Atom = cute::SM90::GMMA::MMA_64x16x32_S32S8S8_RS_TN;
+};
+template <>
 struct Int8Wgmma<64> {
   using Atom = cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN;
 };

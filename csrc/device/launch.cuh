@@ -47,14 +47,18 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   config.blockDim = threads;
   config.dynamicSmemBytes = size_t(shared_bytes);
   config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attributes[2];
+  cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  attributes[1].id = cudaLaunchAttributeClusterDimension;
-  attributes[1].val.clusterDim.x = unsigned(cluster);
-  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
+  // The same for all kernels, however little they need: a multiprocessor divides its memory between cache and shared memory anew only once it is empty, so
+  // that a kernel with a division of its own would not start beside its predecessor, nor its successor beside it.
+  attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
+  attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
+  attributes[2].id = cudaLaunchAttributeClusterDimension;
+  attributes[2].val.clusterDim.x = unsigned(cluster);
+  attributes[2].val.clusterDim.y = attributes[2].val.clusterDim.z = 1;
   config.attrs = attributes;
-  config.numAttrs = device.architecture < 90 ? 0 : cluster > 1 ? 2 : 1;
+  config.numAttrs = device.architecture < 90 ? 0 : cluster > 1 ? 3 : 2;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) {
     cudaGetLastError();  // the launch's own error is not left for the next call to find

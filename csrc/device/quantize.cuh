@@ -2,6 +2,9 @@
 // Shared by the quantising kernel and those that quantise on the way, so that all find the same codes.
 #pragma once
 
+#include <type_traits>
+
+#include "cutlass_ops/layout.h"
 #include "device/scalar.cuh"
 
 namespace cutlass_ops {
@@ -121,6 +124,107 @@ struct Quantizer {
     return reciprocal == 0.0f ? 0 : word;
   }
 };
+
+// 16 neighbouring columns. T is __half or __nv_bfloat16, or float for a type that is known at run time; results are rounded to that type. (Rounding a
+// sum or product of 16-bit floats to fp32 first would change nothing: fp32 has twice their digits and two.)
+template <class T>
+struct Columns {
+  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
+  uint32_t words[8];  // i: the pair of columns 2i and 2i + 1
+
+  __device__ __forceinline__ static Pair pair_of(uint32_t word) { return reinterpret_cast<Pair const&>(word); }
+  __device__ __forceinline__ static uint32_t word_of(Pair pair) { return reinterpret_cast<uint32_t const&>(pair); }
+  __device__ __forceinline__ float2 pair(int i) const {
+    if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of(words[i]));
+    return make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
+  }
+  __device__ __forceinline__ void set(int i, float2 v, DataType) {
+    if constexpr (std::is_same_v<T, __half>) {
+      words[i] = word_of(__float22half2_rn(v));
+    } else {
+      words[i] = word_of(__float22bfloat162_rn(v));
+    }
+  }
+  __device__ __forceinline__ void add(Columns const& other, DataType) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(__hadd2_rn(pair_of(words[i]), pair_of(other.words[i])));
+  }
+  __device__ __forceinline__ void multiply(Columns const& other, DataType) {
+#pragma unroll
+    for (int i = 0; i < 8; ++i) words[i] = word_of(__hmul2_rn(pair_of(words[i]), pair_of(other.words[i])));
+  }
+};
+template <>
+struct Columns<float> {
+  float values[kLaneColumns];
+
+  __device__ __forceinline__ float2 pair(int i) const { return make_float2(values[2 * i], values[2 * i + 1]); }
+  __device__ __forceinline__ static float rounded(float v, DataType type) {
+    if (type == DataType::kFloat16) v = __half2float(__float2half_rn(v));
+    if (type == DataType::kBFloat16) v = __bfloat162float(__float2bfloat16_rn(v));
+    return v;
+  }
+  __device__ __forceinline__ void set(int i, float2 v, DataType type) {
+    values[2 * i] = rounded(v.x, type), values[2 * i + 1] = rounded(v.y, type);
+  }
+  __device__ __forceinline__ void add(Columns const& other, DataType type) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fadd_rn(values[i], other.values[i]), type);
+  }
+  __device__ __forceinline__ void multiply(Columns const& other, DataType type) {
+#pragma unroll
+    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fmul_rn(values[i], other.values[i]), type);
+  }
+};
+
+// What a run of columns spans, while lanes compare what they have: two values in a word. NaN goes through.
+template <class T, bool kSymmetric>
+struct Span {
+  using Pair = typename Columns<T>::Pair;
+  Pair pair{};  // symmetric: two maxima of absolute values; otherwise high and -low
+
+  __device__ __forceinline__ void add(Columns<T> const& c) {
+    if (kSymmetric) {
+#pragma unroll
+      for (uint32_t word : c.words) pair = __hmax2_nan(pair, __habs2(c.pair_of(word)));
+      return;
+    }
+    Pair high = c.pair_of(c.words[0]), low = high;
+#pragma unroll
+    for (int i = 1; i < 8; ++i) high = __hmax2_nan(high, c.pair_of(c.words[i])), low = __hmin2_nan(low, c.pair_of(c.words[i]));
+    low = __hneg2(low);
+    pair = __hmax2_nan(pair, __hmax2_nan(Pair(high.x, low.x), Pair(high.y, low.y)));
+  }
+  __device__ __forceinline__ void add(Span other) { pair = __hmax2_nan(pair, other.pair); }
+  __device__ __forceinline__ Span of_lane(int distance) const { return {__shfl_xor_sync(~0u, pair, distance)}; }
+  __device__ __forceinline__ Range<kSymmetric> range() const {
+    float2 v = make_float2(float(pair.x), float(pair.y));
+    return kSymmetric ? Range<kSymmetric>{0.0f, max_or_nan(v.x, v.y)} : Range<kSymmetric>{-v.y, v.x};
+  }
+};
+template <bool kSymmetric>
+struct Span<float, kSymmetric> {
+  Range<kSymmetric> all{};
+
+  __device__ __forceinline__ void add(Columns<float> const& c) {
+#pragma unroll
+    for (float v : c.values) all.add(v);
+  }
+  __device__ __forceinline__ void add(Span const& other) { all.add(other.all); }
+  __device__ __forceinline__ Span of_lane(int distance) const {
+    return {{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, all.low, distance), __shfl_xor_sync(~0u, all.high, distance)}};
+  }
+  __device__ __forceinline__ Range<kSymmetric> range() const { return all; }
+};
+
+// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ uint4 codes_of(Columns<T> const& c, Quantizer<kSymmetric> const& quantizer) {
+  static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
+                activation_position(15) == 15);
+  return make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
+                    quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+}
 
 // Rows of floats whose columns may be gathered.
 struct FloatRows {

@@ -44,61 +44,10 @@ struct Params {
   QuantizeProblem problem;
   int pieces;      // of 16 columns in a padded row
   int log2_lanes;  // of a block; 31 where the row is one
+  bool early;      // the successor may start before this kernel's predecessor has ended
 };
 
 // ---- values of x's type
-
-// 16 neighbouring columns. T is __half or __nv_bfloat16, or float for a type that is known at run time; results are rounded to that type. (Rounding a
-// sum or product of 16-bit floats to fp32 first would change nothing: fp32 has twice their digits and two.)
-template <class T>
-struct Columns {
-  using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;
-  uint32_t words[8];  // i: the pair of columns 2i and 2i + 1
-
-  __device__ __forceinline__ static Pair pair_of(uint32_t word) { return reinterpret_cast<Pair const&>(word); }
-  __device__ __forceinline__ static uint32_t word_of(Pair pair) { return reinterpret_cast<uint32_t const&>(pair); }
-  __device__ __forceinline__ float2 pair(int i) const {
-    if constexpr (std::is_same_v<T, __half>) return __half22float2(pair_of(words[i]));
-    return make_float2(__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000u));
-  }
-  __device__ __forceinline__ void set(int i, float2 v, DataType) {
-    if constexpr (std::is_same_v<T, __half>) {
-      words[i] = word_of(__float22half2_rn(v));
-    } else {
-      words[i] = word_of(__float22bfloat162_rn(v));
-    }
-  }
-  __device__ __forceinline__ void add(Columns const& other, DataType) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = word_of(__hadd2_rn(pair_of(words[i]), pair_of(other.words[i])));
-  }
-  __device__ __forceinline__ void multiply(Columns const& other, DataType) {
-#pragma unroll
-    for (int i = 0; i < 8; ++i) words[i] = word_of(__hmul2_rn(pair_of(words[i]), pair_of(other.words[i])));
-  }
-};
-template <>
-struct Columns<float> {
-  float values[kLaneColumns];
-
-  __device__ __forceinline__ float2 pair(int i) const { return make_float2(values[2 * i], values[2 * i + 1]); }
-  __device__ __forceinline__ static float rounded(float v, DataType type) {
-    if (type == DataType::kFloat16) v = __half2float(__float2half_rn(v));
-    if (type == DataType::kBFloat16) v = __bfloat162float(__float2bfloat16_rn(v));
-    return v;
-  }
-  __device__ __forceinline__ void set(int i, float2 v, DataType type) {
-    values[2 * i] = rounded(v.x, type), values[2 * i + 1] = rounded(v.y, type);
-  }
-  __device__ __forceinline__ void add(Columns const& other, DataType type) {
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fadd_rn(values[i], other.values[i]), type);
-  }
-  __device__ __forceinline__ void multiply(Columns const& other, DataType type) {
-#pragma unroll
-    for (int i = 0; i < kLaneColumns; ++i) values[i] = rounded(__fmul_rn(values[i], other.values[i]), type);
-  }
-};
 
 // Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float takes rows that do not
 // start on 16 bytes, and numbers of columns that are no multiple of 16.
@@ -134,59 +83,14 @@ __device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const
   }
 }
 
-// ---- ranges
-
-// What a run of columns spans, while lanes compare what they have: two values in a word. NaN goes through.
-template <class T, bool kSymmetric>
-struct Span {
-  using Pair = typename Columns<T>::Pair;
-  Pair pair{};  // symmetric: two maxima of absolute values; otherwise high and -low
-
-  __device__ __forceinline__ void add(Columns<T> const& c) {
-    if (kSymmetric) {
-#pragma unroll
-      for (uint32_t word : c.words) pair = __hmax2_nan(pair, __habs2(c.pair_of(word)));
-      return;
-    }
-    Pair high = c.pair_of(c.words[0]), low = high;
-#pragma unroll
-    for (int i = 1; i < 8; ++i) high = __hmax2_nan(high, c.pair_of(c.words[i])), low = __hmin2_nan(low, c.pair_of(c.words[i]));
-    low = __hneg2(low);
-    pair = __hmax2_nan(pair, __hmax2_nan(Pair(high.x, low.x), Pair(high.y, low.y)));
-  }
-  __device__ __forceinline__ void add(Span other) { pair = __hmax2_nan(pair, other.pair); }
-  __device__ __forceinline__ Span of_lane(int distance) const { return {__shfl_xor_sync(~0u, pair, distance)}; }
-  __device__ __forceinline__ Range<kSymmetric> range() const {
-    float2 v = make_float2(float(pair.x), float(pair.y));
-    return kSymmetric ? Range<kSymmetric>{0.0f, max_or_nan(v.x, v.y)} : Range<kSymmetric>{-v.y, v.x};
-  }
-};
-template <bool kSymmetric>
-struct Span<float, kSymmetric> {
-  Range<kSymmetric> all{};
-
-  __device__ __forceinline__ void add(Columns<float> const& c) {
-#pragma unroll
-    for (float v : c.values) all.add(v);
-  }
-  __device__ __forceinline__ void add(Span const& other) { all.add(other.all); }
-  __device__ __forceinline__ Span of_lane(int distance) const {
-    return {{kSymmetric ? 0.0f : __shfl_xor_sync(~0u, all.low, distance), __shfl_xor_sync(~0u, all.high, distance)}};
-  }
-  __device__ __forceinline__ Range<kSymmetric> range() const { return all; }
-};
-
 // ---- codes
 
-// The codes of 16 columns in kernel order: 0, 8, 1, 9, ..., 7, 15. Or their values as fp16, whose sum is returned.
+// The codes of 16 columns; or their values as fp16, whose sum is returned.
 template <bool kMayWiden, class T, bool kSymmetric>
 __device__ __forceinline__ int store_codes(Params const& p, int row, int piece, Columns<T> const& c,
                                            Quantizer<kSymmetric> const& quantizer) {
-  static_assert(activation_position(0) == 0 && activation_position(8) == 1 && activation_position(1) == 2 &&
-                activation_position(15) == 15);
   int64_t const to = int64_t(row) * p.pieces + piece;
-  uint4 const codes = make_uint4(quantizer.codes(c.pair(0), c.pair(4)), quantizer.codes(c.pair(1), c.pair(5)),
-                                 quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
+  uint4 const codes = codes_of(c, quantizer);
   // (Those of a block with NaN or infinity are 0, and so is its zero point.)
   if (kMayWiden && p.problem.out.wide) return store_wide(p.problem.out, to, codes, int(quantizer.zero));
   reinterpret_cast<uint4*>(p.problem.out.codes)[to] = codes;
@@ -270,6 +174,7 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 template <class T, bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant__ Params const p) {
+  if (p.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y, row = group * kBlockRows;
@@ -366,6 +271,7 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
   // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
   __shared__ float run_sums[2][kWarps * kPieces];
   __shared__ Span<T, kSymmetric> spans[2][kWarps];
+  if (p.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const first = threadIdx.x, step = blockDim.x, runs = (p.pieces + 31) / 32;
@@ -422,6 +328,7 @@ template <bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
   extern __shared__ float run_sums[];
   __shared__ Span<float, kSymmetric> spans[kAnyThreads / 32];
+  if (p.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const row = blockIdx.x, runs = (p.pieces + 31) / 32;
@@ -469,7 +376,8 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 // ---- launch
 
 // Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
-// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load.
+// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Not where they are so few that the kernels before
+// and after decode: these leave room for them everywhere, and want the memory themselves.
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -477,7 +385,8 @@ Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream str
   int64_t const blocks = int64_t(grid.x) * grid.y * grid.z;
   int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
   int const one_more_does_not_fit = int(device.shared_memory / (each + 1));
-  return launch(kernel, grid, threads, device.architecture >= 90 && each <= kFew ? one_more_does_not_fit : 0, stream, p);
+  bool const spread = device.architecture >= 90 && each <= kFew && p.problem.m > 32;
+  return launch(kernel, grid, threads, spread ? one_more_does_not_fit : 0, stream, p);
 }
 
 bool starts_on_16_bytes(void const* data, int64_t stride, int element) {
@@ -533,9 +442,9 @@ Status launch_typed(Params const& p, Stream stream) {
 
 }  // namespace
 
-Status launch_quantize_activations(QuantizeProblem const& q, Stream stream) {
+Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, bool early) {
   int const block = q.out.block;
-  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31};
+  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31, early};
   int const element = size_of(q.x_type);
   bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&

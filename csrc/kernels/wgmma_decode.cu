@@ -1,4 +1,4 @@
-// 9 to 16 tokens of fp16 x int4, int8 or code-book weights on Hopper's wgmma: W4A16 and W8A16 while a batch decodes, sm_90a.
+// 9 to 16 tokens x int4, int8 or code-book weights on Hopper's wgmma: W4A16, W8A16, W4A8 and W8A8 while a batch decodes, sm_90a.
 //
 //   cluster   up to nine slabs of 64 output features; its blocks share K in equal slices
 //   stage     a tile of K, 128 columns: the slabs' codes and scales by bulk copies, x by its tensor map once for all of them. One warp asks for
@@ -10,6 +10,7 @@
 //   end       sums leave registers for the block of the cluster that ends with those features, by st.async, and are added in a fixed order
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "device/quantize.cuh"
 #include "device/shares.cuh"
 #include "device/tile.cuh"
 #include "kernels/kernels.h"
@@ -20,32 +21,46 @@
 namespace cutlass_ops {
 namespace {
 
-// Element: of x. Scale: of weight scales. kBook: codes are looked up.
-template <class Element_, int kBits_, bool kZeros_, bool kBook_ = false, class Scale_ = Element_>
+// Element: of x, fp16, bf16, or int8 with scales of its own. Scale: of weight scales. kBook: codes are looked up. kQuantizes: x is floats in memory, and
+// int8 where it is multiplied.
+template <class Element_, int kBits_, bool kZeros_, bool kBook_ = false, class Scale_ = Element_, bool kQuantizes_ = false>
 struct Config {
   using Element = Element_;
   using Scale = Scale_;
   static constexpr int kScaleBytes = sizeof(Scale);
-  static constexpr bool kBook = kBook_;
-  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits_, Element>>;
+  static constexpr bool kBook = kBook_, kQuantizes = kQuantizes_;
+  static constexpr bool kInt8 = kQuantizes || std::is_same_v<Element, int8_t>;
+  using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
+                                        std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
+  using Decode =
+      std::conditional_t<kInt8, Int8Decode, std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits_, Element>>>;
+  using Sum = std::conditional_t<kInt8, uint32_t, float>;  // of a group's products
   static constexpr int kBits = kBits_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kTokens = WgmmaDecodeShape::kTokens;
   static constexpr int kWarpgroups = WgmmaDecodeShape::kWarpgroups, kWarps = 4 * kWarpgroups;  // that multiply
   static constexpr int kThreads = 32 * kWarps + 32;
   static constexpr int kSums = kTokens / 2;  // registers of a slab
-  static constexpr int kXBytes = WgmmaDecodeShape::kXBytes;
-  static constexpr int kPanelBytes = kTokens * 128;  // of x in shared memory: 64 columns, in the 128-byte swizzle
-  static constexpr int kPieces = 4, kSteps = 2;  // of 16 columns that are multiplied together, in a step; of those in a tile
+  static constexpr int kXBytes = kTokens * kKPerTile * int(sizeof(Element));
+  static constexpr int kPanelBytes = kTokens * 128;  // of x in shared memory: rows of 128 bytes, in the 128-byte swizzle
+  static constexpr int kTokenScaleBytes = kInt8 ? kTokens * 4 : 0;
+  static constexpr int kTokenBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes;  // that come to a stage beside its weights
+  // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
+  static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
   static constexpr int kGroupSteps = kBook ? 1 : kSteps;  // that are promoted together: a book's groups may be of 64 columns
   static constexpr int kWords = kPieces * Decode::kWords;
   static constexpr int kChunk = chunk_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
   static constexpr int kTokenBlocks = kTokens / 8, kLogPieces = 3;  // of a slab's sums: 16 features x 8 tokens
   static_assert(4 * kTokenBlocks == 1 << kLogPieces);
+  // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before its weights where a quantiser
+  // comes between. But not much earlier: x, which all blocks wait for, stands behind the next launch's weights.
+  static constexpr int kEarlyBytes = kQuantizes ? 48 * 1024 : kInt8 ? 80 * 1024 : 32 * 1024;
 };
 
 struct Params {
   PackedWeight weight;
+  float const* token_scales;
+  int token_stride;  // from a tile's scales to the next's
   EpilogueParams epilogue;
   VectorRows weight_rows;
   WgmmaDecodeShape shape;
@@ -53,8 +68,10 @@ struct Params {
   int k_tiles, n_pad, log_cluster;
 };
 
+// Of stages: all is there; all is read; x is there that is still to be quantised.
 struct Barriers {
-  uint64_t full[WgmmaDecodeShape::kMostStages], empty[WgmmaDecodeShape::kMostStages], sums;
+  static constexpr int kStages = WgmmaDecodeShape::kMostStages;
+  uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
 // A block's part of the product.
@@ -75,7 +92,7 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Params
   int const features = part.slabs * kRowsPerSlab;
   int const groups = C::kBook ? p.weight_rows.count : 1, group_bytes = features * C::kScaleBytes;
   TransactionBarrier::arrive_and_expect_tx(
-      full, C::kXBytes + part.slabs * C::kChunk + groups * group_bytes + (C::kZeros ? features : 0));
+      full, C::kTokenBytes + part.slabs * C::kChunk + groups * group_bytes + (C::kZeros ? features : 0));
   int64_t const row = int64_t(p.k_tiles) * C::kChunk;
   uint8_t const* codes = p.weight.codes + part.first_slab * row + tile * C::kChunk;
 #pragma unroll 1
@@ -89,23 +106,29 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Params
 }
 
 template <class C>
-__device__ __forceinline__ void copy_tokens(uint8_t* to, uint64_t* full, CUtensorMap const& map, int tile) {
+__device__ __forceinline__ void copy_tokens(uint8_t* to, uint8_t* to_scales, uint64_t* full, CUtensorMap const& map,
+                                            Params const& p, int tile) {
 #pragma unroll
   for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
     cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
                                  tile * kKPerTile + panel * (kKPerTile / 2), 0);
+  if (C::kInt8 && !C::kQuantizes)
+    cute::SM90_BULK_COPY_G2S::copy(p.token_scales + int64_t(tile) * p.token_stride, full, to_scales, C::kTokenScaleBytes);
 }
 
 // By one thread.
 template <class C>
 __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, CUtensorMap const& map, Params const& p,
                                         Part const& part) {
+  uint8_t* const first_weights = shared + p.shape.weights;
   auto weights = [&](int i, int stage) {
-    copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes, &barriers.full[stage], p, part,
-                    part.first_tile + i);
+    copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], p, part, part.first_tile + i);
   };
   auto tokens = [&](int i, int stage) {
-    copy_tokens<C>(shared + stage * C::kXBytes, &barriers.full[stage], map, part.first_tile + i);
+    uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
+    if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
+    copy_tokens<C>(shared + stage * C::kXBytes, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there, map,
+                   p, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
@@ -113,15 +136,50 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, CUt
   for (int i = 0; i < ahead; ++i) tokens(i, i);
   int stage = 0;
   uint32_t phase = 0;
+  int const last = max(ahead, part.tiles - C::kEarlyBytes / p.shape.weight_bytes);
 #pragma unroll 1
   for (int i = ahead; i < part.tiles; ++i) {
+    if (i == last) let_successor_start();
     ClusterBarrier::wait(&barriers.empty[stage], phase);
     weights(i, stage);
     tokens(i, stage);
     if (++stage == p.shape.stages) stage = 0, phase ^= 1;
   }
-  // Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
-  let_successor_start();
+  if (last >= part.tiles) let_successor_start();
+}
+
+// x of a stage to codes, in its place, by a warpgroup: a thread has 16 columns of a token, eight threads share a block. What that takes is found anew each
+// time: products need the registers.
+template <class C>
+__device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, uint64_t* full, Params const& p) {
+  using Element = typename C::Element;
+  constexpr int kPieces = kKPerTile / kLaneColumns;
+  int const thread = thread_again(), token = thread % 128 / kPieces, piece = thread % kPieces, swizzle = token & 7;
+  uint32_t const row = x + stage * C::kXBytes + token * 128, from = row + piece / 4 * C::kPanelBytes;
+  TransactionBarrier::wait(full + 2 * Barriers::kStages + stage, phase);
+  Columns<Element> c;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    uint32_t v[4];
+    load_shared(from + (((piece % 4 * 2 + half) ^ swizzle) << 4), v);
+#pragma unroll
+    for (int r = 0; r < 4; ++r) c.words[4 * half + r] = v[r];
+  }
+  Span<Element, true> span;
+  span.add(c);
+#pragma unroll
+  for (int distance = 1; distance < kPieces; distance *= 2) span.add(span.of_lane(distance));
+  cutlass::arch::NamedBarrier::sync(128, 2 + thread / 128);  // all have read
+  Quantizer<true> quantizer(span.range());
+  uint4 const v = codes_of(c, quantizer);
+  asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(row + ((piece ^ swizzle) << 4)), "r"(v.x), "r"(v.y), "r"(v.z),
+               "r"(v.w)
+               : "memory");
+  uint32_t const scales = x + p.shape.weights + stage * p.shape.weight_bytes + p.shape.token_scales;
+  if (piece == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + token * 4), "f"(quantizer.scale) : "memory");
+  cutlass::arch::fence_view_async_shared();
+  __syncwarp();
+  if (thread % 32 == 0) ClusterBarrier::arrive(full + stage);
 }
 
 // As Int4Book's, but a byte's product and sum are one instruction, a dot product of bytes of which one counts: tensor cores and other instructions
@@ -170,12 +228,24 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint32_t scales = base + p.shape.scales + row * C::kScaleBytes, zeros = base + p.shape.zeros + row;
   uint32_t const table = C::kBook ? x_at + p.shape.table + lane * 4 : 0;
   int const group_bytes = p.weight_rows.count > 1 ? part.slabs * kRowsPerSlab * C::kScaleBytes : 0;
+  uint32_t tokens = base + p.shape.token_scales + lane % 4 * 8;
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(units), "+r"(scales), "+l"(full));
-  int stage = set;
+  if (C::kInt8) asm volatile("" : "+r"(tokens));
+  int stage = set, to_quantize = warp / 4 + C::kWarpgroups;
   uint32_t phase = 0;
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
+    if constexpr (C::kQuantizes) {
+      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is another than this one, if there are enough.
+      int const ahead = p.shape.sets == 1 ? 1 : p.shape.stages > C::kWarpgroups ? C::kWarpgroups : 0;
+      if (i + ahead == to_quantize) {
+        bool const wraps = stage + ahead >= p.shape.stages;
+        if (to_quantize < part.tiles)
+          quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps), full, p);
+        to_quantize += C::kWarpgroups;
+      }
+    }
     uint32_t const offset = stage * weight_bytes;
     uint64_t const x =
         uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXBytes) >> 4 & 0x3fff, 0);
@@ -195,7 +265,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     next_stored.load(scales + offset);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-      float products[C::kSums];
+      typename C::Sum products[C::kSums];
+      float token_scales[C::kTokenBlocks][2];
       decode::RowConstants zero = {};
       if (C::kZeros) {
         uint32_t two = 0;
@@ -221,12 +292,19 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         fence_registers(products);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int j = 0; j < C::kPieces; ++j)
-          wgmma_float<typename C::Element, C::kTokens>(a[j], x + step * (C::kPanelBytes / 16) + j * 2, products,
-                                                       step % C::kGroupSteps > 0 || j > 0);
+        for (int j = 0; j < C::kPieces; ++j) {
+          uint64_t const at = x + step * (C::kPanelBytes / 16) + j * 2;
+          bool const add = step % C::kGroupSteps > 0 || j > 0;
+          if constexpr (C::kInt8) {
+            wgmma_int8<C::kTokens>(a[j], at, products, add);
+          } else {
+            wgmma_float<typename C::Element, C::kTokens>(a[j], at, products, add);
+          }
+        }
         cute::warpgroup_commit_batch();
         fence_registers(products);
-        if (slab * C::kSteps + step + 1 < kSlabs * C::kSteps) load(slab * C::kSteps + step + 1);
+        int const next = slab * C::kSteps + step + 1;
+        if (!C::kInt8 && next < kSlabs * C::kSteps) load(next);
         if (step % C::kGroupSteps == 0) {
           stored = next_stored;
           int const next_slab = step + C::kGroupSteps < C::kSteps ? slab : slab + 1;
@@ -234,16 +312,31 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
             next_stored.load(scales + offset + next_slab * kRowsPerSlab * C::kScaleBytes +
                              (next_slab == slab ? group_bytes : 0));
         }
+        if (C::kInt8) {  // read again for every slab: registers
+#pragma unroll
+          for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+            float (&two)[2] = token_scales[tb];
+            asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two[0]), "=f"(two[1]) : "r"(tokens + offset + tb * 32));
+          }
+        }
         cute::warpgroup_wait<0>();
 #pragma unroll
         for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
         fence_registers(products);
+        if (C::kInt8 && next < kSlabs * C::kSteps) load(next);  // once the operands' registers are free
         if ((step + 1) % C::kGroupSteps) continue;
-        if (step + 1 == C::kSteps && slab + 1 == kSlabs && lane == 0)
-          ClusterBarrier::arrive(full + WgmmaDecodeShape::kMostStages + stage);
-        float2 const scale = stored.values();
+        if (step + 1 == C::kSteps && slab + 1 == kSlabs && lane == 0) ClusterBarrier::arrive(full + Barriers::kStages + stage);
+        float2 scale = stored.values();
+        if constexpr (C::kInt8) scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
 #pragma unroll
-        for (int e = 0; e < C::kSums; ++e) sums[slab][e] = fmaf(products[e], e % 4 < 2 ? scale.x : scale.y, sums[slab][e]);
+        for (int e = 0; e < C::kSums; ++e) {
+          float const row_scale = e % 4 < 2 ? scale.x : scale.y;
+          if constexpr (C::kInt8) {
+            sums[slab][e] = fmaf(float(int(products[e])), row_scale * token_scales[e / 4][e % 2], sums[slab][e]);
+          } else {
+            sums[slab][e] = fmaf(products[e], row_scale, sums[slab][e]);
+          }
+        }
       }
     }
     stage += p.shape.sets;
@@ -302,7 +395,8 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], 1);
+      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 4 : 1);
+      TransactionBarrier::init(&barriers.raw[i], 1);
       ClusterBarrier::init(&barriers.empty[i], p.shape.sets > 1 ? 4 : 4 * min(C::kWarpgroups, part.slabs));
     }
     TransactionBarrier::init(&barriers.sums, 1);
@@ -318,6 +412,9 @@ __global__ void __launch_bounds__(C::kThreads, 2)
     return;
   }
   wait_alone();
+  if constexpr (C::kQuantizes) {
+    if (warp / 4 < part.tiles) quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);
+  }
   int first = 0, count = part.slabs;
   if (p.shape.sets == 1) {
     int base = part.slabs / C::kWarpgroups, rest = part.slabs % C::kWarpgroups, group = warp / 4;
@@ -362,13 +459,18 @@ template <class C>
 Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
   PackedWeight const& w = problem.weight;
   CUtensorMap map;
-  Status status = hopper::encode_tokens(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kTokens, &map);
+  QuantizedActivations const& q = problem.quantized;
+  int64_t const k_pad = padded_k(w.k);
+  Status status = std::is_same_v<typename C::Element, int8_t>
+                      ? hopper::encode_tokens(q.codes, 1, problem.m, int(k_pad), k_pad, C::kTokens, &map)
+                      : hopper::encode_tokens(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kTokens, &map);
   if (!status.ok()) return status;
-  int const k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params p{w,
-
+           q.scales,
+           q.block == -1 ? 0 : q.stride,
            EpilogueParams(problem),
            VectorRows(w.group_size),
            shape,
@@ -393,15 +495,39 @@ Status launch_element(GemmProblem const& problem, WgmmaDecodeShape const& shape,
   }
 }
 
+template <class Scale, int kBits>
+Status launch_int8(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) return launch_config<Config<int8_t, 4, true, false, Scale>>(problem, shape, stream);
+  }
+  return launch_config<Config<int8_t, kBits, false, false, Scale>>(problem, shape, stream);
+}
+
+template <class Element, int kBits>
+Status launch_quantizing(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) return launch_config<Config<Element, 4, true, false, Element, true>>(problem, shape, stream);
+  }
+  return launch_config<Config<Element, kBits, false, false, Element, true>>(problem, shape, stream);
+}
+
 }  // namespace
 
-template <int kBits, bool kBook>
+template <int kBits, bool kBook, bool kQuantizes>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  WgmmaDecodeShape shape(problem, device);
-  if constexpr (kBook) {
+  WgmmaDecodeShape shape(problem, device, kQuantizes);
+  if constexpr (kQuantizes) {
+    return problem.x_type == DataType::kFloat16 ? launch_quantizing<__half, kBits>(problem, shape, stream)
+                                                : launch_quantizing<__nv_bfloat16, kBits>(problem, shape, stream);
+  } else if constexpr (kBook) {
     if (problem.x_type == DataType::kBFloat16) return launch_element<__nv_bfloat16, kBits, kBook>(problem, shape, stream);
+  } else if (problem.quantized.codes) {
+    DataType const scale = problem.weight.scale_type;
+    return scale == DataType::kFloat16    ? launch_int8<__half, kBits>(problem, shape, stream)
+           : scale == DataType::kBFloat16 ? launch_int8<__nv_bfloat16, kBits>(problem, shape, stream)
+                                          : launch_int8<float, kBits>(problem, shape, stream);
   }
   return launch_element<__half, kBits, kBook>(problem, shape, stream);
 }
@@ -409,5 +535,7 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stre
 template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_decode<8>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_decode<4, true>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode<4, false, true>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode<8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

@@ -257,6 +257,22 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
+  // int8 activations of 9 to 16 tokens: {kernel, whether it quantises x itself}
+  using Choice = std::pair<std::string, bool>;
+  auto int8 = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
+    Plan chosen;
+    EXPECT_TRUE(plan(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric), kHopper, &chosen).ok());
+    return Choice{chosen.kernel, chosen.quantizes};
+  };
+  for (int m : {9, 16}) {
+    EXPECT_EQ(int8(m, 28672, 4096, 4, ActQuant::kBlock), Choice("wgmma_decode", true));
+    EXPECT_EQ(int8(m, 4096, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
+    EXPECT_EQ(int8(m, 28672, 4096, 4, ActQuant::kToken), Choice("wgmma_decode", false));
+    EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kBlock), Choice("wgmma_decode", false));
+    EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kBlock), Choice("mma_gemm_a8", false));
+    EXPECT_EQ(int8(m, 4096, 4096, 4, ActQuant::kBlock, false), Choice("mma_gemm_a8", false));
+  }
+  EXPECT_EQ(int8(17, 4096, 4096, 4, ActQuant::kBlock), Choice("mma_gemm_a8", false));
   auto book = [](int m, int n, int k, int architecture, int group_size = 64, DataType scales = DataType::kFloat16) {
     GemmProblem p = problem(m, n, k);
     p.weight.book = some_book;
@@ -286,15 +302,19 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
 TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
   struct Case {
     int n, k, bits, cluster, sets;
-    bool book = false;
+    bool book = false, quantizes = false;
   };
-  for (Case const& c : {Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3},
-                        Case{28672, 4096, 4, 2, 1}, Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3},
-                        Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1}, Case{128256, 4096, 4, 0, 1},
-                        Case{4096, 4096, 4, 2, 3, true}, Case{28672, 4096, 4, 2, 1, true}, Case{8192, 28672, 4, 2, 3, true}}) {
+  for (Case const& c :
+       {Case{4096, 4096, 4, 8, 1, false, true}, Case{28672, 4096, 4, 2, 1, false, true}, Case{8192, 8192, 4, 4, 1, false, true},
+        Case{4096, 4096, 8, 2, 3, false, true}, Case{8192, 8192, 8, 2, 3, false, true}, Case{192, 1032, 8, 8, 1, false, true},
+        Case{4096, 4096, 4, 2, 3}, Case{6144, 4096, 4, 8, 1}, Case{1024, 4096, 4, 4, 3}, Case{28672, 4096, 4, 2, 1},
+        Case{8192, 28672, 4, 2, 3}, Case{4096, 4096, 8, 2, 3}, Case{8192, 8192, 8, 2, 3}, Case{64, 64, 4, 1, 1},
+        Case{128256, 4096, 4, 0, 1}, Case{4096, 4096, 4, 2, 3, true}, Case{28672, 4096, 4, 2, 1, true},
+        Case{8192, 28672, 4, 2, 3, true}}) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
-    WgmmaDecodeShape const shape(p, kHopper);
+    if (c.quantizes) p.act_quant = ActQuant::kBlock;
+    WgmmaDecodeShape const shape(p, kHopper, c.quantizes);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -354,6 +374,32 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
+  p = quantized_on_the_way(problem(16, 4096, 4096), ActQuant::kBlock, true);
+  auto quantizes = [](GemmProblem const& q) {
+    Plan chosen;
+    EXPECT_TRUE(plan(q, kHopper, &chosen).ok());
+    EXPECT_EQ(std::string(chosen.kernel), "wgmma_decode");
+    return chosen.quantizes;
+  };
+  p.x_type = DataType::kFloat16;
+  EXPECT_TRUE(quantizes(p));
+  p.x_type = DataType::kBFloat16;  // beside scales in fp16
+  EXPECT_FALSE(quantizes(p));
+  p.weight.scale_type = DataType::kBFloat16;
+  EXPECT_TRUE(quantizes(p));
+  p.x_type = p.weight.scale_type = DataType::kFloat32;
+  EXPECT_FALSE(quantizes(p));
+  p.x_type = p.weight.scale_type = DataType::kFloat16;
+  p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
+  EXPECT_FALSE(quantizes(p));
+  p.weight.perm = nullptr;
+  p.x_stride = 4100;
+  EXPECT_FALSE(quantizes(p));
+  EXPECT_EQ(kernel(already_quantized(problem(16, 4096, 4096), 128)), "wgmma_decode");
+  p = already_quantized(problem(16, 4096, 4096, 8), -1);
+  EXPECT_EQ(kernel(p), "wgmma_decode");
+  p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "mma_gemm_a8");
   GemmProblem const few = problem(16, 4096, 4096);
   EXPECT_EQ(kernel(few), "wgmma_decode");
   p = few;
