@@ -82,6 +82,18 @@ def test_every_cut_of_wgmma_decode(n: int, k: int, group_size: int, dtype: torch
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+def test_tiles_of_160_tokens_by_the_type_of_scales(dtype: torch.dtype) -> None:
+    for scale_dtype in (HALF, BFLOAT, FLOAT):
+        qw = make(4096, 1000, 64, scale_dtype, exact=True)
+        packed = co.reorder(qw)
+        x = torch.randint(-4, 5, (600, 1000), generator=torch.Generator("cuda").manual_seed(1), device="cuda").to(dtype)
+        assert torch.equal(co.mixed_gemm(x, packed, out_dtype=FLOAT).double(), oracle(x, qw))
+        if torch.cuda.get_device_capability() == (9, 0):
+            tile = co.explain(600, packed, dtype=dtype).tile[1]
+            assert tile == 160 if scale_dtype in (dtype, FLOAT) else tile < 160
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
 def test_many_rows(dtype: torch.dtype) -> None:
     qw = make(512, 2048, 64, HALF, exact=False, perm=torch.randperm(2048, device="cuda"))
     packed = co.reorder(qw)

@@ -368,7 +368,7 @@ struct Int8Int8 {
 // for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a table of its own, in its
 // own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16 values in
 // registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and multiprocessor; here that
-// pipe has 8, the multiplier 4, and the loads, at 32 a clock, take as long.)
+// pipe has 4, the multiplier 4, and the loads, at 32 a clock, take as long as both.)
 //
 // Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
 //   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
@@ -384,15 +384,23 @@ struct Int4Book {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset or an address. A byte is
-  // one instruction, its product and sum another, IMAD, where the compiler would shift, mask and add.
+  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset or an address. A byte
+  // is one instruction, a dot product of bytes of which one counts, and its constant a register: where there are those for kConstants alone, the
+  // other bytes are one instruction, and their product and sum another (the compiler would shift, mask and add).
+  template <int kConstants = 4>
   CUTLASS_OPS_HD static void places(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
-    uint32_t const bytes[4] = {word & 0xffu, permute_bytes(word, 0, 0x4441u), permute_bytes(word, 0, 0x4442u), word >> 24};
     for (int i = 0; i < 4; ++i) {
 #ifdef __CUDA_ARCH__
-      asm("mad.lo.u32 %0, %1, 128, %2;" : "=r"(out[i]) : "r"(bytes[i]), "r"(first));
+      uint32_t const byte = i == 0 ? word & 0xffu : i == 3 ? word >> 24 : permute_bytes(word, 0, 0x4440u + i);
+      if (i < kConstants) {
+        asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(out[i]) : "r"(word), "r"(128u << 8 * i), "r"(first));
+      } else if (i < 3) {
+        asm("mad.lo.u32 %0, %1, 128, %2;" : "=r"(out[i]) : "r"(byte), "r"(first));
+      } else {
+        out[i] = byte * 128 + first;
+      }
 #else
-      out[i] = bytes[i] * 128 + first;
+      out[i] = (word >> 8 * i & 0xffu) * 128 + first;
 #endif
     }
   }
@@ -405,9 +413,10 @@ struct Int4Book {
   }
 #ifdef __CUDACC__
   // The same from shared memory, by the lane's address there.
+  template <int kConstants = 4>
   __device__ static void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
     uint32_t at[4];
-    places(word, lane_address, at);
+    places<kConstants>(word, lane_address, at);
     for (int i = 0; i < 4; ++i) asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at[i]));
   }
 #endif

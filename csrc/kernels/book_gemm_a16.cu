@@ -154,7 +154,7 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       return w;
     };
     uint32_t pairs[2][4];  // of this piece, and of the next
-    decode::Int4Book::look_up(word(0, step * kPieces), table, pairs[0]);
+    decode::Int4Book::look_up<0>(word(0, step * kPieces), table, pairs[0]);
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb) {
       uint2 raw = ahead;
@@ -164,8 +164,8 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       for (int i = 0; i < kPieces; ++i) {
         int const turn = rb * kPieces + i;
         if (turn + 1 < kRowBlocks * kPieces) {
-          decode::Int4Book::look_up(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
-                                    pairs[(turn + 1) % 2]);
+          decode::Int4Book::look_up<0>(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
+                                       pairs[(turn + 1) % 2]);
         }
         uint32_t a[4];
         decode::Int4Book::combine(pairs[turn % 2], a);
@@ -199,7 +199,7 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
     };
     uint32_t pairs[2][2][4];  // of this turn, and of the next: of two row blocks
 #pragma unroll
-    for (int j = 0; j < 2; ++j) decode::Int4Book::look_up(word(j, step * kPieces), table, pairs[0][j]);
+    for (int j = 0; j < 2; ++j) decode::Int4Book::look_up<0>(word(j, step * kPieces), table, pairs[0][j]);
     uint4 b = {};
 #pragma unroll
     for (int turn = 0; turn < 2 * kPieces; ++turn) {
@@ -212,8 +212,8 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
       if (turn + 1 < 2 * kPieces) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          decode::Int4Book::look_up(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
-                                    pairs[(turn + 1) % 2][j]);
+          decode::Int4Book::look_up<0>(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
+                                       pairs[(turn + 1) % 2][j]);
       }
       uint32_t (&now)[2][4] = pairs[turn % 2];
       uint32_t const first[4] = {now[0][0], now[1][0], now[0][1], now[1][1]},

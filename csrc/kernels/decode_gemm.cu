@@ -596,7 +596,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       int const i = turn / kRowBlocks;
       uint32_t word = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
       asm volatile("" : "+r"(word));  // not before its turn, as below
-      decode::Int4Book::look_up(word, table, pairs[turn % (2 * kAtOnce)]);
+      decode::Int4Book::look_up<C::kTokens == 8 && C::kResident == 2 ? 3 : 4>(word, table, pairs[turn % (2 * kAtOnce)]);
     };
     if constexpr (C::kBook) {
 #pragma unroll

@@ -182,17 +182,6 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
   if (thread % 32 == 0) ClusterBarrier::arrive(full + stage);
 }
 
-// As Int4Book's, but a byte's product and sum are one instruction, a dot product of bytes of which one counts: tensor cores and other instructions
-// take turns, and every one less shows.
-__device__ __forceinline__ void look_up(uint32_t word, uint32_t lane_address, uint32_t (&pairs)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t at;
-    asm("dp4a.u32.u32 %0, %1, %2, %3;" : "=r"(at) : "r"(word), "r"(128u << 8 * i), "r"(lane_address));
-    asm("ld.shared.u32 %0, [%1];" : "=r"(pairs[i]) : "r"(at));
-  }
-}
-
 // The scales of a thread's two rows as they lie in shared memory.
 template <class Scale>
 struct StoredScales {
@@ -280,7 +269,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         for (int j = 0; j < C::kPieces; ++j) {
           if constexpr (C::kBook) {
             uint32_t pairs[4];
-            look_up(words[j], table, pairs);
+            C::Decode::look_up(words[j], table, pairs);
             C::Decode::combine(pairs, a[j]);
           } else if constexpr (C::kZeros) {
             C::Decode::fragment(words + j * C::Decode::kWords, zero, a[j]);

@@ -20,12 +20,15 @@ namespace {
 
 using hopper::Params;
 
-// kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer).
-template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false>
+// kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer). Scale: of weight scales, where registers are
+// so few that their type is a constant; or void.
+template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false,
+          class Scale = void>
 struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros, wgmma_gemm_a16_tile(kTokens).stages, kGroups,
                                    kFactors> {
   using Element = Element_;
   static constexpr bool kBook = kBook_;
+  static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few
   // tokens do not take long enough, and 8 bits take few instructions, unless the promotion takes many.
@@ -74,7 +77,7 @@ struct StoredWeights {
       uint32_t const* from = words + (step * C::kPieces + i) * C::Decode::kWords;
       if constexpr (C::kBook) {
         uint32_t pairs[4];
-        C::Decode::look_up(from[0], table, pairs);
+        C::Decode::template look_up<C::kConstants>(from[0], table, pairs);
         C::Decode::combine(pairs, a[i]);
       } else if constexpr (C::kZeros) {
         C::Decode::fragment(from, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
@@ -125,11 +128,15 @@ struct StepFactors {
   }
 };
 
-template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook, bool kFactors>
-__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook, kFactors>::consume(
+template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook, bool kFactors, class Scale>
+__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook, kFactors, Scale>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
     hopper::Place<Config> const& at) {
   using C = Config;
+  DataType const scale_type = std::is_void_v<Scale>           ? p.weight.scale_type
+                              : std::is_same_v<Scale, float>  ? DataType::kFloat32
+                              : std::is_same_v<Scale, __half> ? DataType::kFloat16
+                                                              : DataType::kBFloat16;
   int clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
   int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
   int group_offsets = p.tile_groups > 1 ? C::kRows * p.offset_bytes : 0;
@@ -150,7 +157,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     uint8_t const* base = stages + ring.stage * C::kStageBytes;
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     weights.load(base, p, at);
-    StoredScales next_scales(base + at.scales, p.weight.scale_type);
+    StoredScales next_scales(base + at.scales, scale_type);
     if (C::kSteps > 1) weights.decode(0, table, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -192,14 +199,14 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           if ((step + 1) % C::kGroupSteps == 0) {
             int const group = (step + 1) / C::kGroupSteps;
             weights.load_zeros(base, p, at, group);
-            next_scales.load(base + at.scales + group * group_scales, p.weight.scale_type);
+            next_scales.load(base + at.scales + group * group_scales, scale_type);
           }
           weights.decode(step + 1, table, a[(step + 1) % 2]);
           if (step + 2 == C::kSteps) load_next();
         } else {
           if (C::kSteps == 1) load_next();
           if (i + 1 < count) {
-            next_scales.load(next_base + at.scales, p.weight.scale_type);
+            next_scales.load(next_base + at.scales, scale_type);
             if (C::kSteps > 1) weights.decode(0, table, a[0]);
           }
         }
@@ -214,7 +221,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           StepFactors<C> token_scales(address);
           cute::warpgroup_wait<0>();
           fence_registers(products);
-          scales.values(p.weight.scale_type, scale);
+          scales.values(scale_type, scale);
 #pragma unroll
           for (int j = 0; j < C::kTokens / 8; ++j) {
             if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
@@ -241,7 +248,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           cute::warpgroup_wait<0>();
           fence_registers(products);
           release();
-          scales.values(p.weight.scale_type, scale);
+          scales.values(scale_type, scale);
 #pragma unroll
           for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
         }
@@ -282,7 +289,13 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 template <class Element, int kBits, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
-  if constexpr (kBits == 4 && kTokens <= 128) {  // a code book has no registers for more
+  if constexpr (kBits == 4 && kTokens > 128) {
+    if (w.book) {
+      return w.scale_type == DataType::kFloat32
+                 ? launch_config<Config<Element, 4, kTokens, false, 2, true, false, float>>(problem, plan, partials, stream)
+                 : launch_config<Config<Element, 4, kTokens, false, 2, true, false, Element>>(problem, plan, partials, stream);
+    }
+  } else if constexpr (kBits == 4) {
     if (w.book) {
       return w.group_size == 32 ? launch_config<Config<Element, 4, kTokens, false, 4, true>>(problem, plan, partials, stream)
                                 : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);

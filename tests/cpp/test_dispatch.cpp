@@ -293,6 +293,21 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(16, 4096, 4096, 0, 32).first, "decode_gemm");
   EXPECT_EQ(book(16, 8192, 28672, 0, 32).first, "mma_gemm_a16");  // x does not fit in shared memory
   EXPECT_EQ(book(17, 4096, 4096, 0).first, "wgmma_gemm_a16");
+  auto tile = [](int m, int group_size, DataType scales) {
+    GemmProblem p = problem(m, 8192, 28672);
+    p.weight.book = some_book;
+    p.weight.group_size = group_size;
+    p.weight.scale_type = scales;
+    Row const* row = nullptr;
+    EXPECT_TRUE(select(p, kHopper, &row).ok());
+    return row ? row->tile.tokens : 0;
+  };
+  for (DataType scales : {DataType::kFloat16, DataType::kFloat32}) {
+    for (int m : {320, 640}) EXPECT_EQ(tile(m, 64, scales), 160);
+    for (int m : {256, 512}) EXPECT_EQ(tile(m, 64, scales), 128);
+  }
+  EXPECT_EQ(tile(640, 64, DataType::kBFloat16), 128);  // x is fp16
+  EXPECT_EQ(tile(640, 32, DataType::kFloat16), 128);
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
