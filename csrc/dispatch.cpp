@@ -20,6 +20,8 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 #define LAUNCHER(function) nullptr
 #endif
 
+constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
+
 // Whether decode_gemm can cut a problem so that its blocks' x fits in shared memory, and the weight has as many elements as it was measured to win with.
 template <int kTokens, int64_t kLeast, int64_t kMost>
 bool decode_takes(GemmProblem const& problem, Device const& device) {
@@ -53,15 +55,18 @@ bool usual_book(GemmProblem const& problem, Device const&) {
   return w.group_size != 32 && (w.scale_type == problem.x_type || w.scale_type == DataType::kFloat32);
 }
 
-// Whether wgmma_decode takes a problem: int8 x; x and scales in fp16; or a usual code book; slabs that fit in a block's sums and stages; and fewer elements
+// Whether wgmma_decode takes a problem: int8 x, or scales of x's type, or a usual code book; slabs that fit in a block's sums and stages; and fewer elements
 // than it was measured to lose with.
 template <int64_t kMost>
 bool wgmma_decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   bool const int8 = problem.act_quant != ActQuant::kNone || problem.quantized.codes;
-  bool const types = w.book ? usual_book(problem, device)
-                            : int8 || (problem.x_type == DataType::kFloat16 && w.scale_type == problem.x_type);
-  return types && padded_rows(w.n) * padded_k(w.k) < kMost && WgmmaDecodeShape(problem, device, false).cluster > 0;
+  bool const types = w.book ? usual_book(problem, device) : int8 || w.scale_type == problem.x_type;
+  // Where rows are to be quantised as a whole, which takes few blocks long, large weights do better without being asked for meanwhile.
+  bool const rows = problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
+  int64_t const size = padded_rows(w.n) * padded_k(w.k);
+  return types && size < (rows ? std::min(kMost, kDecodeMiddle) : kMost) &&
+         WgmmaDecodeShape(problem, device, false).cluster > 0;
 }
 // The same where it quantises x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
 template <int64_t kMost>
@@ -71,16 +76,14 @@ bool wgmma_decode_quantizes(GemmProblem const& problem, Device const& device) {
          w.scale_type == problem.x_type && !is_irregular(problem) && padded_rows(w.n) * padded_k(w.k) < kMost &&
          WgmmaDecodeShape(problem, device, true).cluster > 0;
 }
-constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
-
 // clang-format off
 constexpr Row kTable[] = {
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
      "a ring of weights for each warp and x in shared memory: 16 us for 28672 x 4096, 22.5 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
     {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "two blocks a multiprocessor, weights by bulk copies: 5.3 us for 4096 x 4096, 7.0 by mma_gemm_a16; 33.6 for 8192 x 28672, 38.8; but for 57344 x 8192 90 and 81", wgmma_decode_takes<int64_t(256) << 20>},
-    {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
-     "where the weight is small: 6.7 us for 4096 x 4096, 7.4 by mma_gemm_a16; for 8192 x 8192 23.8 and 20.2", wgmma_decode_takes<int64_t(32) << 20>},
+     "two blocks a multiprocessor, weights by bulk copies: 4.9 us for 4096 x 4096, 7.0 by mma_gemm_a16; 33.6 for 8192 x 28672, 38.8; but for 57344 x 8192 90 and 81", wgmma_decode_takes<int64_t(256) << 20>},
+    {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
+     "where the weight is small: 6.5 us for 4096 x 4096, 7.4 by mma_gemm_a16; for 8192 x 8192 23.8 and 20.2", wgmma_decode_takes<int64_t(32) << 20>},
     {"wgmma_decode", kCodeBook, kFloatInput, kShortGroups, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, true>)),
      "as for int4, looked up in shared memory: 41 us for 8192 x 28672, 63 by mma_gemm_a16; 25 for 28672 x 4096, 27 by decode_gemm; 6.7 for 4096 x 4096, 7.9", wgmma_decode_takes<kAnySize>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false>)),
@@ -98,12 +101,12 @@ constexpr Row kTable[] = {
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
     {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
-     "as for fp16, and the blocks quantise x themselves: 5.5 us for 4096 x 4096, 8.5 by mma_gemm_a8; 18.9 for 28672 x 4096, 22.1; but for 8192 x 28672 35.3 and, after the quantiser, 34.5", wgmma_decode_quantizes<int64_t(192) << 20>},
-    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
-     "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8; 20.4 for 8192 x 8192, 21.1; 32 for 28672 x 4096, and 32", wgmma_decode_quantizes<int64_t(96) << 20>},
+     "as for fp16, and the blocks quantise x themselves: 5.2 us for 4096 x 4096, 8.5 by mma_gemm_a8; 18.9 for 28672 x 4096, 22.1; but for 8192 x 28672 35 and, after the quantiser, 32.7", wgmma_decode_quantizes<int64_t(192) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
+     "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8; 20.2 for 8192 x 8192, 21.1; but for 28672 x 4096 33 and 32", wgmma_decode_quantizes<int64_t(96) << 20>},
     {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1", wgmma_decode_takes<int64_t(256) << 20>},
-    {"wgmma_decode", kWeights8, kInt8Input, 0, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
+     "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<int64_t(256) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
      "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<int64_t(32) << 20>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},

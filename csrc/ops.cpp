@@ -106,10 +106,11 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
-    // A decoding kernel whose blocks are one for each place on the GPU starts at once, to ask for its weights. Fewer would crowd on the multiprocessors that
+    // The product of a few tokens starts at once, to ask for its weights, unless its blocks are fewer than the GPU has places for: they would crowd where these
     // are free first.
-    bool const fills = chosen.row->tile.whole_k || chosen.splits > 1;
-    status = launch_quantize_activations(quantize, stream, problem.m <= 16 && fills);
+    bool const few = problem.m <= 16, decodes = chosen.row->tile.whole_k;
+    QuantizerStart const start{few && (decodes || (chosen.splits > 1 && layout.block != -1)), !few || decodes};
+    status = launch_quantize_activations(quantize, stream, start);
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);
   }

@@ -339,7 +339,7 @@ def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: t
     for exact in (True, False):
         qw = make_weight(fmt, n, k, exact=exact)
         packed = co.reorder(qw)
-        for m in (9, 16):
+        for m in (5, 9, 16):
             x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
             y = multiply(x, packed, out_dtype=FLOAT)
             want = oracle(x, qw, "none", True)
@@ -369,7 +369,7 @@ def test_small_batches_of_int8(
     for exact in (True, False):
         qw = make_weight(fmt, n, k, exact=exact)
         packed = co.reorder(qw)
-        for m in (9, 16):
+        for m in (5, 9, 16):
             x = make_exact_floats(m, k, HALF, act_quant, True, 128) if exact else make_floats(m, k, HALF)
             if not exact:
                 x[1::2, :: max(k // 3, 1)] *= 300  # outliers

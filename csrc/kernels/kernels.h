@@ -51,7 +51,7 @@ constexpr Tile decode_gemm_tile(int tokens) {
 template <int Bits, int Tokens, bool Int8, bool Book = false>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_decode.cu: 9 to 16 tokens on Hopper (sm_90a alone), clusters that share K, two blocks a multiprocessor. A code book's groups are of 64 columns or
+// wgmma_decode.cu: up to 16 tokens on Hopper (sm_90a alone), clusters that share K, two blocks a multiprocessor. A code book's groups are of 64 columns or
 // more, and its scales fp32 or of x's type.
 constexpr Tile wgmma_decode_tile() { return {64, 16, 3, 2, 227 * 1024, 1, 0, true}; }
 template <int Bits, bool Book = false, bool Quantizes = false>
@@ -60,8 +60,12 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* 
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);
 
-// quantize_activations.cu. `early`: the next kernel may start before those before this one have ended.
-Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, bool early = false);
+// quantize_activations.cu
+struct QuantizerStart {
+  bool early = false;  // the next kernel may start before those before this one have ended
+  bool spread = true;  // few blocks each take a multiprocessor's shared memory, so that they share none
+};
+Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 
 // widen_activations.cu: problem.quantized.wide and, where that has a place, .factors
 Status launch_widen_activations(GemmProblem const& problem, Stream stream);

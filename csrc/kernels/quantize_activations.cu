@@ -37,6 +37,7 @@ constexpr int kBlockThreads = 128;  // of quantize_blocks
 constexpr int kBlockRows = 2;       // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
+constexpr int kDecodeTokens = 16;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
 
@@ -44,7 +45,7 @@ struct Params {
   QuantizeProblem problem;
   int pieces;      // of 16 columns in a padded row
   int log2_lanes;  // of a block; 31 where the row is one
-  bool early;      // the successor may start before this kernel's predecessor has ended
+  QuantizerStart start;
 };
 
 // ---- values of x's type
@@ -174,7 +175,7 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 template <class T, bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant__ Params const p) {
-  if (p.early) let_successor_start();  // it asks for its weights meanwhile
+  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y, row = group * kBlockRows;
@@ -271,7 +272,7 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
   // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
   __shared__ float run_sums[2][kWarps * kPieces];
   __shared__ Span<T, kSymmetric> spans[2][kWarps];
-  if (p.early) let_successor_start();  // it asks for its weights meanwhile
+  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const first = threadIdx.x, step = blockDim.x, runs = (p.pieces + 31) / 32;
@@ -328,7 +329,7 @@ template <bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
   extern __shared__ float run_sums[];
   __shared__ Span<float, kSymmetric> spans[kAnyThreads / 32];
-  if (p.early) let_successor_start();  // it asks for its weights meanwhile
+  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
   int const row = blockIdx.x, runs = (p.pieces + 31) / 32;
@@ -376,8 +377,8 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 // ---- launch
 
 // Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
-// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Not where they are so few that the kernels before
-// and after decode: these leave room for them everywhere, and want the memory themselves.
+// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
+// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too.
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -385,7 +386,8 @@ Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream str
   int64_t const blocks = int64_t(grid.x) * grid.y * grid.z;
   int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
   int const one_more_does_not_fit = int(device.shared_memory / (each + 1));
-  bool const spread = device.architecture >= 90 && each <= kFew && p.problem.m > 32;
+  bool const spread = p.start.spread && device.architecture >= 90 && each <= kFew &&
+                      (p.problem.m > kDecodeTokens || 2 * blocks >= device.multiprocessors);
   return launch(kernel, grid, threads, spread ? one_more_does_not_fit : 0, stream, p);
 }
 
@@ -442,9 +444,9 @@ Status launch_typed(Params const& p, Stream stream) {
 
 }  // namespace
 
-Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, bool early) {
+Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
   int const block = q.out.block;
-  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31, early};
+  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31, start};
   int const element = size_of(q.x_type);
   bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&

@@ -1,9 +1,10 @@
-// 9 to 16 tokens x int4, int8 or code-book weights on Hopper's wgmma: W4A16, W8A16, W4A8 and W8A8 while a batch decodes, sm_90a.
+// Up to 16 tokens x int4, int8 or code-book weights on Hopper's wgmma: W4A16, W8A16, W4A8 and W8A8 while a batch decodes, sm_90a.
 //
 //   cluster   up to nine slabs of 64 output features; its blocks share K in equal slices
 //   stage     a tile of K, 128 columns: the slabs' codes and scales by bulk copies, x by its tensor map once for all of them. One warp asks for
 //             them; for weights before the kernel waits for its predecessor. Two blocks fit in a multiprocessor, so that the next launch's first
 //             stages arrive while this one ends
+//   quantise  x that is to be int8 becomes codes in its stage, every third tile by one of the warpgroups that multiply
 //   multiply  a warpgroup a slab at a time, weights through registers as operand A: a slab's decoding in one hides behind products in the others.
 //             Three warpgroups share the slabs, or, where these are few, take turns at tiles
 //   promote   sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu
@@ -510,15 +511,16 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stre
   if constexpr (kQuantizes) {
     return problem.x_type == DataType::kFloat16 ? launch_quantizing<__half, kBits>(problem, shape, stream)
                                                 : launch_quantizing<__nv_bfloat16, kBits>(problem, shape, stream);
-  } else if constexpr (kBook) {
-    if (problem.x_type == DataType::kBFloat16) return launch_element<__nv_bfloat16, kBits, kBook>(problem, shape, stream);
-  } else if (problem.quantized.codes) {
+  } else if constexpr (!kBook) {
     DataType const scale = problem.weight.scale_type;
-    return scale == DataType::kFloat16    ? launch_int8<__half, kBits>(problem, shape, stream)
-           : scale == DataType::kBFloat16 ? launch_int8<__nv_bfloat16, kBits>(problem, shape, stream)
-                                          : launch_int8<float, kBits>(problem, shape, stream);
+    if (problem.quantized.codes) {
+      return scale == DataType::kFloat16    ? launch_int8<__half, kBits>(problem, shape, stream)
+             : scale == DataType::kBFloat16 ? launch_int8<__nv_bfloat16, kBits>(problem, shape, stream)
+                                            : launch_int8<float, kBits>(problem, shape, stream);
+    }
   }
-  return launch_element<__half, kBits, kBook>(problem, shape, stream);
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kBook>(problem, shape, stream)
+                                              : launch_element<__nv_bfloat16, kBits, kBook>(problem, shape, stream);
 }
 
 template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);

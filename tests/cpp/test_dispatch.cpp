@@ -269,10 +269,15 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     EXPECT_EQ(int8(m, 4096, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
     EXPECT_EQ(int8(m, 28672, 4096, 4, ActQuant::kToken), Choice("wgmma_decode", false));
     EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kBlock), Choice("wgmma_decode", false));
+    EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kToken), Choice("mma_gemm_a8", false));
+    EXPECT_EQ(int8(m, 8192, 8192, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
     EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kBlock), Choice("mma_gemm_a8", false));
     EXPECT_EQ(int8(m, 4096, 4096, 4, ActQuant::kBlock, false), Choice("mma_gemm_a8", false));
   }
   EXPECT_EQ(int8(17, 4096, 4096, 4, ActQuant::kBlock), Choice("mma_gemm_a8", false));
+  EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kNone).first, "wgmma_decode");
+  EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
+  EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kToken), Choice("wgmma_decode", false));
   auto book = [](int m, int n, int k, int architecture, int group_size = 64, DataType scales = DataType::kFloat16) {
     GemmProblem p = problem(m, n, k);
     p.weight.book = some_book;
@@ -431,7 +436,7 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.weight.scale_type = DataType::kBFloat16;  // beside fp16
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
   p.x_type = DataType::kBFloat16;
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_decode");
   p = few;
   p.x_stride = 4097;
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
