@@ -339,7 +339,26 @@ def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: t
     for exact in (True, False):
         qw = make_weight(fmt, n, k, exact=exact)
         packed = co.reorder(qw)
-        for m in (5, 9, 16):
+        for m in (5, 9, 16, 24):
+            x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
+            y = multiply(x, packed, out_dtype=FLOAT)
+            want = oracle(x, qw, "none", True)
+            if exact:
+                assert_same(y, want.float())
+            else:
+                assert_close(y, want)
+                assert same_bits(multiply(x, packed, out_dtype=FLOAT), y)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
+@pytest.mark.parametrize(("kind", "group_size"), [("symmetric", 128), ("zeros", 256)])
+def test_few_rows_of_floats_and_many_features(kind: str, group_size: int, dtype: torch.dtype) -> None:
+    """On an H200, 34 tiles of 512 features for 66 clusters; the last reaches beyond N."""
+    n, k = 17000, 392
+    for exact in (True, False):
+        qw = make_weight(Format(4, kind, group_size, dtype), n, k, exact=exact)
+        packed = co.reorder(qw)
+        for m in (33, 64):
             x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
             y = multiply(x, packed, out_dtype=FLOAT)
             want = oracle(x, qw, "none", True)

@@ -67,6 +67,10 @@ struct FloatWgmma<__half, 16> {
   using Atom = cute::SM90::GMMA::MMA_64x16x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 template <>
+struct FloatWgmma<__half, 32> {
+  using Atom = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
 struct FloatWgmma<__half, 64> {
   using Atom = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
@@ -81,6 +85,10 @@ struct FloatWgmma<__half, 160> {
 template <>
 struct FloatWgmma<__nv_bfloat16, 16> {
   using Atom = cute::SM90::GMMA::MMA_64x16x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
+};
+template <>
+struct FloatWgmma<__nv_bfloat16, 32> {
+  using Atom = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
 };
 template <>
 struct FloatWgmma<__nv_bfloat16, 64> {

@@ -37,11 +37,13 @@ constexpr Tile wgmma_gemm_a8_tile(int tokens, int warpgroups = 2) {
 template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them.
-constexpr Tile wgmma_gemm_a16_tile(int tokens) {
-  return {256, tokens, tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, tokens == 160 ? 288 : tokens == 128 ? 243 : 162};
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
+// floats with scales of their type.
+constexpr Tile wgmma_gemm_a16_tile(int tokens, int warpgroups = 2) {
+  int cost = warpgroups == 4 ? 291 : tokens == 160 ? 288 : tokens == 128 ? 243 : tokens == 64 ? 162 : 122;
+  return {128 * warpgroups, tokens, tokens == 32 ? 6 : tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, cost};
 }
-template <int Tokens>
+template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.

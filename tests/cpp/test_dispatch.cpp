@@ -165,6 +165,20 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
   p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
   ASSERT_TRUE(select(p, kHopper, &row).ok());
   EXPECT_EQ(row->tile.rows, 256);
+  // Of floats, too, if the weight's scales have their type.
+  p = problem(64, 28672, 4096, 4);
+  ASSERT_TRUE(select(p, kHopper, &row).ok());
+  EXPECT_STREQ(row->kernel, "wgmma_gemm_a16");
+  EXPECT_EQ(row->tile.rows, 512);
+  for (auto const& [bits, scale_type] : {std::pair(4, DataType::kBFloat16), std::pair(8, DataType::kFloat16)}) {
+    p.weight.bits = bits, p.weight.scale_type = scale_type;
+    ASSERT_TRUE(select(p, kHopper, &row).ok());
+    EXPECT_EQ(row->tile.rows, 256);
+    EXPECT_EQ(row->tile.tokens, 64);
+  }
+  p.m = 32;
+  ASSERT_TRUE(select(p, kHopper, &row).ok());
+  EXPECT_EQ(row->tile.tokens, 32);
 }
 
 // The tiles that whole waves leave over have their K cut by as many clusters as go round, where that is worth the exchange.
@@ -253,7 +267,7 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     EXPECT_EQ(kernel(m, 4096, 4096, ActQuant::kNone), "wgmma_decode");
     EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kNone), "wgmma_decode");
   }
-  EXPECT_EQ(kernel(17, 4096, 4096, ActQuant::kNone), "mma_gemm_a16");
+  EXPECT_EQ(kernel(17, 4096, 4096, ActQuant::kNone), "wgmma_gemm_a16");
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");

@@ -505,6 +505,7 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
   std::set<std::pair<std::string, int>> tiles;
   for (Case const& c :
        {Case{520, 712, 40, kFormats[0]}, Case{520, 712, 40, kFormats[1]}, Case{520, 712, 40, kFormats[2]},
+        Case{520, 712, 24, kFormats[0]}, Case{520, 712, 24, kFormats[1]}, Case{17000, 136, 40, kFormats[0]},
         Case{4160, 136, 300, kFormats[1]}, Case{8320, 136, 300, kFormats[0]}, Case{8320, 136, 170, kFormats[0]}}) {
     SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
     Weight const w(c.n, c.k, bits, c.format, true);
