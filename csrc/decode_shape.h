@@ -20,6 +20,9 @@ struct DecodeShape {
 // Of a block, at most: or 8, where those need too much memory, or leave no room for the next launch's block beside a small part of a product.
 constexpr int decode_warps(int tokens, bool book) { return (tokens == 8) == book ? 12 : 8; }
 constexpr int decode_stages(int tokens, bool book) { return tokens == 8 && !book ? 3 : 2; }  // of each warp's ring
+// What is added to them, all or nothing, beside int8 activations where a block leaves no room for one of the next launch: weights are on their way while a
+// long x is quantised. 8-bit ones take long enough without.
+constexpr int decode_more_stages(int tokens, int bits) { return tokens == 8 && bits == 4 ? 2 : 0; }
 // Of a token in a slot, the sums of a slab: four more keep lanes on different banks.
 constexpr int kSlotFloats = kRowsPerSlab + 4;
 
@@ -60,7 +63,8 @@ struct DecodeMemory {
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a slab
-  bool const book = p.weight.book;
+  constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
+  bool const book = p.weight.book, int8 = p.act_quant != ActQuant::kNone || p.quantized.codes;
   int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
   double least = 0;
@@ -81,6 +85,10 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
     double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = tokens == 8 && fits(shape.warps, half);
+    if (int8 && !beside && shape.slice >= kLongSlice) {
+      shape.stages += decode_more_stages(tokens, p.weight.bits);
+      if (!fits(shape.warps, all)) shape.stages = decode_stages(tokens, book);
+    }
     double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m +
                   (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
     if (best.cluster && time >= least) continue;

@@ -31,6 +31,12 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
          decode_shape(problem, device, kTokens).cluster > 0;
 }
 
+// Whether it quantises x that is so long as it was measured to win with beside large weights.
+bool decode_takes_long_k(GemmProblem const& problem, Device const& device) {
+  return problem.act_quant == ActQuant::kBlock && problem.weight.k >= 16384 &&
+         decode_takes<8, int64_t(128) << 20, int64_t(256) << 20>(problem, device);
+}
+
 // Whether products of int8 activations are left to wgmma_gemm_a16: what wgmma_gemm_a8 does not take. With kFactors, its promotion needs more than the
 // weight's scales.
 bool is_wide(PackedWeight const& w) {
@@ -99,7 +105,9 @@ constexpr Row kTable[] = {
     {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
      "where the weight is small: 6.2 us for 4096 x 4096, 7.1 by mma_gemm_a16", decode_takes<8, 0, kDecodeSmall>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
-     "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 34 and 33", decode_takes<8, 0, kDecodeMiddle>},
+     "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 and two tokens 34.2 and 33.6", decode_takes<8, 0, kDecodeMiddle>},
+    {"decode_gemm", kWeights4, kInt8Input | kQuantizes, 0, 90, 90, 0, 1, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
+     "the same where K is long: 31.2 us for 8192 x 28672, 32.7 by mma_gemm_a8", decode_takes_long_k},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
     {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),

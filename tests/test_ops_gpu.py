@@ -300,6 +300,9 @@ LARGE = [
     # The most tokens of each row of decode_gemm, which for more than 8 wants a weight of 2^26 to 2^27 elements.
     Case(Format(4, "zeros", 64), 1000, 1536, "block-asym", BFLOAT, FLOAT, (6, 8)),
     Case(Format(4, "offsets", 128), 17024, 4096, "floats", HALF, HALF, (8, 12)),
+    # A block's share of x that takes long to quantise: a longer ring of weights.
+    Case(Format(4), 192, 65536, "block", HALF, FLOAT, (1, 3)),
+    Case(Format(4, "zeros", 128), 192, 65536, "token-asym", BFLOAT, FLOAT, (1,)),
     # Many tokens: enough tiles that K is not split.
     Case(Format(4), 576, 576, "floats", HALF, HALF, (4097,)),
     Case(Format(8, "offsets", 32), 576, 576, "floats", BFLOAT, FLOAT, (4097,)),

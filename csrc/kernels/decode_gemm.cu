@@ -67,6 +67,7 @@ struct Config {
   static constexpr DataType kElementType = std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kStages = decode_stages(kBlockTokens, kBook);
+  static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBlockTokens, kBits) : 0;
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
   static constexpr int kResident = kTokens <= 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
@@ -125,7 +126,7 @@ struct Params {
   bool symmetric;
   EpilogueParams epilogue;
   VectorRows weight_rows;
-  int k_tiles, n_pad, cluster, clusters, log_cluster;
+  int k_tiles, n_pad, stages, cluster, clusters, log_cluster;
   Shares slabs, tiles;        // of the clusters, and of a cluster's blocks
   Shares sum_step, end_step;  // from a thread's [slab][token] to its next: slabs and tokens
   int log_scale_bytes, log_offset_bytes;
@@ -242,7 +243,7 @@ struct Feed {
       }
     }
     commit_copies();
-    stage = stage + 1 == C::kStages ? 0 : stage + 1;
+    stage = stage + 1 == (C::kMoreStages ? p.stages : C::kStages) ? 0 : stage + 1;
   }
 };
 
@@ -437,10 +438,59 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
   }
 }
 
+// The same of symmetric blocks by fewer instructions, where there are many: eight lanes to a tile, and two tiles at a time.
+constexpr int kManyTiles = 64;
+template <class C>
+__device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int tiles, int count) {
+  constexpr int kLanes = kKPerTile / kLaneColumns, kWarpTiles = 32 / kLanes, kAtOnce = 2, kStep = C::kWarps * kWarpTiles;
+  int const lane = threadIdx.x % 32, lane_column = lane % kLanes * kLaneColumns;
+#pragma unroll 1
+  for (int begin = threadIdx.x / 32 * kWarpTiles; begin < count; begin += kAtOnce * kStep) {
+    uint8_t* staged[kAtOnce];
+    float* scale[kAtOnce];
+    float v[kAtOnce][kLaneColumns];
+    Range<true> range[kAtOnce];
+    bool there[kAtOnce];  // lanes that have no tile go along with those that do
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      int const tile = begin + j * kStep + lane / kLanes;
+      there[j] = tile < count;
+      Quotient place(there[j] ? tile : 0, tiles);
+      int const token = place.quotient, column = place.remainder * kKPerTile + lane_column;
+      staged[j] = shared + p.memory.x + token * p.memory.token + column * 2;
+      scale[j] = reinterpret_cast<float*>(shared + p.memory.scales) + column / C::kStepColumns * C::kTokens + token;
+      uint4 const low = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[0] : uint4{};
+      uint4 const high = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[1] : uint4{};
+      uint32_t const words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+      to_floats(words, p.x.x_type, v[j]);
+      range[j] = range_of<true>(v[j]);
+    }
+#pragma unroll
+    for (int distance = kLanes / 2; distance > 0; distance /= 2)
+#pragma unroll
+      for (Range<true>& of : range) of.add(Range<true>{0.0f, __shfl_xor_sync(~0u, of.high, distance)});
+#pragma unroll
+    for (int j = 0; j < kAtOnce; ++j) {
+      Quantizer<true> quantizer(range[j]);
+      uint32_t words[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) words[i] = pack_pair<__half>(quantizer.value(v[j][2 * i]), quantizer.value(v[j][2 * i + 1]));
+      if (!there[j]) continue;
+      reinterpret_cast<uint4*>(staged[j])[0] = make_uint4(words[0], words[1], words[2], words[3]);
+      reinterpret_cast<uint4*>(staged[j])[1] = make_uint4(words[4], words[5], words[6], words[7]);
+      if (lane_column % C::kStepColumns == 0) *scale[j] = quantizer.scale;
+    }
+  }
+}
+
 template <class C, bool kSymmetric, bool kFloat32>
 __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params const& p, int first, TileWalk const& walk,
                                                          RangeShares<C>& shares, Barriers& barriers) {
   if (p.source == Source::kBlocks) {
+    if constexpr (C::kBits == 4 && kSymmetric && !kFloat32 && !C::kShortGroups) {
+      int const count = p.epilogue.m * walk.tiles;
+      if (count >= kManyTiles) return stage_many<C>(shared, p, walk.tiles, count);
+    }
     stage_integers<C, kSymmetric, true, kFloat32>(shared, p, first, walk, shares);
   } else {
     find_ranges<C, kSymmetric, kFloat32>(shared, p, first, walk, shares, barriers);
@@ -770,7 +820,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
   int warp = threadIdx.x / 32, rank = blockIdx.x & (p.cluster - 1), m = p.epilogue.m;
   Part part(p, blockIdx.x >> p.log_cluster, rank);
   Pieces<C> pieces(part);
-  int begin = pieces.begin(warp), end = pieces.begin(warp + 1), ring_bytes = C::kStages * p.memory.stage;
+  int begin = pieces.begin(warp), end = pieces.begin(warp + 1),
+      ring_bytes = (C::kMoreStages ? p.stages : C::kStages) * p.memory.stage;
   Feed<C> feed(p, part, pieces, begin, end, shared + warp * ring_bytes);
   Cursor at = feed.at;
 #pragma unroll
@@ -816,8 +867,16 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     cute::cluster_wait();
   }
   wait_alone();
+  if (p.vector_x) copies.issue(p);
+  if constexpr (C::kMoreStages > 0) {  // behind x, which would come later otherwise
+#pragma unroll 1
+    for (int i = C::kStages; i < p.stages; ++i) {
+      feed.copy_codes(p, 0);
+      feed.copy_codes(p, 1);
+      feed.copy_rest(p);
+    }
+  }
   if (p.vector_x) {
-    copies.issue(p);
     TransactionBarrier::wait(&barriers.x, 0);
   } else if (!C::kInt8 || (p.source != Source::kCodes && p.x.x_type != DataType::kFloat32)) {
     stage_floats<C>(shared, p, first, columns);
@@ -853,7 +912,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
   int const slot = m * kSlotFloats;
   Sums<C> sums = {};
   for (int i = begin; i < end; ++i) {
-    wait_copies<C::kStages - 1>();
+    if (C::kMoreStages > 0 && p.stages > C::kStages) {
+      wait_copies<C::kStages + C::kMoreStages - 1>();
+    } else {
+      wait_copies<C::kStages - 1>();
+    }
     __syncwarp();
     multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, feed);
     if (feed.left <= 0) let_successor_start();
@@ -940,6 +1003,7 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
            VectorRows(w.group_size),
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
+           shape.stages,
            shape.cluster,
            shape.clusters,
            log_cluster,

@@ -93,8 +93,8 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
         for (int m : {0, 1, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
-          for (auto const& [n, k] :
-               std::vector<std::pair<int, int>>{{1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}})
+          for (auto const& [n, k] : std::vector<std::pair<int, int>>{
+                   {1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}, {8192, 28672}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
@@ -250,6 +250,19 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   GemmProblem book = problem(16, 4096, 4096);
   book.weight.book = some_book;
   EXPECT_EQ(decode_shape(book, kHopper, 16).cluster, 2);
+  // A long slice of x is quantised while more stages are on their way, where they fit and no block of the next launch would.
+  auto stages = [](int m, int n, int k, ActQuant act_quant) {
+    GemmProblem p = problem(m, n, k);
+    p.act_quant = act_quant;
+    DecodeShape const shape = decode_shape(p, kHopper, 8);
+    EXPECT_LE(DecodeMemory(p, shape).total, kHopper.shared_memory);
+    return shape.stages;
+  };
+  EXPECT_EQ(stages(1, 8192, 28672, ActQuant::kBlock), 5);
+  EXPECT_EQ(stages(1, 8192, 28672, ActQuant::kNone), 3);
+  EXPECT_EQ(stages(4, 8192, 28672, ActQuant::kBlock), 3);
+  EXPECT_EQ(stages(1, 28672, 4096, ActQuant::kBlock), 3);
+  EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
 // Where it was measured to lose, another kernel decodes: int8 activations and more than 8 tokens beside large weights.
@@ -270,7 +283,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(17, 4096, 4096, ActQuant::kNone), "wgmma_gemm_a16");
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
-  EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
+  EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "decode_gemm");
+  EXPECT_EQ(kernel(2, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
   // int8 activations of 9 to 16 tokens: {kernel, whether it quantises x itself}
   using Choice = std::pair<std::string, bool>;
   auto int8 = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
