@@ -1,18 +1,20 @@
 // The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what they do here.
 #pragma once
 
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 160 and 176 columns
+
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>
 #include <cute/arch/cluster_sm90.hpp>
 #include <cute/arch/copy_sm90.hpp>
 #include <cute/arch/copy_sm90_desc.hpp>
 #include <cute/arch/copy_sm90_tma.hpp>
-#include <cute/arch/mma_sm90_gmma.hpp>
-#include <cute/arch/mma_sm90_gmma_ext.hpp>
+#include <cute/arch/mma_sm90.hpp>
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <type_traits>
 #include <utility>
 
 namespace cutlass_ops {
@@ -35,73 +37,15 @@ __device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_
                : "memory");
 }
 
-// int8 wgmma with the 64 x 32 operand A in registers: the atom for kTokens columns.
+// CuTe's wgmma atoms of kTokens columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16 floats, fp32 sums.
+template <class Operand, class Sum, int kTokens, int kColumns>
+using Wgmma = decltype(cute::SM90::GMMA::rs_op_selector<Operand, Operand, Sum,
+                                                        cute::Shape<cute::_64, cute::Int<kTokens>, cute::Int<kColumns>>>());
 template <int kTokens>
-struct Int8Wgmma;
-template <>
-struct Int8Wgmma<16> {
-  using Atom = cute::SM90::GMMA::MMA_64x16x32_S32S8S8_RS_TN;
-};
-template <>
-struct Int8Wgmma<64> {
-  using Atom = cute::SM90::GMMA::MMA_64x64x32_S32S8S8_RS_TN;
-};
-template <>
-struct Int8Wgmma<96> {
-  using Atom = cute::SM90::GMMA::MMA_64x96x32_S32S8S8_RS_TN;
-};
-template <>
-struct Int8Wgmma<128> {
-  using Atom = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
-};
-template <>
-struct Int8Wgmma<176> {
-  using Atom = cute::SM90::GMMA::MMA_64x176x32_S32S8S8_RS_TN;
-};
-
-// 16-bit floats: 64 x 16 operand A in registers, fp32 sums.
+using Int8Wgmma = Wgmma<int8_t, int32_t, kTokens, 32>;
 template <class Element, int kTokens>
-struct FloatWgmma;
-template <>
-struct FloatWgmma<__half, 16> {
-  using Atom = cute::SM90::GMMA::MMA_64x16x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__half, 32> {
-  using Atom = cute::SM90::GMMA::MMA_64x32x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__half, 64> {
-  using Atom = cute::SM90::GMMA::MMA_64x64x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__half, 128> {
-  using Atom = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__half, 160> {
-  using Atom = cute::SM90::GMMA::MMA_64x160x16_F32F16F16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__nv_bfloat16, 16> {
-  using Atom = cute::SM90::GMMA::MMA_64x16x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__nv_bfloat16, 32> {
-  using Atom = cute::SM90::GMMA::MMA_64x32x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__nv_bfloat16, 64> {
-  using Atom = cute::SM90::GMMA::MMA_64x64x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__nv_bfloat16, 128> {
-  using Atom = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
-template <>
-struct FloatWgmma<__nv_bfloat16, 160> {
-  using Atom = cute::SM90::GMMA::MMA_64x160x16_F32BF16BF16_RS<cute::SM90::GMMA::Major::K, cute::SM90::GMMA::Major::K>;
-};
+using FloatWgmma =
+    Wgmma<std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>, float, kTokens, 16>;
 
 template <class Atom, class Sum, size_t... I>
 __device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, Sum* sums, bool add,
@@ -113,13 +57,13 @@ __device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b,
 // sums[64 x kTokens] (+)= a[64 x 32] b[kTokens x 32]^T, issued; `b` is a shared-memory descriptor.
 template <int kTokens>
 __device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t (&sums)[kTokens / 2], bool add) {
-  wgmma_expand<typename Int8Wgmma<kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+  wgmma_expand<Int8Wgmma<kTokens>>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
 }
 
 // sums[64 x kTokens] (+)= a[64 x 16] b[kTokens x 16]^T, issued.
 template <class Element, int kTokens>
 __device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float (&sums)[kTokens / 2], bool add) {
-  wgmma_expand<typename FloatWgmma<Element, kTokens>::Atom>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+  wgmma_expand<FloatWgmma<Element, kTokens>>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
 }
 
 // Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency shows.
