@@ -40,7 +40,7 @@ struct DecodeMemory {
   DecodeMemory(GemmProblem const& p, DecodeShape const& shape) {
     PackedWeight const& w = p.weight;
     auto size = [](DataType type) { return type == DataType::kFloat32 ? 4 : 2; };
-    bool int8 = p.act_quant != ActQuant::kNone || p.quantized.codes;
+    bool int8 = multiplies_int8(p);
     int columns = 512 / w.bits, rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
     zeros = 4096 + rows * kRowsPerSlab * size(w.scale_type);
     offsets = zeros + (w.zeros ? rows * kRowsPerSlab : 0);
@@ -57,21 +57,26 @@ struct DecodeMemory {
   }
 };
 
-// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9 to 16 tokens beside a book; a slab's sums of a token
-// cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for one of the next launch 1500. GPCs of an odd number
-// of multiprocessors leave one in eleven out of clusters of 4 and 8.
+// Clusters that run at a time, a block on each multiprocessor: GPCs of an odd number of these leave one in eleven out of clusters of 4 and 8.
+inline int cluster_places(Device const& device, int cluster) {
+  return std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
+}
+
+// The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9
+// to 16 tokens beside a book; a slab's sums of a token cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for
+// one of the next launch 1500.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a slab
   constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
-  bool const book = p.weight.book, int8 = p.act_quant != ActQuant::kNone || p.quantized.codes;
+  bool const book = p.weight.book, int8 = multiplies_int8(p);
   int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
   double least = 0;
   for (int cluster = 1; cluster <= 8 && cluster <= tiles; cluster *= 2) {
     DecodeShape shape;
     shape.cluster = cluster;
-    shape.clusters = std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
+    shape.clusters = cluster_places(device, cluster);
     shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
     shape.stages = decode_stages(tokens, book);

@@ -22,11 +22,13 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
 
+int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
+
 // Whether decode_gemm can cut a problem so that its blocks' x fits in shared memory, and the weight has as many elements as it was measured to win with.
 template <int kTokens, int64_t kLeast, int64_t kMost>
 bool decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  int64_t size = padded_rows(w.n) * padded_k(w.k), groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
+  int64_t size = padded_size(w), groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   return size >= kLeast && size < kMost && groups * padded_rows(w.n) < (int64_t(1) << 29) &&
          decode_shape(problem, device, kTokens).cluster > 0;
 }
@@ -66,12 +68,10 @@ bool usual_book(GemmProblem const& problem, Device const&) {
 template <int64_t kMost>
 bool wgmma_decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  bool const int8 = problem.act_quant != ActQuant::kNone || problem.quantized.codes;
-  bool const types = w.book ? usual_book(problem, device) : int8 || w.scale_type == problem.x_type;
+  bool const types = w.book ? usual_book(problem, device) : multiplies_int8(problem) || w.scale_type == problem.x_type;
   // Where rows are to be quantised as a whole, which takes few blocks long, large weights do better without being asked for meanwhile.
   bool const rows = problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
-  int64_t const size = padded_rows(w.n) * padded_k(w.k);
-  return types && size < (rows ? std::min(kMost, kDecodeMiddle) : kMost) &&
+  return types && padded_size(w) < (rows ? std::min(kMost, kDecodeMiddle) : kMost) &&
          WgmmaDecodeShape(problem, device, false).cluster > 0;
 }
 // The same where it quantises x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
@@ -79,7 +79,7 @@ template <int64_t kMost>
 bool wgmma_decode_quantizes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         w.scale_type == problem.x_type && !is_irregular(problem) && padded_rows(w.n) * padded_k(w.k) < kMost &&
+         w.scale_type == problem.x_type && !is_irregular(problem) && padded_size(w) < kMost &&
          WgmmaDecodeShape(problem, device, true).cluster > 0;
 }
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
@@ -360,10 +360,10 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
                        ", which runs kernels of its own architecture and of earlier ones");
   }
   int const architecture = problem.architecture ? problem.architecture : device.architecture;
-  if (w.book && (quantized || problem.act_quant != ActQuant::kNone)) {
+  if (w.book && multiplies_int8(problem)) {
     return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
   }
-  unsigned input = quantized || problem.act_quant != ActQuant::kNone ? kInt8Input : kFloatInput;
+  unsigned input = multiplies_int8(problem) ? kInt8Input : kFloatInput;
   unsigned weight = w.book ? kCodeBook : w.bits == 4 ? kWeights4 : kWeights8;
   bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |

@@ -65,6 +65,11 @@ constexpr int64_t part_floats(Plan const& plan) {
 }
 constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.cut_tiles) * (plan.splits - 1) * (plan.tile_rows / 16); }
 
+// Whether activations are int8 where they are multiplied: quantised before, or on the way.
+inline bool multiplies_int8(GemmProblem const& problem) {
+  return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
+}
+
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);
 Status check_dequantize(DequantizeProblem const& problem);

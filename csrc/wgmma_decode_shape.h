@@ -30,7 +30,7 @@ struct WgmmaDecodeShape {
   // `quantizes`: the blocks quantise x themselves.
   WgmmaDecodeShape(GemmProblem const& p, Device const& device, bool quantizes) {
     PackedWeight const& w = p.weight;
-    bool const int8 = p.act_quant != ActQuant::kNone || p.quantized.codes;
+    bool const int8 = multiplies_int8(p);
     int const x_bytes = kTokens * kKPerTile * (int8 && !quantizes ? 1 : 2);  // of a stage
     int const all_slabs = int(padded_rows(w.n) / kRowsPerSlab), all_tiles = int(padded_k(w.k) / kKPerTile);
     // Two blocks a multiprocessor, this launch's and the next one's: its weights are on their way before this one ends.
@@ -38,8 +38,7 @@ struct WgmmaDecodeShape {
     scale_bytes = w.scale_type == DataType::kFloat32 ? 4 : 2;
     int64_t least = 0;
     for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
-      // GPCs of an odd number of multiprocessors leave one in eleven out of clusters of 4 and 8.
-      int const places = std::max(1, (c <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / c);
+      int const places = cluster_places(device, c);
       int const slabs = (all_slabs + places - 1) / places, tiles = (all_tiles + c - 1) / c;
       if (slabs > kWarpgroups * kMostSlabs) continue;
       // From what was measured on an H200: a chunk of weights counts 2, x of a tile 1; to quantise it, 3 beside 2 for 4 bits.
