@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -332,44 +332,42 @@ LARGE = [
 CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (28672, 1024), (17000, 4096)]
 
 
+def check_small_batches(fmt: Format, n: int, k: int, dtype: torch.dtype, ms: Sequence[int], act_quant: str = "none") -> None:
+    """Exact products where x and the weight are exact; within the tolerance, and the same bits again, where they are not."""
+    int8 = act_quant != "none"
+    for exact in (True, False):
+        qw = make_weight(fmt, n, k, exact=exact)
+        packed = co.reorder(qw)
+        for m in ms:
+            x = make_exact_floats(m, k, dtype, act_quant, True, 128) if exact else make_floats(m, k, dtype)
+            if int8 and not exact:
+                x[1::2, :: max(k // 3, 1)] *= 300  # outliers
+            y = multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT)
+            want = oracle(x, qw, act_quant, True)
+            if exact:
+                assert_same(y, want.float())
+                continue
+            assert_close(y, want)
+            assert same_bits(multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT), y)
+            if int8:
+                codes = co.quantize_activations(x, block_of(act_quant, fmt.group_size))
+                assert_close(multiply(codes, packed, out_dtype=FLOAT), want)
+
+
 @pytest.mark.parametrize(("n", "k"), CUTS)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
 @pytest.mark.parametrize(
     ("bits", "kind", "group_size"), [(4, "symmetric", 128), (4, "zeros", 256), (8, "symmetric", -1), (8, "zeros", 128)]
 )
 def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: torch.dtype, n: int, k: int) -> None:
-    fmt = Format(bits, kind, group_size, dtype)
-    for exact in (True, False):
-        qw = make_weight(fmt, n, k, exact=exact)
-        packed = co.reorder(qw)
-        for m in (5, 9, 16, 24):
-            x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
-            y = multiply(x, packed, out_dtype=FLOAT)
-            want = oracle(x, qw, "none", True)
-            if exact:
-                assert_same(y, want.float())
-            else:
-                assert_close(y, want)
-                assert same_bits(multiply(x, packed, out_dtype=FLOAT), y)
+    check_small_batches(Format(bits, kind, group_size, dtype), n, k, dtype, (5, 9, 16, 24))
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
 @pytest.mark.parametrize(("kind", "group_size"), [("symmetric", 128), ("zeros", 256)])
 def test_few_rows_of_floats_and_many_features(kind: str, group_size: int, dtype: torch.dtype) -> None:
     """On an H200, 34 tiles of 512 features for 66 clusters; the last reaches beyond N."""
-    n, k = 17000, 392
-    for exact in (True, False):
-        qw = make_weight(Format(4, kind, group_size, dtype), n, k, exact=exact)
-        packed = co.reorder(qw)
-        for m in (33, 64):
-            x = make_exact_floats(m, k, dtype, "none", True, 128) if exact else make_floats(m, k, dtype)
-            y = multiply(x, packed, out_dtype=FLOAT)
-            want = oracle(x, qw, "none", True)
-            if exact:
-                assert_same(y, want.float())
-            else:
-                assert_close(y, want)
-                assert same_bits(multiply(x, packed, out_dtype=FLOAT), y)
+    check_small_batches(Format(4, kind, group_size, dtype), 17000, 392, dtype, (33, 64))
 
 
 @pytest.mark.parametrize(("n", "k"), CUTS)
@@ -387,23 +385,7 @@ def test_few_rows_of_floats_and_many_features(kind: str, group_size: int, dtype:
 def test_small_batches_of_int8(
     bits: int, kind: str, group_size: int, scales: torch.dtype, act_quant: str, n: int, k: int
 ) -> None:
-    fmt = Format(bits, kind, group_size, scales)
-    for exact in (True, False):
-        qw = make_weight(fmt, n, k, exact=exact)
-        packed = co.reorder(qw)
-        for m in (5, 9, 16):
-            x = make_exact_floats(m, k, HALF, act_quant, True, 128) if exact else make_floats(m, k, HALF)
-            if not exact:
-                x[1::2, :: max(k // 3, 1)] *= 300  # outliers
-            y = multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT)
-            want = oracle(x, qw, act_quant, True)
-            if exact:
-                assert_same(y, want.float())
-            else:
-                assert_close(y, want)
-                assert same_bits(multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT), y)
-                codes = co.quantize_activations(x, block_of(act_quant, group_size))
-                assert_close(multiply(codes, packed, out_dtype=FLOAT), want)
+    check_small_batches(Format(bits, kind, group_size, scales), n, k, HALF, (5, 9, 16), act_quant)
 
 
 @pytest.mark.parametrize("case", named(LARGE))
