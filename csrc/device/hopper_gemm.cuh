@@ -83,12 +83,13 @@ struct TileConfig {
   static constexpr int kStoreBytes =
       kWarpgroups *
       ((kStoreStride * 4 * kStoreTokens > kLineBytes * kTokens ? kStoreStride * 4 * kStoreTokens : kLineBytes * kTokens));
-  // Behind the staged outputs, for each warpgroup: int8 tokens' one scale, which is applied at the end, and their one zero point, 16 times where it
-  // is an operand.
+  // Behind the staged outputs: int8 tokens' one zero point, 16 times where it is an operand, for each warpgroup, and then their one scale, which is applied
+  // at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice its length: so much lies behind the last.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kTokens : 0;
   static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * 16 : 0;  // bytes
-  static constexpr int kEndBytes = kEndScales * 4 + kEndZeros;
-  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kWarpgroups * kEndBytes + 256;
+  static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
+  static constexpr int kEndBytes = kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
+  static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kEndBytes + 256;
   static_assert(kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
   static_assert(kTokens / kCluster % 8 == 0, "a half tile of tokens is whole swizzle atoms");
 };

@@ -226,9 +226,9 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       end_scale[i] = __ldg(p.x.scales + token);
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + token))) * 0x01010101;
     }
-    auto* end_scales =
-        reinterpret_cast<float*>(reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes + at.warpgroup * C::kEndBytes);
-    auto* end_zeros = reinterpret_cast<uint8_t*>(end_scales + C::kEndScales);
+    uint8_t* const ends = reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes;
+    uint8_t* const end_zeros = ends + at.warpgroup * C::kEndZeros;
+    auto* end_scales = reinterpret_cast<float*>(ends + C::kWarpgroups * C::kEndZeros) + at.warpgroup * C::kEndScales;
     if constexpr (C::kShift && !kBlock) {
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
