@@ -25,7 +25,7 @@ using hopper::Params;
 template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false,
           class Scale = void, int kWarpgroups = 2>
 struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
-                                   wgmma_gemm_a16_tile(kTokens, kWarpgroups).stages, kGroups, kFactors, kWarpgroups> {
+                                   wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).stages, kGroups, kFactors, kWarpgroups> {
   using Element = Element_;
   static constexpr bool kBook = kBook_;
   static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
@@ -44,7 +44,7 @@ struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros
   static constexpr int kTable =
       (kKept + Config::TileConfig::kSharedBytes + kTableBytes - 1) / kTableBytes * kTableBytes - kKept;
   static constexpr int kSharedBytes = kBook ? kTable + kTableBytes + 256 : Config::TileConfig::kSharedBytes;
-  static_assert(kSharedBytes <= wgmma_gemm_a16_tile(kTokens, kWarpgroups).shared_bytes,
+  static_assert(kSharedBytes <= wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,

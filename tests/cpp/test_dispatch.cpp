@@ -157,6 +157,12 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
   }
+  // Beside floats 14 waves of 128 int4 tokens beat 12 of 160; of int8, which are hardly shorter, they do not.
+  for (auto const& [bits, tokens] : {std::pair(4, 128), std::pair(8, 160)}) {
+    Row const* row = nullptr;
+    ASSERT_TRUE(select(problem(1024, 28672, 4096, bits), kHopper, &row).ok());
+    EXPECT_EQ(row->tile.tokens, tokens) << bits;
+  }
   // 112 tiles of 256 features are two waves, 56 of 512 one; for the zero points of int4's activations there is no such tile.
   Row const* row = nullptr;
   GemmProblem p = already_quantized(problem(64, 28672, 4096, 4), 128);
