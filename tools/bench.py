@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import subprocess
 import sys
@@ -51,8 +52,8 @@ FORMATS = {
     "nf4": (4, 64, {"act_quant": "none"}),
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back.
-MOVES = ("awq-dequantize", "nf4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
-#: Products by AWQ tensors as they are stored, in groups of 128.
+MOVES = ("awq-dequantize", "nf4-quantize", "fp4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
+#: Products by AWQ tensors as they are stored, in groups of 128 (of fewer where K is no multiple).
 AWQ_GEMM = "awq-gemm"
 Call = Callable[[], torch.Tensor]
 
@@ -84,6 +85,19 @@ def graph_time(calls: list[Call], replays: int = 15, milliseconds: float = 3.0) 
             stop.synchronize()
             times.append(start.elapsed_time(stop))
     return statistics.median(times[1:]) / (rounds * len(calls)) * 1e3
+
+
+def kernel_time(calls: list[Call], rounds: int = 20) -> float:
+    """Mean microseconds of a call's kernels without what lies between them, for calls that no graph takes."""
+    for call in calls:
+        call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        for _ in range(rounds):
+            for call in calls:
+                call()
+        torch.cuda.synchronize()
+    return sum(event.self_device_time_total for event in profile.key_averages()) / (rounds * len(calls))
 
 
 def copies(nbytes: int) -> int:
@@ -128,12 +142,12 @@ def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
 
 
 def awq_tensors(n: int, k: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Random weights as AutoAWQ stores them, in groups of 128: codes, scales, zero points."""
+    """Random weights as AutoAWQ stores them: codes, scales, zero points."""
 
     def words(rows: int) -> torch.Tensor:
         return torch.randint(-(2**31), 2**31, (rows, n // 8), device="cuda").int()
 
-    groups = -(-k // 128)
+    groups = k // math.gcd(k, 128)
     return [(words(k), torch.rand(groups, n, device="cuda").half() * 0.01 + 0.005, words(groups)) for _ in range(count)]
 
 
@@ -159,16 +173,19 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
     kind, verb = name.split("-")
     floats = [torch.randn(n, k, device="cuda").half() for _ in range(min(count, copies(2 * n * k)))]
     nbytes += n * k / 16
-    others = {}
+    others: dict[str, list[Call]] = {}
+    try:
+        import bitsandbytes.functional as bnb
+    except ImportError:
+        with_peers = False
     if verb == "quantize":
+        if with_peers:  # on the default stream: no graph takes it
+            quantize = torch.ops.bitsandbytes.quantize_4bit
+            others["bitsandbytes"] = [partial(quantize, x, 64, kind, torch.uint8) for x in floats]
         return [partial(co.quantize_4bit, x, 64, kind) for x in floats], others, nbytes
     flat = [co.quantize_4bit(floats[i % len(floats)], 64, kind) for i in range(count)]
     ours: list[Call] = [partial(co.dequantize_4bit, *values, (n, k), 64, kind) for values in flat]
     if not with_peers:
-        return ours, others, nbytes
-    try:
-        import bitsandbytes.functional as bnb
-    except ImportError:
         return ours, others, nbytes
     states = [bnb.quantize_4bit(floats[i % len(floats)], blocksize=64, quant_type=kind) for i in range(count)]
     others["bitsandbytes"] = [partial(bnb.dequantize_4bit, *state) for state in states]
@@ -178,9 +195,9 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
 def measure_move(name: str, n: int, k: int, bandwidth: float, with_peers: bool) -> dict[str, Any]:
     """One row of results."""
     calls, others, nbytes = moves(name, n, k, with_peers)
-    us = graph_time(calls)
+    us, timer = graph_time(calls), kernel_time if name.endswith("-quantize") else graph_time
     row: dict[str, Any] = {"format": name, "n": n, "k": k, "m": 0, "us": round(us, 2), "tb_per_s": round(nbytes / us / 1e6, 2)}
-    row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(graph_time(c), 2) for p, c in others.items()}}
+    row |= {"floor_us": round(nbytes / bandwidth * 1e6, 2), "peers_us": {p: round(timer(c), 2) for p, c in others.items()}}
     versus = "".join(f"  {t / us:5.2f} x {p}" for p, t in row["peers_us"].items())
     share = row["floor_us"] / us
     print(
@@ -290,7 +307,7 @@ def measure_awq_gemm(n: int, k: int, ms: list[int], bandwidth: float, with_peers
         awq = awq_tensors(n, k, copies(nbytes) if m <= 256 else min(2, copies(nbytes)))
         us = graph_time([partial(co.awq_gemm, x, *w) for w in awq])
         row = product_row(AWQ_GEMM, n, k, m, us, product_floor(m, n, k, nbytes, bandwidth, 16), "awq_gemm")
-        if with_peers:
+        if with_peers:  # on the default stream: no graph takes it
             dense = co.awq_dequantize(*awq[0])
             row["peers_us"]["torch fp16"] = round(
                 graph_time([partial(torch.matmul, x, dense.clone()) for _ in range(min(len(awq), copies(dense.nbytes)))]), 2
