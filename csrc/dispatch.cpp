@@ -22,6 +22,12 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
 
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t tile_count(int n, int m, Tile const& tile) {
+  return ceil_div(n, tile.rows) * std::max<int64_t>(1, ceil_div(m, tile.tokens));
+}
+
 int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 
 // Whether decode_gemm can cut a problem so that its blocks' x fits in shared memory, and the weight has as many elements as it was measured to win with.
@@ -61,6 +67,15 @@ bool is_irregular(GemmProblem const& problem) {
 bool usual_book(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
   return w.group_size != 32 && (w.scale_type == problem.x_type || w.scale_type == DataType::kFloat32);
+}
+
+// Whether a product with a code book may round weights to x's type, as dequantize() does: where the result has that type too. And whether there are tiles
+// for nearly all of the GPU, or, of so many tokens that wgmma_gemm_a16 is no choice, for two thirds.
+bool rounds_weights(GemmProblem const& problem, Device const& device) {
+  Tile const tile = wgmma_book_gemm_tile();
+  int64_t const blocks = tile_count(problem.weight.n, problem.m, tile) * tile.blocks;
+  return usual_book(problem, device) && problem.out_type == problem.x_type &&
+         (8 * blocks >= 7 * device.multiprocessors || (problem.m > 640 && 3 * blocks >= 2 * device.multiprocessors));
 }
 
 // Whether wgmma_decode takes a problem: int8 x, or scales of x's type, or a usual code book; slabs that fit in a block's sums and stages; and fewer elements
@@ -154,6 +169,8 @@ constexpr Row kTable[] = {
      "the time of 64 tokens, which for 8192 x 28672 is 72 us: mma_gemm_a16 takes 86"},
     {"wgmma_gemm_a16", kWeights4, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
+    {"wgmma_book_gemm", kCodeBook, kFloatInput, kShortGroups, 90, 90, 385, kAnyM, wgmma_book_gemm_tile(), LAUNCHER(launch_wgmma_book_gemm),
+     "weights rounded to x's type leave registers for 256 tokens, in one set of sums: 4096 x 8192 x 28672 take 2430 us, 2660 by dequantize and torch's product, 3050 by wgmma_gemm_a16", rounds_weights},
     {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "likewise, with the scales' type a constant: 640 tokens x 8192 x 28672 take 505 us, 640 by tiles of 128", usual_book},
     {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
@@ -200,17 +217,12 @@ constexpr Row kTable[] = {
 // clang-format on
 #undef LAUNCHER
 
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
 
 bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
-
-int64_t tile_count(int n, int m, Tile const& tile) {
-  return ceil_div(n, tile.rows) * std::max<int64_t>(1, ceil_div(m, tile.tokens));
-}
 
 // The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, of weights at least eight tiles of K by 128 rows each (two
 // tiles in clusters). The count depends on shapes and the device alone, so a result's bits do too.

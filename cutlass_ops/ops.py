@@ -30,7 +30,7 @@ _ACTIVATIONS = {
 }
 _MAX_M = 1 << 24
 #: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` than by wgmma_gemm_a16, and
-#: than by the other kernels (measured on an H200).
+#: than by the other kernels but wgmma_book_gemm (measured on an H200).
 _MOST_WGMMA_BOOK_ROWS, _MOST_BOOK_ROWS = 640, 192
 _MAX_NORM_K = 1 << 22
 
@@ -483,7 +483,8 @@ def _gemm_floats(
 
 def _dequantizes(plan: _C.Plan, m: int) -> bool:
     """Whether m rows times a code book's weight take less time through :func:`dequantize` than as planned."""
-    return m > (_MOST_WGMMA_BOOK_ROWS if plan.kernel == "wgmma_gemm_a16" else _MOST_BOOK_ROWS)
+    most = {"wgmma_gemm_a16": _MOST_WGMMA_BOOK_ROWS, "wgmma_book_gemm": _MAX_M}
+    return m > most.get(plan.kernel, _MOST_BOOK_ROWS)
 
 
 def _gemm_quantized(
@@ -568,9 +569,10 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    There more than 640 rows (192 where wgmma_gemm_a16 cannot run) times a code book's weight, with nothing but the product
-    asked for, are torch's product with :func:`dequantize`'s values: each weight is rounded to x's dtype, as bitsandbytes has
-    it.
+    There a code book's weights are rounded to x's dtype, as bitsandbytes has them, where that takes less time: on Hopper by
+    wgmma_book_gemm from 385 rows on, if the result is of x's dtype and the weight large enough; otherwise from 193 rows on (641
+    where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with :func:`dequantize`'s values. Such sums
+    of long rows lose a few more of fp32's last bits than others.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
     No gradient flows through it.
 

@@ -114,6 +114,68 @@ def test_many_rows(dtype: torch.dtype) -> None:
     assert (y - exact).abs().max() <= 1e-5 * exact.square().mean().sqrt()
 
 
+def rounded_values(qw: co.QuantizedWeight, dtype: torch.dtype) -> Tensor:
+    """What wgmma_book_gemm multiplies: the book in x's dtype times the scales, rounded to x's dtype."""
+    assert qw.book is not None
+    book = qw.book.to(dtype).float()
+    values = co.QuantizedWeight(qw.codes, qw.scales, group_size=qw.group_size, book=book)
+    return reference.dequantize_weight(values, torch.float32).to(dtype)
+
+
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="a kernel of Hopper's"
+)
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT])
+@pytest.mark.parametrize("group_size", [64, 128, 384, -1])
+def test_wgmma_book_gemm_rounds_each_weight_once(group_size: int, scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    if scale_dtype not in (dtype, FLOAT):
+        pytest.skip("scales are fp32 or of x's dtype there")
+    for n, k, m in ((2500, 768, 1300), (64, 704, 11600), (4096, 712, 712)):
+        qw = make(n, k, group_size, scale_dtype, exact=False)
+        packed = co.reorder(qw)
+        x = torch.zeros(m, k, device="cuda", dtype=dtype)
+        x[:k] = torch.eye(k, device="cuda", dtype=dtype)
+        assert co.explain(m, packed, dtype=dtype).kernel == "wgmma_book_gemm"
+        y = co.mixed_gemm(x, packed)
+        assert torch.equal(y[:k], rounded_values(qw, dtype).t())
+        assert not y[k:].any()
+
+
+@needs_hopper
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT])
+@pytest.mark.parametrize("scale_dtype", [HALF, BFLOAT, FLOAT])
+def test_wgmma_book_gemm(scale_dtype: torch.dtype, dtype: torch.dtype) -> None:
+    if scale_dtype not in (dtype, FLOAT):
+        pytest.skip("scales are fp32 or of x's dtype there")
+    # Rows beyond N, the last group beyond K, and parts of the K of tiles that whole waves leave over.
+    for n, k, m in ((8000, 576, 500), (70, 200, 12000), (8192, 1024, 700), (9000, 640, 1030), (2048, 4104, 2300)):
+        qw = make(n, k, 64, scale_dtype, exact=False)
+        packed = co.reorder(qw)
+        x = torch.randn(m, k, generator=torch.Generator("cuda").manual_seed(m), device="cuda").to(dtype)
+        plan = co.explain(m, packed, dtype=dtype)
+        assert plan.kernel == "wgmma_book_gemm"
+        assert n != 8192 or plan.cut_tiles > 0
+        y = co.mixed_gemm(x, packed)
+        exact = x.double() @ rounded_values(qw, dtype).double().t()
+        unit = {HALF: 2.0**-10, BFLOAT: 2.0**-8}[dtype]
+        # The tensor cores add to one sum for all of K, and round towards zero.
+        assert ((y.double() - exact).abs() <= unit * exact.abs() + 3e-5 * exact.square().mean().sqrt()).all(), plan
+        assert torch.equal(y, co.mixed_gemm(x, packed))
+    bias, residual = torch.randn(n, device="cuda"), torch.randn(m, n, device="cuda").to(dtype)
+    y = co.mixed_gemm(x, packed, bias=bias, activation="silu", residual=residual).double()
+    total = exact + bias.double()
+    exact = total * total.sigmoid() + residual.double()
+    assert ((y - exact).abs() <= unit * exact.abs() + 3e-5 * exact.square().mean().sqrt()).all()
+    x[5, 7], x[600, 3] = math.nan, math.inf
+    finite = co.mixed_gemm(x, packed).isfinite()
+    assert torch.equal(finite.all(1), finite.any(1))
+    assert finite.all(1).sum() == m - 2
+
+
 @pytest.mark.parametrize("m", [1, 9, 40])
 def test_epilogue_order_and_views(m: int) -> None:
     n, k = 200, 456

@@ -80,6 +80,7 @@ struct TileConfig {
   static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
   static constexpr int kLineBytes = kRowsPerSlab * 2;    // a token's 16-bit outputs
+  static constexpr int kLineTokens = kTokens;            // that leave so at a time
   static constexpr int kStoreBytes =
       kWarpgroups *
       ((kStoreStride * 4 * kStoreTokens > kLineBytes * kTokens ? kStoreStride * 4 * kStoreTokens : kLineBytes * kTokens));
@@ -131,20 +132,19 @@ struct Part {
   }
 };
 
-// Work: (pair of row tiles, token tile, split of K), token tiles in bands of 16 fastest, so that what runs together shares weights and tokens in L2.
+// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that what runs together shares weights and tokens in L2.
 // First come the whole tiles, then of the cut ones the last part of K, then that before it.
 struct Work {
   int pair, token_tile, split = 0, splits = 1;
-  __device__ __forceinline__ Work(int index, Params const& p) {
-    constexpr int kBand = 16;
+  __device__ __forceinline__ Work(int index, Params const& p, int const band_tiles = 16) {
     if (index >= p.whole_tiles) {
       Part part(index, p);
       split = part.split, splits = p.splits, index = p.whole_tiles + part.cut_tile;
     }
-    int band = index / (kBand * p.row_pairs), inside = index - band * kBand * p.row_pairs;
-    int height = min(kBand, p.token_tiles - band * kBand);
+    int band = index / (band_tiles * p.row_pairs), inside = index - band * band_tiles * p.row_pairs;
+    int height = min(band_tiles, p.token_tiles - band * band_tiles);
     pair = inside / height;
-    token_tile = band * kBand + inside - pair * height;
+    token_tile = band * band_tiles + inside - pair * height;
   }
   __device__ __forceinline__ int first_k(Params const& p) const { return p.k_tiles * split / splits; }
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / splits; }
@@ -316,7 +316,7 @@ __device__ __forceinline__ void store_halves(float const (&sums)[C::kSums], floa
   EpilogueParams const& e = p.epilogue;
   int n = row0 + at.warpgroup * kRowsPerSlab, barrier = 1 + at.warpgroup;
   bool copies = at.warp == 0 && at.lane == 0;
-  uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + at.warpgroup * C::kTokens * C::kLineBytes;
+  uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + at.warpgroup * C::kLineTokens * C::kLineBytes;
   // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight tokens, then of the next eight. The lane gives the address of one line of one.
   int matrix = (at.lane / 16 * 8 + at.lane % 8) * C::kLineBytes + ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16;
   float bias[2] = {};
@@ -330,30 +330,33 @@ __device__ __forceinline__ void store_halves(float const (&sums)[C::kSums], floa
   bool clamped = e.activation != Activation::kNone;
   float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
   bool bounded = clamped || e.limit < HUGE_VALF, is_half = e.out_type == DataType::kFloat16;
-  if (copies) cute::tma_store_wait<0>();  // the lines of the tile before have been read
-  cutlass::arch::NamedBarrier::sync(128, barrier);
 #pragma unroll
-  for (int j = 0; j < C::kTokens / 16; ++j) {
-    uint32_t pairs[4];
+  for (int first = 0; first < C::kTokens; first += C::kLineTokens) {
+    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float v[2];
+    for (int j = 0; j < C::kLineTokens / 16; ++j) {
+      uint32_t pairs[4];
 #pragma unroll
-      for (int k = 0; k < 2; ++k) {
-        v[k] = nan_unless_finite(sums[8 * j + 2 * i + k]) + bias[i % 2];
-        if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
+      for (int i = 0; i < 4; ++i) {
+        float v[2];
+#pragma unroll
+        for (int k = 0; k < 2; ++k) {
+          v[k] = nan_unless_finite(sums[first / 2 + 8 * j + 2 * i + k]) + bias[i % 2];
+          if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
+        }
+        uint32_t half = pack_pair<__half>(v[0], v[1]), bfloat = pack_pair<__nv_bfloat16>(v[0], v[1]);
+        pairs[i] = is_half ? half : bfloat;
       }
-      uint32_t half = pack_pair<__half>(v[0], v[1]), bfloat = pack_pair<__nv_bfloat16>(v[0], v[1]);
-      pairs[i] = is_half ? half : bfloat;
+      cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                    *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
     }
-    cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                  *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
-  }
-  cute::tma_store_fence();
-  cutlass::arch::NamedBarrier::sync(128, barrier);
-  if (copies && n < e.n) {
-    cute::SM90_TMA_STORE_2D::copy(&map, lines, n, m0);
-    cute::tma_store_arrive();
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    if (copies && n < e.n) {
+      cute::SM90_TMA_STORE_2D::copy(&map, lines, n, m0 + first);
+      cute::tma_store_arrive();
+    }
   }
 }
 
@@ -536,7 +539,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
                    e.activation != Activation::kGelu && e.activation != Activation::kSilu;
   CUtensorMap out_map = {};
   if (p.store_halves) {
-    if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kTokens, &out_map); !status.ok()) return status;
+    if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kLineTokens, &out_map); !status.ok())
+      return status;
   }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;

@@ -47,6 +47,11 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
 template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// wgmma_book_gemm.cu: fp16 or bf16 activations, weights of a code book that are rounded to their type; clusters likewise. Groups are of 64 columns or more,
+// and scales fp32 or of x's type.
+constexpr Tile wgmma_book_gemm_tile() { return {256, 256, 2, 1, 227 * 1024, 2, 427}; }
+Status launch_wgmma_book_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.
 constexpr Tile decode_gemm_tile(int tokens) {
   return {64, tokens, tokens == 8 ? 3 : 2, tokens == 8 ? 2 : 1, 99 * 1024, 1, 0, true};

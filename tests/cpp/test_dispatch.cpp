@@ -334,6 +334,7 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(17, 4096, 4096, 0).first, "wgmma_gemm_a16");
   auto tile = [](int m, int group_size, DataType scales) {
     GemmProblem p = problem(m, 8192, 28672);
+    p.out_type = DataType::kFloat32;
     p.weight.book = some_book;
     p.weight.group_size = group_size;
     p.weight.scale_type = scales;
@@ -347,6 +348,17 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   }
   EXPECT_EQ(tile(640, 64, DataType::kBFloat16), 128);  // x is fp16
   EXPECT_EQ(tile(640, 32, DataType::kFloat16), 128);
+  for (int m : {385, 4096}) {
+    EXPECT_EQ(book(m, 8192, 28672, 0).first, "wgmma_book_gemm");
+    EXPECT_EQ(book(m, 28672, 4096, 0, 128, DataType::kFloat32).first, "wgmma_book_gemm");
+    EXPECT_EQ(book(m, 8192, 28672, 0, 64, DataType::kBFloat16).first, "wgmma_gemm_a16");
+    EXPECT_EQ(book(m, 8192, 28672, 0, 32).first, "wgmma_gemm_a16");
+    EXPECT_EQ(book(m, 8192, 28672, 80).first, "mma_gemm_a16");
+  }
+  EXPECT_EQ(book(384, 8192, 28672, 0).first, "wgmma_gemm_a16");
+  EXPECT_EQ(book(640, 4096, 4096, 0).first, "wgmma_gemm_a16");  // 48 tiles for 66 clusters
+  EXPECT_EQ(book(641, 4096, 4096, 0).first, "wgmma_book_gemm");
+  EXPECT_EQ(book(1024, 1024, 4096, 0).first, "wgmma_gemm_a16");
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
