@@ -16,6 +16,7 @@ struct WgmmaDecodeShape {
 
   int cluster = 0;       // blocks that share K; 0: none fits
   int clusters = 0;      // of which each has whole slabs
+  int most_slabs = 0;    // of a cluster
   int sets = 1;          // of warpgroups that take turns at tiles of K; with one, they share the slabs
   int stages = 0;        // tiles of K in a block's ring: x of all stages, then their weights
   int weights = 0;       // where these begin
@@ -47,6 +48,7 @@ struct WgmmaDecodeShape {
       if (cluster && time >= least) continue;
       WgmmaDecodeShape shape = *this;
       shape.cluster = c;
+      shape.most_slabs = slabs;
       shape.clusters = (all_slabs + slabs - 1) / slabs;
       shape.sets = slabs <= kMostSlabs && tiles >= kWarpgroups ? kWarpgroups : 1;
       shape.scales = slabs * chunk_bytes(w.bits);

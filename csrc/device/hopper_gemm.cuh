@@ -22,6 +22,7 @@
 
 #include <cudaTypedefs.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 
@@ -475,10 +476,11 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_wait();
 }
 
-// A tensor map of tokens [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_tokens and the 128-byte swizzle; loads bring zeros
-// from beyond m and the columns, stores write nothing there.
-inline Status encode_tokens(void const* x, int element_bytes, int m, int columns, int64_t stride_bytes, int box_tokens,
-                            CUtensorMap* map) {
+// A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores write nothing there.
+template <int kRank>
+Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
+              cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
+              CUtensorMapL2promotion promotion, CUtensorMap* map) {
   static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
   if (!encode) {
     void* function = nullptr;
@@ -487,13 +489,21 @@ inline Status encode_tokens(void const* x, int element_bytes, int m, int columns
     if (error != cudaSuccess) return cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
     encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
   }
-  cuuint64_t dims[2] = {cuuint64_t(columns), cuuint64_t(m)}, strides[1] = {cuuint64_t(stride_bytes)};
-  cuuint32_t box[2] = {cuuint32_t(128 / element_bytes), cuuint32_t(box_tokens)}, steps[2] = {1, 1};
-  CUresult result = encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, 2,
-                           const_cast<void*>(x), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  cuuint32_t steps[kRank];
+  std::fill_n(steps, kRank, 1);
+  CUresult result = encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                           swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
   return {};
+}
+
+// Of tokens [m][columns], rows `stride_bytes` apart, in boxes of 128 bytes x box_tokens and the 128-byte swizzle.
+inline Status encode_tokens(void const* x, int element_bytes, int m, int columns, int64_t stride_bytes, int box_tokens,
+                            CUtensorMap* map) {
+  return encode<2>(element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, x,
+                   {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(stride_bytes)},
+                   {cuuint32_t(128 / element_bytes), cuuint32_t(box_tokens)}, CU_TENSOR_MAP_SWIZZLE_128B,
+                   CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
 // A number that no other launch of this process has, and that arbitrary memory holds with a chance of 2^-64: a counter's bits, well mixed.

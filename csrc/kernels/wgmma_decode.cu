@@ -58,6 +58,12 @@ struct Config {
   static constexpr int kEarlyBytes = kQuantizes ? 48 * 1024 : kInt8 ? 80 * 1024 : 32 * 1024;
 };
 
+struct Maps {
+  CUtensorMap tokens;
+  CUtensorMap codes;   // in 64-bit words: [slab][k_tiles * chunk / 2048][256]
+  CUtensorMap scales;  // [group][slab][row]
+};
+
 struct Params {
   PackedWeight weight;
   float const* token_scales;
@@ -68,6 +74,8 @@ struct Params {
   Shares slabs, tiles;  // of the clusters, and of a cluster's blocks
   int k_tiles, n_pad, log_cluster;
 };
+
+constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are of 256 words at most
 
 // Of stages: all is there; all is read; x is there that is still to be quantised.
 struct Barriers {
@@ -88,22 +96,21 @@ struct Part {
 };
 
 template <class C>
-__device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Params const& p, Part const& part, int tile) {
-  using Copy = cute::SM90_BULK_COPY_G2S;
-  int const features = part.slabs * kRowsPerSlab;
-  int const groups = C::kBook ? p.weight_rows.count : 1, group_bytes = features * C::kScaleBytes;
-  TransactionBarrier::arrive_and_expect_tx(
-      full, C::kTokenBytes + part.slabs * C::kChunk + groups * group_bytes + (C::kZeros ? features : 0));
-  int64_t const row = int64_t(p.k_tiles) * C::kChunk;
-  uint8_t const* codes = p.weight.codes + part.first_slab * row + tile * C::kChunk;
-#pragma unroll 1
-  for (int slab = 0; slab < part.slabs; ++slab, codes += row) Copy::copy(codes, full, to + slab * C::kChunk, C::kChunk);
-  int64_t const vector = int64_t(p.weight_rows.first(tile)) * p.n_pad + part.first_slab * kRowsPerSlab;
-#pragma unroll 1
-  for (int group = 0; group < groups; ++group)
-    Copy::copy(static_cast<typename C::Scale const*>(p.weight.scales) + vector + int64_t(group) * p.n_pad, full,
-               to + p.shape.scales + group * group_bytes, group_bytes);
-  if (C::kZeros) Copy::copy(p.weight.zeros + vector, full, to + p.shape.zeros, features);
+__device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps const& maps, Params const& p, Part const& part,
+                                             int tile) {
+  using Copy = cute::SM90_TMA_LOAD_3D;
+  int const features = p.shape.most_slabs * kRowsPerSlab, own_features = part.slabs * kRowsPerSlab;
+  int const groups = C::kBook ? p.weight_rows.count : 1, group = p.weight_rows.first(tile);
+  // Few copies: each takes some twenty nanoseconds. So they are of as many slabs as any cluster has.
+  TransactionBarrier::arrive_and_expect_tx(full, C::kTokenBytes + p.shape.most_slabs * C::kChunk +
+                                                     groups * features * C::kScaleBytes + (C::kZeros ? own_features : 0));
+  Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
+             part.first_slab);
+  Copy::copy(&maps.scales, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), to + p.shape.scales, 0, part.first_slab,
+             group);
+  if (C::kZeros)
+    cute::SM90_BULK_COPY_G2S::copy(p.weight.zeros + int64_t(group) * p.n_pad + part.first_slab * kRowsPerSlab, full,
+                                   to + p.shape.zeros, own_features);
 }
 
 template <class C>
@@ -119,17 +126,17 @@ __device__ __forceinline__ void copy_tokens(uint8_t* to, uint8_t* to_scales, uin
 
 // By one thread.
 template <class C>
-__device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, CUtensorMap const& map, Params const& p,
+__device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
                                         Part const& part) {
   uint8_t* const first_weights = shared + p.shape.weights;
   auto weights = [&](int i, int stage) {
-    copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], p, part, part.first_tile + i);
+    copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, part, part.first_tile + i);
   };
   auto tokens = [&](int i, int stage) {
     uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
     if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-    copy_tokens<C>(shared + stage * C::kXBytes, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there, map,
-                   p, part.first_tile + i);
+    copy_tokens<C>(shared + stage * C::kXBytes, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+                   maps.tokens, p, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
@@ -217,7 +224,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint32_t units = base + first * C::kChunk + block * (C::kChunk / 4) + lane * kLaneBytes;
   uint32_t scales = base + p.shape.scales + row * C::kScaleBytes, zeros = base + p.shape.zeros + row;
   uint32_t const table = C::kBook ? x_at + p.shape.table + lane * 4 : 0;
-  int const group_bytes = p.weight_rows.count > 1 ? part.slabs * kRowsPerSlab * C::kScaleBytes : 0;
+  int const group_bytes = p.weight_rows.count > 1 ? p.shape.most_slabs * kRowsPerSlab * C::kScaleBytes : 0;
   uint32_t tokens = base + p.shape.token_scales + lane % 4 * 8;
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(units), "+r"(scales), "+l"(full));
@@ -375,7 +382,7 @@ __device__ __forceinline__ void finish(float (&v)[4], int n, int token_block, Ep
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 2)
-    wgmma_decode(__grid_constant__ CUtensorMap const map, __grid_constant__ Params const p) {
+    wgmma_decode(__grid_constant__ Maps const maps, __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
@@ -395,7 +402,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   }
   __syncthreads();
   if (warp == C::kWarps) {
-    if (cute::elect_one_sync()) produce<C>(shared, barriers, map, p, part);
+    if (cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
     __syncwarp();
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
@@ -448,21 +455,34 @@ __global__ void __launch_bounds__(C::kThreads, 2)
 template <class C>
 Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
   PackedWeight const& w = problem.weight;
-  CUtensorMap map;
+  Maps maps;
   QuantizedActivations const& q = problem.quantized;
   int64_t const k_pad = padded_k(w.k);
   Status status = std::is_same_v<typename C::Element, int8_t>
-                      ? hopper::encode_tokens(q.codes, 1, problem.m, int(k_pad), k_pad, C::kTokens, &map)
-                      : hopper::encode_tokens(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kTokens, &map);
+                      ? hopper::encode_tokens(q.codes, 1, problem.m, int(k_pad), k_pad, C::kTokens, &maps.tokens)
+                      : hopper::encode_tokens(problem.x, 2, problem.m, w.k, problem.x_stride * 2, C::kTokens, &maps.tokens);
   if (!status.ok()) return status;
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
+  VectorRows const rows(w.group_size);
+  cuuint64_t const slabs = n_pad / kRowsPerSlab, runs = cuuint64_t(k_tiles) * (C::kChunk / kCodeRun),
+                   groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
+  cuuint32_t const slab_box = shape.most_slabs, group_box = C::kBook ? rows.count : 1;
+  status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, slabs}, {kCodeRun, runs * kCodeRun},
+                             {kCodeRun / 8, C::kChunk / kCodeRun, slab_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps.codes);
+  if (!status.ok()) return status;
+  status = hopper::encode<3>(
+      C::kScaleBytes == 4 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32 : CU_TENSOR_MAP_DATA_TYPE_UINT16, w.scales,
+      {kRowsPerSlab, slabs, groups}, {cuuint64_t(kRowsPerSlab * C::kScaleBytes), cuuint64_t(n_pad) * C::kScaleBytes},
+      {kRowsPerSlab, slab_box, group_box}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, &maps.scales);
+  if (!status.ok()) return status;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params p{w,
            q.scales,
            q.block == -1 ? 0 : q.stride,
            EpilogueParams(problem),
-           VectorRows(w.group_size),
+           rows,
            shape,
            Shares(n_pad / kRowsPerSlab, shape.clusters),
            Shares(k_tiles, shape.cluster),
@@ -470,7 +490,7 @@ Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, 
            n_pad,
            log_cluster};
   return launch_clusters(wgmma_decode<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, shape.shared_bytes,
-                         stream, map, p);
+                         stream, maps, p);
 }
 
 template <class Element, int kBits, bool kBook>
