@@ -40,9 +40,18 @@ Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float*
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
 // floats with scales of their type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
-  // Of 8-bit weights 160 tokens take hardly longer than 128.
-  int cost = warpgroups == 4 ? 291 : tokens == 160 ? 288 : tokens == 128 ? (bits == 8 ? 275 : 243) : tokens == 64 ? 162 : 122;
-  return {128 * warpgroups, tokens, tokens == 32 ? 6 : tokens == 64 ? 5 : 3, 1, 227 * 1024, 2, cost};
+  int cost = warpgroups == 4 ? 291
+             : tokens == 160 ? (bits == 8 ? 286 : 270)
+             : tokens == 128 ? (bits == 8 ? 240 : 231)
+             : tokens == 64  ? 162
+                             : 122;
+  return {128 * warpgroups,
+          tokens,
+          tokens == 32 ? 6 : tokens == 64 ? 5 : tokens == 128 && bits == 4 ? 4 : 3,
+          1,
+          227 * 1024,
+          2,
+          cost};
 }
 template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);

@@ -20,22 +20,30 @@ namespace {
 
 using hopper::Params;
 
+// A code book's table, and the factors of four groups, leave room for one stage less where kernels.h has more than three.
+constexpr int stages_of(int bits, int tokens, int warpgroups, int groups, bool book, bool factors) {
+  int const stages = wgmma_gemm_a16_tile(bits, tokens, warpgroups).stages;
+  return stages == 4 && (book || (factors && groups == 4)) ? 3 : stages;
+}
+
 // kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer). Scale: of weight scales, where registers are
 // so few that their type is a constant (which saves four warpgroups 4 % of their time on an H200); or void.
 template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false,
           class Scale = void, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
-                                   wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).stages, kGroups, kFactors, kWarpgroups> {
+struct Config
+    : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
+                         stages_of(kBits, kTokens, kWarpgroups, kGroups, kBook_, kFactors), kGroups, kFactors, kWarpgroups> {
   using Element = Element_;
   static constexpr bool kBook = kBook_;
   static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
-  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few
-  // tokens do not take long enough, and 8 bits take few instructions, unless the promotion takes many. In four where registers are few.
-  static constexpr int kSteps = kGroups > 1                                  ? kGroups
-                                : kWarpgroups == 4                           ? 4
-                                : kTokens <= 64 || (kBits == 8 && !kFactors) ? 1
-                                                                             : 2;
+  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few tokens'
+  // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding, unless the promotion is long. In four where
+  // registers are few.
+  static constexpr int kSteps = kGroups > 1 ? kGroups : kWarpgroups == 4 ? 4 : kTokens > 64 && kFactors ? 2 : 1;
+  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
+  // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits do not, and lose 1 % by it.
+  static constexpr bool kInTurn = kSteps == 1 && (kTokens == 128 || (kTokens > 128 && kBits == 4));
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
@@ -151,6 +159,8 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
     table = cute::cast_smem_ptr_to_uint(stages + C::kTable) + at.lane * 4;
   }
+  constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and the next: each warpgroup's turn
+  if (C::kInTurn && at.warpgroup == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
@@ -183,6 +193,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
 #pragma unroll
         for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
         fence_registers(products);
+        if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int piece = 0; piece < C::kPieces; ++piece) {
@@ -193,6 +204,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
                                            step % C::kGroupSteps > 0 || piece > 0);
         }
         cute::warpgroup_commit_batch();
+        if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
         fence_registers(products);
         StoredScales scales = next_scales;
         if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
