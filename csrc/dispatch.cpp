@@ -236,16 +236,21 @@ int split_count(GemmProblem const& problem, int m, Device const& device, Tile co
 }
 
 // The parts that the K of the tiles is cut into that whole waves of clusters leave over, so that more of them share the end, and the time of the product
-// in 32nds of the unit of Tile::cost. Tiles that fill no wave are split_count's.
+// in 32nds of the unit of Tile::cost. Tiles that fill no wave are split_count's; reduce_splits adds up, and reads and writes in 2 us a million sums.
 struct Tail {
   int64_t tiles;
   int splits;
   int64_t time;
 };
-Tail cut_tail(int n, int k, int m, Device const& device, Tile const& tile) {
-  int64_t const k_tiles = ceil_div(k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
+Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile const& tile) {
+  int const n = problem.weight.n;
+  int64_t const k_tiles = ceil_div(problem.weight.k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
   int64_t const tiles = tile_count(n, m, tile), rest = tiles % clusters;
   Tail best{0, 1, ceil_div(tiles, clusters) * tile.cost * k_tiles};
+  if (tiles < clusters) {
+    int const splits = split_count(problem, m, device, tile);
+    if (splits > 1) best.time = ceil_div(k_tiles, splits) * tile.cost + (20 + int64_t(splits) * m * n / 50000) * 32;
+  }
   if (tiles < clusters || rest == 0) return best;
   constexpr int64_t kMostParts = 16;  // a lane of a warp waits for each
   for (int64_t parts = 2; parts <= std::min({clusters / rest, k_tiles / 2, kMostParts}); ++parts) {
@@ -399,7 +404,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
       Tile const& tile = candidate.tile;
       int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
       int64_t cost = problem.batch_invariant || tile.cost == 0 ? ceil_div(tile_count(w.n, m, tile), places) * tile.cost
-                                                               : cut_tail(w.n, w.k, m, device, tile).time;
+                                                               : cut_tail(problem, m, device, tile).time;
       if (best && cost >= best_cost) continue;
       best = &candidate;
       best_cost = cost;
@@ -413,7 +418,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
     if (!plan) return {};
     plan->splits = split_count(problem, m, device, best->tile), plan->cut_tiles = 0;
     if (plan->splits == 1 && best->tile.cost > 0 && !problem.batch_invariant) {
-      Tail const tail = cut_tail(w.n, w.k, m, device, best->tile);
+      Tail const tail = cut_tail(problem, m, device, best->tile);
       plan->splits = tail.splits, plan->cut_tiles = int(tail.tiles);
     }
     return {};

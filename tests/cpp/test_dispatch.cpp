@@ -164,6 +164,14 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
       ASSERT_TRUE(select(problem(m, 28672, 4096, bits), kHopper, &row).ok());
       EXPECT_EQ(row->tile.tokens, tokens) << m << ", " << bits;
     }
+  // Where the tiles fill no wave, the parts of their K count: 32 of 160 tokens in two parts each beat 96 of 64.
+  {
+    Row const* row = nullptr;
+    Plan chosen;
+    ASSERT_TRUE(select(problem(129, 8192, 28672, 8), kHopper, &row, &chosen).ok());
+    EXPECT_EQ(row->tile.tokens, 160);
+    EXPECT_EQ(chosen.splits, 2);
+  }
   // 112 tiles of 256 features are two waves, 56 of 512 one; for the zero points of int4's activations there is no such tile.
   Row const* row = nullptr;
   GemmProblem p = already_quantized(problem(64, 28672, 4096, 4), 128);
