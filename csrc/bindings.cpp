@@ -48,15 +48,45 @@ PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer o
           offset_type};
 }
 
-// A problem and the plan that was made for it.
-struct Product {
-  GemmProblem problem;
-  Plan plan;
-};
-
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride};
 }
+
+// What is asked of mixed_gemm, but for the epilogue and activations that are quantised already.
+GemmProblem make_problem(PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
+                         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture) {
+  GemmProblem problem;
+  problem.m = rows;
+  problem.weight = weight;
+  problem.out_type = out_type;
+  problem.x = as<void>(x);
+  problem.x_type = type;
+  problem.x_stride = stride;
+  problem.act_quant = act_quant;
+  problem.act_symmetric = symmetric;
+  problem.batch_invariant = batch_invariant;
+  problem.architecture = architecture;
+  return problem;
+}
+
+// What happens to a sum on its way out, as GemmProblem has it.
+struct Epilogue {
+  void const* bias;
+  DataType bias_type;
+  void const* residual;
+  DataType residual_type;
+  std::int64_t residual_stride;
+  Activation activation;
+  float low, high;
+  bool saturate;
+
+  void set(GemmProblem& problem) const {
+    problem.bias = bias, problem.bias_type = bias_type;
+    problem.residual = residual, problem.residual_type = residual_type, problem.residual_stride = residual_stride;
+    problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
+    problem.saturate = saturate;
+  }
+};
 
 }  // namespace
 
@@ -160,67 +190,46 @@ PYBIND11_MODULE(_C, m) {
            py::arg("perm_ptr"), py::arg("book_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
            py::arg("scale_type"), py::arg("offset_type"));
 
-  py::class_<Product>(m, "GemmProblem", "What is asked of mixed_gemm, on activations of floats until set_quantized.")
-      .def(py::init([](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
-                       ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture) {
-             Product product;
-             GemmProblem& problem = product.problem;
-             problem.m = rows;
-             problem.weight = weight;
-             problem.out_type = out_type;
-             problem.x = as<void>(x);
-             problem.x_type = type;
-             problem.x_stride = stride;
-             problem.act_quant = act_quant;
-             problem.act_symmetric = symmetric;
-             problem.batch_invariant = batch_invariant;
-             problem.architecture = architecture;
-             return product;
+  py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
+      .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
+           py::arg("stride"));
+  py::class_<Epilogue>(m, "Epilogue", "What happens to a sum on its way out; the tensors must outlive it.")
+      .def(py::init([](Pointer bias, DataType bias_type, Pointer residual, DataType residual_type, std::int64_t residual_stride,
+                       Activation activation, float low, float high, bool saturate) {
+             return Epilogue{as<void>(bias), bias_type, as<void>(residual), residual_type, residual_stride, activation, low,
+                             high,           saturate};
            }),
-           py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-           py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"))
-      .def(
-          "set_quantized",
-          [](Product& product, Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
-            product.problem.quantized = make_quantized(codes, scales, zeros, block, stride);
-          },
-          py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"), py::arg("stride"),
-          "Activations that are quantised already, in kernel order.")
-      .def(
-          "set_epilogue",
-          [](Product& product, Pointer bias, DataType bias_type, Pointer residual, DataType residual_type,
-             std::int64_t residual_stride, Activation activation, float low, float high, bool saturate) {
-            GemmProblem& problem = product.problem;
-            problem.bias = as<void>(bias);
-            problem.bias_type = bias_type;
-            problem.residual = as<void>(residual);
-            problem.residual_type = residual_type;
-            problem.residual_stride = residual_stride;
-            problem.activation = activation;
-            problem.clamp_low = low;
-            problem.clamp_high = high;
-            problem.saturate = saturate;
-          },
-          py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"),
-          py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"),
-          "What happens to a sum on its way out.")
-      .def(
-          "run",
-          [](Product& product, Pointer out, Pointer workspace, std::size_t bytes, int device_index, Pointer stream) {
-            DeviceGuard guard(device_index);
-            if (!product.plan.row) {
-              Device device;
-              check(current_device(&device));
-              check(plan(product.problem, device, &product.plan));
-            }
-            if (product.plan.workspace > bytes) return product.plan.workspace;
-            product.problem.out = as<void>(out);
-            check(mixed_gemm(product.problem, product.plan, {as<void>(workspace), bytes}, as<void>(stream)));
-            return std::size_t(0);
-          },
-          py::arg("out_ptr"), py::arg("workspace_ptr"), py::arg("workspace_bytes"), py::arg("device_index"), py::arg("stream"),
-          "Write [m, n] to out_ptr on a stream of a device, the same in every call; or say how many bytes of scratch memory it "
-          "wants.");
+           py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"),
+           py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"));
+  // One call with every argument takes half the time of an object that is made, filled and run. None for a pointer to a class would have all of them read
+  // twice, hence the handles.
+  m.def(
+      "mixed_gemm",
+      [](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
+         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, py::handle quantized, py::handle epilogue,
+         Pointer out, int device_index, Pointer stream, py::handle scratch) {
+        GemmProblem problem =
+            make_problem(weight, rows, out_type, x, type, stride, act_quant, symmetric, batch_invariant, architecture);
+        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
+        if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(problem);
+        problem.out = as<void>(out);
+        DeviceGuard guard(device_index);
+        Device device;
+        Plan chosen;
+        check(current_device(&device));
+        check(plan(problem, device, &chosen));
+        Workspace workspace;
+        py::object memory;
+        if (chosen.workspace) {
+          memory = scratch(chosen.workspace);
+          workspace = {as<void>(memory.attr("data_ptr")().cast<Pointer>()), chosen.workspace};
+        }
+        check(mixed_gemm(problem, chosen, workspace, as<void>(stream)));
+      },
+      py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
+      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("quantized"),
+      py::arg("epilogue"), py::arg("out_ptr"), py::arg("device_index"), py::arg("stream"), py::arg("scratch"),
+      "Write [m, n] to out_ptr on a stream of a device. scratch(bytes) gives the tensor of scratch memory, if some is wanted.");
 
   m.def(
       "quantize_activations",
@@ -332,10 +341,14 @@ PYBIND11_MODULE(_C, m) {
       "The current device's properties.");
   m.def(
       "plan",
-      [](Product const& product, Device const& device) {
+      [](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
+         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, Device const& device) {
         Plan chosen;
-        check(plan(product.problem, device, &chosen));
+        check(plan(make_problem(weight, rows, out_type, x, type, stride, act_quant, symmetric, batch_invariant, architecture),
+                   device, &chosen));
         return chosen;
       },
-      py::arg("problem"), py::arg("device"), "Choose a kernel for a problem; pointers may be null.");
+      py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
+      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("device"),
+      "Choose a kernel for what mixed_gemm is asked for; pointers may be null.");
 }

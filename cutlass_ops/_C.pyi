@@ -1,6 +1,8 @@
 """Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they pass."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 built_with_cuda: bool
 cuda_architectures: str
@@ -43,22 +45,11 @@ class PackedWeight:
         offset_type: DataType,
     ) -> None: ...
 
-class GemmProblem:
+class QuantizedActivations:
+    def __init__(self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int) -> None: ...
+
+class Epilogue:
     def __init__(
-        self,
-        weight: PackedWeight,
-        m: int,
-        out_type: DataType,
-        x_ptr: int,
-        x_type: DataType,
-        x_stride: int,
-        act_quant: ActQuant,
-        symmetric: bool,
-        batch_invariant: bool,
-        architecture: int,
-    ) -> None: ...
-    def set_quantized(self, codes_ptr: int, scales_ptr: int, zeros_ptr: int, block: int, stride: int) -> None: ...
-    def set_epilogue(
         self,
         bias_ptr: int,
         bias_type: DataType,
@@ -70,7 +61,6 @@ class GemmProblem:
         high: float,
         saturate: bool,
     ) -> None: ...
-    def run(self, out_ptr: int, workspace_ptr: int, workspace_bytes: int, device_index: int, stream: int) -> int: ...
 
 class Device:
     def __init__(self, architecture: int, multiprocessors: int, shared_memory: int) -> None: ...
@@ -113,6 +103,24 @@ def unpack_bytes(
     bytes_ptr: int, blocks: int, stride: int, size: int, run: int, in_turn: bool, high_first: bool, out_ptr: int
 ) -> None: ...
 def permute_columns(codes_ptr: int, out_ptr: int, n: int, k: int, perm_ptr: int) -> None: ...
+def mixed_gemm(
+    weight: PackedWeight,
+    m: int,
+    out_type: DataType,
+    x_ptr: int,
+    x_type: DataType,
+    x_stride: int,
+    act_quant: ActQuant,
+    symmetric: bool,
+    batch_invariant: bool,
+    architecture: int,
+    quantized: QuantizedActivations | None,
+    epilogue: Epilogue | None,
+    out_ptr: int,
+    device_index: int,
+    stream: int,
+    scratch: Callable[[int], Tensor],
+) -> None: ...
 def quantize_activations(
     x_ptr: int,
     type: DataType,
@@ -170,4 +178,16 @@ class AwqWeight:
 def dequantize_awq(weight: AwqWeight, out_ptr: int, stream: int) -> None: ...
 def awq_gemm(weight: AwqWeight, x_ptr: int, x_stride: int, m: int, out_ptr: int, stream: int) -> None: ...
 def current_device() -> Device: ...
-def plan(problem: GemmProblem, device: Device) -> Plan: ...
+def plan(
+    weight: PackedWeight,
+    m: int,
+    out_type: DataType,
+    x_ptr: int,
+    x_type: DataType,
+    x_stride: int,
+    act_quant: ActQuant,
+    symmetric: bool,
+    batch_invariant: bool,
+    architecture: int,
+    device: Device,
+) -> Plan: ...

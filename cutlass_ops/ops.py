@@ -365,21 +365,33 @@ def silu_mul_quantize(
 
 # ---- the product
 
+#: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
+#: batch_invariant, architecture. One tuple, since each argument that is passed on takes host time.
+_End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int]
+
 
 def _launch(
-    problem: _C.GemmProblem,
-    shape: tuple[int, ...],
+    weight: PackedWeight,
+    m: int,
+    floats: tuple[int, _C.DataType, int, _C.ActQuant, bool],
+    quantized: _C.QuantizedActivations | None,
     like: Tensor,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    saturate: bool,
+    shape: tuple[int, ...],
+    end: _End,
 ) -> Tensor:
+    """The product in a new tensor of this shape, beside ``like``, which has x's dtype or codes.
+
+    ``floats``: where x is, its dtype and stride, and whether and how it is quantised.
+    """
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
+    x_ptr, x_type, x_stride, act_quant, act_symmetric = floats
+    if bias is None:
+        bias = weight.bias
+    epilogue = None
     if bias is not None or residual is not None or activation is not None or saturate:
-        problem.set_epilogue(
+        if residual is not None:
+            residual = _rows(residual)
+        epilogue = _C.Epilogue(
             _ptr(bias),
             _type(bias),
             _ptr(residual),
@@ -392,12 +404,26 @@ def _launch(
         )
     # By the tensor's own method, on numbers: half the time of torch.empty.
     out = like.new_empty(*shape) if out_dtype is like.dtype else like.new_empty(*shape, dtype=out_dtype)
-    pointer, index = out.data_ptr(), like.get_device()
-    stream = _stream(index)
-    if size := problem.run(pointer, 0, 0, index, stream):
+    index = like.get_device()
+    _C.mixed_gemm(
+        weight.native,
+        m,
+        _TYPES[out_dtype],
+        x_ptr,
+        x_type,
+        x_stride,
+        act_quant,
+        act_symmetric,
+        batch_invariant,
+        architecture,
+        quantized,
+        epilogue,
+        out.data_ptr(),
+        index,
+        _stream(index),
         # Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
-        workspace = like.new_empty(size, dtype=torch.uint8)
-        problem.run(pointer, workspace.data_ptr(), size, index, stream)
+        lambda size: like.new_empty(size, dtype=torch.uint8),
+    )
     return out
 
 
@@ -413,23 +439,11 @@ def _row_by_row(run: Callable[[slice], Tensor], m: int, batch_invariant: bool) -
 
 
 def _gemm_floats(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    saturate: bool,
-    act_quant: str,
-    act_symmetric: bool,
-    batch_invariant: bool,
-    architecture: int,
-    shape: tuple[int, ...] | None = None,
+    x: Tensor, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
-    """x ``[M, K]`` of floats -> ``[M, N]``, on a GPU seen as ``shape``."""
+    """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
     if x.is_cpu:
+        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         canonical = weight.unpack()
 
         def run(rows: slice) -> Tensor:
@@ -445,40 +459,27 @@ def _gemm_floats(
                 saturate=saturate,
             )
 
-        y = _row_by_row(run, x.shape[0], batch_invariant)
-        return y if shape is None else y.view(shape)
+        return _row_by_row(run, x.shape[0], batch_invariant).view(shape)
     m = x.shape[0]
     stride, step = x.stride()
     if step != 1 and weight.k > 1:
         x, stride = x.contiguous(), weight.k
-    if bias is None:
-        bias = weight.bias
-    if batch_invariant:
+    if end[7]:  # batch_invariant
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         if stride != weight.k and m > 1:
             x = x.contiguous()
         stride = weight.k
         if x.data_ptr() % 16:
             x = x.clone()
-    problem = _C.GemmProblem(
-        weight.native,
-        m,
-        _TYPES[out_dtype],
-        x.data_ptr(),
-        _TYPES[x.dtype],
-        stride,
-        _ACT_QUANT[act_quant],
-        act_symmetric,
-        batch_invariant,
-        architecture,
-    )
-    if weight.book is not None and m > _MOST_BOOK_ROWS and not (batch_invariant or architecture):
-        plain = bias is None and activation is None and residual is None and out_dtype == x.dtype and not saturate
-        if plain and _dequantizes(_C.plan(problem, cast("_C.Device", _device(x.device))), m):
-            return x.detach() @ _dequantize(weight, x.dtype).t()
-    if residual is not None:
-        residual = _rows(residual)
-    return _launch(problem, shape or (m, weight.n), x, bias, activation, low, high, residual, out_dtype, saturate)
+    floats = (x.data_ptr(), _TYPES[x.dtype], stride, _ACT_QUANT[act_quant], act_symmetric)
+    if weight.book is not None and m > _MOST_BOOK_ROWS:
+        bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, architecture = end
+        plain = bias is None and weight.bias is None and activation is None and residual is None and out_dtype == x.dtype
+        if plain and not (saturate or batch_invariant or architecture):
+            plan = _C.plan(weight.native, m, _TYPES[out_dtype], *floats, False, 0, cast("_C.Device", _device(x.device)))
+            if _dequantizes(plan, m):
+                return x.detach() @ _dequantize(weight, x.dtype).t()
+    return _launch(weight, m, floats, None, x, shape, end)
 
 
 def _dequantizes(plan: _C.Plan, m: int) -> bool:
@@ -487,23 +488,11 @@ def _dequantizes(plan: _C.Plan, m: int) -> bool:
     return m > most.get(plan.kernel, _MOST_BOOK_ROWS)
 
 
-def _gemm_quantized(
-    x: QuantizedActivations,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    saturate: bool,
-    batch_invariant: bool,
-    architecture: int,
-    shape: tuple[int, ...] | None = None,
-) -> Tensor:
-    """Quantised activations -> ``[M, N]``, on a GPU seen as ``shape``."""
+def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: _End) -> Tensor:
+    """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
     if x.codes.is_cpu:
+        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         codes, scales, zeros = x.natural()
         canonical = weight.unpack()
 
@@ -521,16 +510,11 @@ def _gemm_quantized(
                 saturate=saturate,
             )
 
-        return _row_by_row(run, m, batch_invariant)
+        return _row_by_row(run, m, batch_invariant).view(shape)
     # Tensors without elements have no address: no rows look like floats, which must be of some type.
     no_floats = (0, _C.DataType.float16, weight.k, _C.ActQuant.none, True)
-    problem = _C.GemmProblem(weight.native, m, _TYPES[out_dtype], *no_floats, batch_invariant, architecture)
-    problem.set_quantized(x.codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1])
-    if bias is None:
-        bias = weight.bias
-    if residual is not None:
-        residual = _rows(residual)
-    return _launch(problem, shape or (m, weight.n), x.codes, bias, activation, low, high, residual, out_dtype, saturate)
+    quantized = _C.QuantizedActivations(x.codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1])
+    return _launch(weight, m, no_floats, quantized, x.codes, shape, end)
 
 
 def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
@@ -605,20 +589,21 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
-    codes = weight.codes
+    codes, n, k = weight.codes, weight.n, weight.k
     device = codes.device
-    n, k = weight.n, weight.k
     if isinstance(x, Tensor):
-        if x.dtype not in _TYPES or x.device != device:
+        dtype = x.dtype
+        if dtype not in _TYPES or x.device != device:
             _check_float("x", x, device)
         shape = x.shape
         columns = shape[-1] if shape else 0
+        is_matrix = len(shape) == 2
     else:
         columns = _check_quantized(x, weight)
-        shape = x.shape
+        shape, dtype, is_matrix = x.shape, x.dtype, len(x.shape) == 2
     if columns != k:
         raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
-    out_shape = (shape[0], n) if len(shape) == 2 else (*shape[:-1], n)
+    out_shape = (shape[0], n) if is_matrix else (*shape[:-1], n)
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     low = high = 0.0
@@ -641,33 +626,29 @@ def mixed_gemm(
             raise ValueError(f"residual has shape {tuple(residual.shape)}; {out_shape} is expected")
         residual = residual.reshape(-1, n)
     if out_dtype is None:
-        out_dtype = x.dtype
+        out_dtype = dtype
     elif out_dtype not in _TYPES:
         raise TypeError(f"out_dtype is {out_dtype}; supported are {_names(_TYPES)}")
     if not codes.is_cpu:
         if not (codes.is_cuda and _C.built_with_cuda):
             _check_device(device)
-        if act_quant == "none" and x.dtype == torch.float32 and isinstance(x, Tensor):
+        if dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
             raise TypeError(
                 "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
             )
 
-    end = (bias, activation, low, high, residual, out_dtype, saturate)
+    end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture)
     if isinstance(x, QuantizedActivations):
         if _direct(x.codes, bias, residual):
-            return _gemm_quantized(x, weight, *end, batch_invariant, architecture, out_shape).view(out_shape)
-        y = torch.ops.cutlass_ops.gemm_quantized(
-            x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end, batch_invariant, architecture
-        )
+            return _gemm_quantized(x, weight, out_shape, end)
+        y = torch.ops.cutlass_ops.gemm_quantized(x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end)
         return cast(Tensor, y.view(out_shape))
-    matrix = x if len(shape) == 2 else x.reshape(-1, k)
+    matrix = x if is_matrix else x.reshape(-1, k)
     if _direct(x, bias, residual):
         if matrix.shape[0] > _MAX_M:
             raise ValueError(f"x has {matrix.shape[0]} rows; at most {_MAX_M} are supported")
-        return _gemm_floats(matrix, weight, *end, act_quant, act_symmetric, batch_invariant, architecture, out_shape)
-    y = torch.ops.cutlass_ops.mixed_gemm(
-        matrix, *_fields(weight), *end, act_quant, act_symmetric, batch_invariant, architecture
-    )
+        return _gemm_floats(matrix, weight, act_quant, act_symmetric, out_shape, end)
+    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], act_quant, act_symmetric, *end[7:])
     return cast(Tensor, y.view(out_shape))
 
 
@@ -793,9 +774,8 @@ def explain(
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
         return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, 0, "the specification in plain torch")
-    types = (_TYPES[dtype], 0, _TYPES[dtype], weight.k)
-    problem = _C.GemmProblem(weight.native, m, *types, _ACT_QUANT[act_quant], act_symmetric, batch_invariant, architecture)
-    plan = _C.plan(problem, gpu)
+    floats = (0, _TYPES[dtype], weight.k, _ACT_QUANT[act_quant], act_symmetric)
+    plan = _C.plan(weight.native, m, _TYPES[dtype], *floats, batch_invariant, architecture, gpu)
     if weight.book is not None and _dequantizes(plan, m) and not (batch_invariant or architecture):
         why = f"then torch's product: with many rows, values are looked up once; what else is asked for goes to {plan.kernel}"
         return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, 0, weight.n * weight.k * 2, why)
@@ -844,7 +824,11 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    return _gemm_floats(x, PackedWeight(*args[:_WEIGHT]), *args[_WEIGHT:])
+    weight = PackedWeight(*args[:_WEIGHT])
+    *end, act_quant, act_symmetric, batch_invariant, architecture = args[_WEIGHT:]
+    return _gemm_floats(
+        x, weight, act_quant, act_symmetric, (x.shape[0], weight.n), cast(_End, (*end, batch_invariant, architecture))
+    )
 
 
 def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
@@ -855,7 +839,7 @@ def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, bloc
     weight = PackedWeight(*args[:_WEIGHT])
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, torch.float32, weight.perm)
-    return _gemm_quantized(x, weight, *args[_WEIGHT:])
+    return _gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(_End, args[_WEIGHT:]))
 
 
 def _gemm_quantized_fake(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
