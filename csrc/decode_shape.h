@@ -63,8 +63,8 @@ inline int cluster_places(Device const& device, int cluster) {
 }
 
 // The shape of least time, from what was measured on an H200: a multiprocessor takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9
-// to 16 tokens beside a book; a slab's sums of a token cost 30 clocks at the end, a cluster's exchange of sums 900, and a block that leaves no room for
-// one of the next launch 1500.
+// to 16 tokens beside a book; a slab's sums of a token cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a block alone
+// 60 where there is no book, and a block that leaves no room for one of the next launch 3000.
 inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a slab
@@ -94,8 +94,13 @@ inline DecodeShape decode_shape(GemmProblem const& p, Device const& device, int 
       shape.stages += decode_more_stages(tokens, p.weight.bits);
       if (!fits(shape.warps, all)) shape.stages = decode_stages(tokens, book);
     }
-    double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m +
-                  (cluster > 1 ? 900 : 0) + (beside ? 0 : 1500);
+    double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m;
+    if (cluster > 1) {
+      time += 900;
+    } else if (!book) {
+      time += 60.0 * shape.slice;
+    }
+    if (!beside) time += 3000;
     if (best.cluster && time >= least) continue;
     best = shape, least = time;
   }

@@ -97,10 +97,16 @@ bool wgmma_decode_quantizes(GemmProblem const& problem, Device const& device) {
          w.scale_type == problem.x_type && !is_irregular(problem) && padded_size(w) < kMost &&
          WgmmaDecodeShape(problem, device, true).cluster > 0;
 }
+// The same where K is so long that decode_gemm's x leaves no room for the next launch.
+bool wgmma_decode_quantizes_long_k(GemmProblem const& problem, Device const& device) {
+  return problem.weight.k >= 8192 && wgmma_decode_quantizes<int64_t(96) << 20>(problem, device);
+}
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
 // clang-format off
 constexpr Row kTable[] = {
+    {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 5, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "where the weight is small, as for 16 tokens: 4.8 us for 4096 x 4096 and 8 tokens, 6.0 by decode_gemm; 6.5 for 6144 x 4096, 8.0; but for 28672 x 4096 19.3 and 18.1", wgmma_decode_takes<int64_t(40) << 20>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
      "a ring of weights for each warp and x in shared memory: 16 us for 28672 x 4096, 22.5 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
     {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
@@ -119,16 +125,22 @@ constexpr Row kTable[] = {
      "what wgmma_decode lacks, as for 8 tokens, where x fits in shared memory: 27 us for 28672 x 4096, 38 by mma_gemm_a16", decode_takes<16, 0, kAnySize>},
     {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
      "where the weight is small: 6.2 us for 4096 x 4096, 7.1 by mma_gemm_a16", decode_takes<8, 0, kDecodeSmall>},
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 4, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+     "where the weight is not large, as for 16 tokens: 5.2 us for 4096 x 4096 and 8 tokens, 6.8 by decode_gemm; 11.4 for 14336 x 4096, 12.5; but for 28672 x 4096 19.6 and 19.4", wgmma_decode_quantizes<int64_t(96) << 20>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
      "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 and two tokens 34.2 and 33.6", decode_takes<8, 0, kDecodeMiddle>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, 0, 90, 90, 0, 1, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
      "the same where K is long: 31.2 us for 8192 x 28672, 32.7 by mma_gemm_a8", decode_takes_long_k},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 2, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
+     "where K is long: 14.3 us for 4096 x 11008 and 4 tokens, 16.4 by decode_gemm", wgmma_decode_quantizes_long_k},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
     {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
      "as for fp16, and the blocks quantise x themselves: 5.2 us for 4096 x 4096, 8.5 by mma_gemm_a8; 18.9 for 28672 x 4096, 22.1; but for 8192 x 28672 35 and, after the quantiser, 32.7", wgmma_decode_quantizes<int64_t(192) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
      "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8; 20.2 for 8192 x 8192, 21.1; but for 28672 x 4096 33 and 32", wgmma_decode_quantizes<int64_t(96) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 3, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "where the weight is large, after the quantiser: 33.5 us for 8192 x 28672, 34.2 by mma_gemm_a8; but 39 and 35.4 for 8 tokens, whose quantiser has more blocks", wgmma_decode_takes<int64_t(256) << 20>},
     {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
      "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<int64_t(256) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),

@@ -92,7 +92,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
+        for (int m : {0, 1, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{
                    {1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}, {8192, 28672}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
@@ -290,6 +290,9 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     return std::string(row ? row->kernel : "");
   };
   EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(8, 28672, 4096, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(4, 4096, 4096, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(5, 4096, 4096, ActQuant::kNone), "wgmma_decode");
   for (int m : {9, 16}) {
     EXPECT_EQ(kernel(m, 28672, 4096, ActQuant::kNone), "wgmma_decode");
     EXPECT_EQ(kernel(m, 4096, 4096, ActQuant::kNone), "wgmma_decode");
@@ -300,6 +303,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(2, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
+  EXPECT_EQ(kernel(3, 8192, 28672, ActQuant::kBlock), "wgmma_decode");
+  EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
   // int8 activations of 9 to 16 tokens: {kernel, whether it quantises x itself}
   using Choice = std::pair<std::string, bool>;
   auto int8 = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
@@ -318,6 +323,12 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     EXPECT_EQ(int8(m, 4096, 4096, 4, ActQuant::kBlock, false), Choice("mma_gemm_a8", false));
   }
   EXPECT_EQ(int8(17, 4096, 4096, 4, ActQuant::kBlock), Choice("mma_gemm_a8", false));
+  EXPECT_EQ(int8(3, 14336, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(4, 14336, 4096, 4, ActQuant::kBlock), Choice("wgmma_decode", true));
+  EXPECT_EQ(int8(8, 28672, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(4, 4096, 4096, 8, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(1, 4096, 11008, 8, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(2, 4096, 11008, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
   EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kNone).first, "wgmma_decode");
   EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
   EXPECT_EQ(int8(5, 4096, 4096, 8, ActQuant::kToken), Choice("wgmma_decode", false));
