@@ -312,45 +312,55 @@ struct Place {
 // by side, in the 128-byte swizzle, and one thread's copy takes them away while the next tile is begun. The general way below takes many times
 // as long, and meanwhile the ring of stages stands still for both blocks.
 template <class C>
-__device__ __forceinline__ void store_halves(float const (&sums)[C::kSums], float* staging, CUtensorMap const& map,
-                                             Params const& p, Place<C> const& at, int row0, int m0) {
+__device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
+                                             Place<C> const& at, int row0, int m0) {
   EpilogueParams const& e = p.epilogue;
   int n = row0 + at.warpgroup * kRowsPerSlab, barrier = 1 + at.warpgroup;
   bool copies = at.warp == 0 && at.lane == 0;
-  uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + at.warpgroup * C::kLineTokens * C::kLineBytes;
-  // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight tokens, then of the next eight. The lane gives the address of one line of one.
-  int matrix = (at.lane / 16 * 8 + at.lane % 8) * C::kLineBytes + ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16;
-  float bias[2] = {};
+  // Each choice is made once for all sums: made for each of them, they take twice as many instructions.
+  bool clamped = e.activation != Activation::kNone;
+#pragma unroll
+  for (float& sum : sums) sum = nan_unless_finite(sum);
   if (e.bias) {
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       int row = n + at.warp * 16 + at.lane / 4 + h * 8;
-      if (row < e.n) bias[h] = load_float(e.bias, e.bias_type, row);
+      float bias = row < e.n ? load_float(e.bias, e.bias_type, row) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < C::kSums; ++i) {
+        if (i % 4 / 2 == h) sums[i] += bias;
+      }
     }
   }
-  bool clamped = e.activation != Activation::kNone;
-  float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
-  bool bounded = clamped || e.limit < HUGE_VALF, is_half = e.out_type == DataType::kFloat16;
+  if (clamped || e.limit < HUGE_VALF) {
+    float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
+#pragma unroll
+    for (float& sum : sums) sum = clamp_keeping_nan(sum, low, high);
+  }
 #pragma unroll
   for (int first = 0; first < C::kTokens; first += C::kLineTokens) {
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
+    uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + at.warpgroup * C::kLineTokens * C::kLineBytes;
+    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight tokens, then of the next eight. The lane gives the address of one line of one.
+    int matrix = (at.lane / 16 * 8 + at.lane % 8) * C::kLineBytes + ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16;
+    auto const stage = [&](auto type) {
 #pragma unroll
-    for (int j = 0; j < C::kLineTokens / 16; ++j) {
-      uint32_t pairs[4];
+      for (int j = 0; j < C::kLineTokens / 16; ++j) {
+        uint32_t pairs[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float v[2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          v[k] = nan_unless_finite(sums[first / 2 + 8 * j + 2 * i + k]) + bias[i % 2];
-          if (bounded) v[k] = clamp_keeping_nan(v[k], low, high);
+        for (int i = 0; i < 4; ++i) {
+          float const* pair = sums + first / 2 + 8 * j + 2 * i;
+          pairs[i] = pack_pair<decltype(type)>(pair[0], pair[1]);
         }
-        uint32_t half = pack_pair<__half>(v[0], v[1]), bfloat = pack_pair<__nv_bfloat16>(v[0], v[1]);
-        pairs[i] = is_half ? half : bfloat;
+        cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                      *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
       }
-      cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
-                                    *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
+    };
+    if (e.out_type == DataType::kFloat16) {
+      stage(__half());
+    } else {
+      stage(__nv_bfloat16());
     }
     cute::tma_store_fence();
     cutlass::arch::NamedBarrier::sync(128, barrier);

@@ -315,19 +315,20 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         row_scale[h] *= 1.0f / C::kCodeScale;
       }
       cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
+      float outputs[kChannel ? C::kSums : 1];
 #pragma unroll
       for (int i = 0; i < C::kSums; ++i) {
         int token = i / 4 * 8 + 2 * t + i % 2, h = i % 4 / 2;
         if constexpr (kChannel) {
           // In int32: differences are exact where they fit, whatever the sums did.
           uint32_t shift = kAsymmetric ? row_sums[h] * uint32_t(int(int8_t(end_zeros[token]))) : 0;
-          integers[i] = __float_as_uint(float(int(integers[i] - shift)) * row_scale[h] * end_scales[token]);
+          outputs[i] = float(int(integers[i] - shift)) * row_scale[h] * end_scales[token];
         } else {
           sums[i] *= end_scales[token];
         }
       }
       if constexpr (kChannel) {
-        hopper::store<C>(reinterpret_cast<float (&)[C::kSums]>(integers), staging, out_map, p, at, index, row0, m0);
+        hopper::store<C>(outputs, staging, out_map, p, at, index, row0, m0);
       } else {
         hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
       }
