@@ -423,6 +423,31 @@ def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, act_quant
     assert_same(y, oracle(x, qw, act_quant, False).float())
 
 
+@pytest.mark.parametrize("m", [64, 96, 128, 176])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_largest_integers_beside_zero_points_are_exact(bits: int, m: int) -> None:
+    """Codes 255 away from their zero points, and weights of the largest codes: sums reach 255 * 128 * 128, almost 2^22."""
+    n, k, block = 16896, 256, 128
+    qw = make_weight(Format(bits), n, k, exact=True)
+    qw.codes[0::2], qw.codes[1::2] = 0, (1 << bits) - 1
+    codes = torch.full((m, k), -128, dtype=torch.int8, device=GPU)
+    codes[1::2] = 127
+    zeros = (-1 - codes[:, ::block]).contiguous()
+    stride = -(-m // 16) * 16
+    qa = co.QuantizedActivations(
+        codes=reference.activation_order(codes, zeros, block),
+        scales=torch.ones(k // block, stride, device=GPU),
+        zeros=torch.nn.functional.pad(zeros.t(), (0, stride - m)).contiguous(),
+        block=block,
+        k=k,
+        shape=torch.Size((m, k)),
+        dtype=FLOAT,
+        perm=None,
+    )
+    want = (2 * codes.double() + 1) @ reference.dequantize_weight(qw, torch.float64).t()
+    assert_same(multiply(qa, co.reorder(qw)), want.float())
+
+
 @pytest.mark.parametrize("m", [8, 40, 64, 96, 128, 176])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)

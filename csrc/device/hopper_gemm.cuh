@@ -69,9 +69,8 @@ struct TileConfig {
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * chunk_bytes(kBits);
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
-  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of scales
-  static constexpr int kZeroColumns = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0);  // and of zero points
-  static constexpr int kScales = kZeroColumns + (kLoadTokenZeros ? kTokens * 16 : 0);
+  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
+  static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
   static constexpr int kZeroPoints = kScales + kGroups * kRows * 4;
   static constexpr int kOffsets = kZeroPoints + (kZeros ? kGroups * kRows : 0);
   static constexpr int kStepFactors = kOffsets + (kFactors ? kGroups * kRows * 4 : 0);
@@ -250,8 +249,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// A warp brings every stage's token scales into the accumulators' order, so that a thread has those of its four tokens of 16 by one load. Register
-// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. And it makes zero points an operand: 16 times each token's.
+// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its four tokens of 16 by one load. Register
+// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
@@ -268,19 +267,14 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
         if (first + 32 <= C::kTokens / 4 || four < C::kTokens / 4) {
           auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + token * 4);
           float2 low = scales[0], high = scales[4];
-          reinterpret_cast<float4*>(stage + C::kTokenFactors)[four] = make_float4(low.x, low.y, high.x, high.y);
-        }
-      }
-      if constexpr (C::kLoadTokenZeros) {
-#pragma unroll
-        for (int first = 0; first < C::kTokens; first += 32) {
-          int token = first + lane;
-          if (first + 32 <= C::kTokens || token < C::kTokens) {
-            uint32_t four = __byte_perm(stage[C::kTokenZeros + token], 0, 0);
-            reinterpret_cast<uint4*>(stage + C::kZeroColumns)[token] = make_uint4(four, four, four, four);
+          auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
+          factors[0] = make_float4(low.x, low.y, high.x, high.y);
+          if constexpr (C::kLoadTokenZeros) {
+            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + token);
+            char2 low_zeros = zeros[0], high_zeros = zeros[4];
+            factors[C::kTokens / 4] = make_float4(low_zeros.x, low_zeros.y, high_zeros.x, high_zeros.y);
           }
         }
-        cutlass::arch::fence_view_async_shared();
       }
       __syncwarp();
       if (lane == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);

@@ -3,10 +3,10 @@
 //
 //   decode   the stage's weights, which were loaded piece by piece while the previous sums were promoted
 //   multiply exact int32 sums of 128 columns, which never leave registers
-//   shift    with zero points za of the activations: I -= za * (sum of the weights' codes), a product of 32 more columns. The warpgroup adds the
-//            codes up while the others run. In every stage, with one zero point a token too: beside outliers nearly all codes are the zero point, and
-//            fp32 sums that still hold it round away what is left
 //   promote  sum = fma(float(I), token scale * weight scale, sum), once a group and block
+//   shift    with zero points za of the activations: I -= za * (sum of the weights' codes). With one of them for a token and block, the sums of a stage
+//            start from that instead of zero; with one a token, it is a product of 32 more columns, which takes less time there. In every stage,
+//            even so: beside outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -29,8 +29,9 @@ struct Config
     : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
                          kZeros, wgmma_gemm_a8_tile(kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
   static constexpr Promotion kPromotion = kPromotion_;
-  static constexpr bool kAsymmetric = kAsymmetric_;                                 // activations with zero points
-  static constexpr bool kShift = kAsymmetric && kPromotion != Promotion::kChannel;  // which every stage makes good
+  static constexpr bool kAsymmetric = kAsymmetric_;                               // activations with zero points
+  static constexpr bool kStart = kAsymmetric && kPromotion == Promotion::kBlock;  // where a stage's sums start from shifts
+  static constexpr bool kShift = kAsymmetric && kPromotion == Promotion::kToken;  // where a product makes them good
   // What the decoder multiplies codes by.
   static constexpr float kCodeScale = kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kTokens, kWarpgroups).shared_bytes,
@@ -39,6 +40,17 @@ struct Config
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                  CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
 };
+
+// With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its binade the unit is 1, so that
+// int8 products add to them as to integers, and what they come to, kBias + I with |I| <= 255 * 128 * 128 < 2^22, is a float again. That takes as many
+// instructions as the way without zero points, which converts integers. All of it is exact, but for a rounding of I * scale.
+constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
+
+// A scale whose product with kBias is a float: 22 bits of it, rounded. Narrower ones stay as they are.
+__device__ __forceinline__ float short_scale(float scale) {
+  float high = __fmul_rn(scale, 5.0f);
+  return __fsub_rn(high, __fsub_rn(high, scale));
+}
 
 // A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and g + 8.
 template <class C>
@@ -67,7 +79,7 @@ struct RawWeights {
     if (C::kLoadScales) {
       if (p.weight.scale_type == DataType::kFloat32) {
         float2 v = *reinterpret_cast<float2 const*>(stage + at.scales);
-        scale[0] = v.x, scale[1] = v.y;
+        scale[0] = C::kStart ? short_scale(v.x) : v.x, scale[1] = C::kStart ? short_scale(v.y) : v.y;
       } else {
         uint32_t v = *reinterpret_cast<uint32_t const*>(stage + at.scales);
         float2 half = __half22float2(reinterpret_cast<__half2 const&>(v));
@@ -99,7 +111,7 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
 // Scales of the tile's tokens: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
 template <class C>
 struct TokenFactors {
-  static constexpr int kAhead = C::kBits == 8 && C::kTokens == 176 ? 1 : 2;
+  static constexpr int kAhead = C::kBits == 8 && C::kTokens == 176 && !C::kStart ? 1 : 2;
   uint32_t address;
   float sixteens[C::kTokens / 16][4];
 
@@ -146,9 +158,64 @@ __device__ __forceinline__ T sum_of_row(T part) {
   return part + __shfl_xor_sync(0xffffffffu, part, 2);
 }
 
-// What makes good the zero points of a stage's activations: one more product, whose second operand is a token's zero point in each of 32 columns and
+// -1 times the sums of 128 codes of rows g and g + 8: a product with as many columns, on the tensor cores.
+__device__ __forceinline__ void sum_codes(uint32_t const (&a)[4][4], float (&sums)[2]) {
+  int products[4] = {};
+#pragma unroll
+  for (int piece = 0; piece < 4; ++piece) {
+    asm volatile(
+        "mma.sync.aligned.m16n8k32.row.col.s32.s8.s8.s32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %8}, {%0, %1, %2, %3};"
+        : "+r"(products[0]), "+r"(products[1]), "+r"(products[2]), "+r"(products[3])
+        : "r"(a[piece][0]), "r"(a[piece][1]), "r"(a[piece][2]), "r"(a[piece][3]), "r"(0xffffffffu));
+  }
+  sums[0] = float(products[0]), sums[1] = float(products[2]);
+}
+
+// The zero points of a thread's four of sixteen tokens, loaded to where these tokens' integers were.
+template <class C>
+__device__ __forceinline__ void load_zeros(int sixteen, uint32_t address, uint32_t (&integers)[C::kSums]) {
+  uint32_t zeros[4];
+  load_shared(address + sixteen * 64, zeros);
+#pragma unroll
+  for (int i = 0; i < 4; ++i) integers[8 * sixteen + i] = zeros[i];
+}
+
+// What the next stage's sums start from, made of zero points where load_zeros() left them.
+template <class C>
+__device__ __forceinline__ void start_sums(float const (&codes)[2], uint32_t (&integers)[C::kSums]) {
+#pragma unroll
+  for (int i = 0; i < C::kTokens / 16; ++i) {
+#pragma unroll
+    for (int e = 7; e >= 0; --e) {
+      float zero = __uint_as_float(integers[8 * i + e / 4 * 2 + e % 2]);
+      integers[8 * i + e] = __float_as_uint(fmaf(zero, codes[e % 4 / 2], kBias));
+    }
+  }
+}
+
+// promote() for sixteen tokens, whose integers have kBias added; `bias` is -kBias * scale. The products take the integers' place: the compiler would give
+// them too few registers of their own to run side by side.
+template <class C>
+__device__ __forceinline__ void promote_biased(int sixteen, float const (&token)[4], float const (&scale)[2],
+                                               float const (&bias)[2], uint32_t (&integers)[C::kSums],
+                                               float (&sums)[C::kSums]) {
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    asm volatile("fma.rn.f32 %0, %0, %1, %2;"
+                 : "+f"(reinterpret_cast<float&>(integers[8 * sixteen + e]))
+                 : "f"(scale[e % 4 / 2]), "f"(bias[e % 4 / 2]));
+  }
+#pragma unroll
+  for (int e = 0; e < 8; ++e) {
+    float v = __uint_as_float(integers[8 * sixteen + e]), &sum = sums[8 * sixteen + e];
+    sum = fmaf(v, token[e / 4 * 2 + e % 2], sum);
+  }
+}
+
+// What makes good one zero point a token, in a stage: one more product, whose second operand is the zero point in each of 32 columns and
 // whose first is -(sum of a row's weights), spread over as many bytes. What is beyond their range is left to subtract(), which works where a row of the
-// warp has such a sum. All of it is exact. (Multiplying the integers by zero points takes 3 to 5 % more time, measured on an H200.)
+// warp has such a sum. All of it is exact. (Sums that start from shifts, as with a zero point for each block, take up to 6 % more time here, measured on
+// an H200.)
 template <class C>
 class ZeroShift {
  public:
@@ -181,15 +248,13 @@ class ZeroShift {
     any_beyond_ = __any_sync(0xffffffffu, beyond_[0] | beyond_[1]);
   }
 
-  // When the products have ended. `zeros` has a token's zero point every `stride` bytes.
-  __device__ __forceinline__ void subtract(uint8_t const* zeros, int stride, uint32_t (&integers)[C::kSums]) const {
+  // When the products have ended. `zeros` has a token's zero point every 16 bytes.
+  __device__ __forceinline__ void subtract(uint8_t const* zeros, uint32_t (&integers)[C::kSums]) const {
     if (__builtin_expect(!any_beyond_, 1)) return;
 #pragma unroll
     for (int j = 0; j < C::kTokens / 8; ++j) {
-      // Two at once where they lie side by side: by two loads the main loop around takes 3 % more time (measured on an H200).
       int at = 8 * j + threadIdx.x % 4 * 2;
-      char2 two =
-          stride == 1 ? *reinterpret_cast<char2 const*>(zeros + at) : make_char2(zeros[at * stride], zeros[(at + 1) * stride]);
+      char2 two = make_char2(zeros[at * 16], zeros[(at + 1) * 16]);
 #pragma unroll
       for (int e = 0; e < 4; ++e) integers[4 * j + e] -= uint32_t((e % 2 ? two.y : two.x) * beyond_[e / 2]);
     }
@@ -229,7 +294,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     uint8_t* const ends = reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes;
     uint8_t* const end_zeros = ends + at.warpgroup * C::kEndZeros;
     auto* end_scales = reinterpret_cast<float*>(ends + C::kWarpgroups * C::kEndZeros) + at.warpgroup * C::kEndScales;
-    if constexpr (C::kShift && !kBlock) {
+    if constexpr (C::kShift) {
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
         int token = at.warp * 32 + at.lane + i * 128;
@@ -240,16 +305,28 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       cutlass::arch::fence_view_async_shared();
       cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
     }
+    [[maybe_unused]] auto zeros_address = [&](uint8_t const* stage) {
+      return cute::cast_smem_ptr_to_uint(stage) + at.token_factors + C::kTokens * 4;
+    };
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     raw.load(stages + ring.stage * C::kStageBytes, p, at);
+    uint32_t a[4][4];
+    float codes[2];
+    if constexpr (C::kStart) {
+      ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+      uint32_t zeros = zeros_address(stages + ring.stage * C::kStageBytes);
+#pragma unroll
+      for (int j = 0; j < C::kTokens / 16; ++j) load_zeros<C>(j, zeros, integers);
+      decode_weights<C>(raw, a);
+      sum_codes(a, codes);
+      start_sums<C>(codes, integers);
+    }
     for (int i = 0; i < count; ++i) {
       uint8_t const* stage = stages + ring.stage * C::kStageBytes;
-      uint32_t a[4][4];
-      decode_weights<C>(raw, a);
+      if constexpr (!C::kStart) decode_weights<C>(raw, a);
       float scale[2] = {raw.scale[0] * (1.0f / C::kCodeScale), raw.scale[1] * (1.0f / C::kCodeScale)};
       uint64_t tokens = operand_descriptor(stage + C::kActivations);
       [[maybe_unused]] ZeroShift<C> shift;
-      uint8_t const* zero_columns = kBlock ? stage + C::kZeroColumns : end_zeros;
       if constexpr (C::kShift) shift.add(a);
 #pragma unroll
       for (int piece = 0; piece < 4; ++piece) fence_registers(a[piece]);
@@ -257,18 +334,18 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       cute::warpgroup_arrive();
 #pragma unroll
       for (int piece = 0; piece < 4; ++piece) {
-        wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, piece > 0 || (kChannel && i > 0));
+        wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, C::kStart || piece > 0 || (kChannel && i > 0));
       }
       cute::warpgroup_commit_batch();
       fence_registers(integers);
       // While the products run.
       if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
       if constexpr (C::kShift) shift.spread();
-      if (kBlock) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+      if (kBlock && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
       if constexpr (C::kShift) {
         fence_registers(shift.operand);
         cute::warpgroup_arrive();
-        wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(zero_columns), integers, true);
+        wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(end_zeros), integers, true);
         cute::warpgroup_commit_batch();
         fence_registers(integers);
       }
@@ -278,18 +355,45 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if (i + 1 < count) {
         TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
         raw.load_scales(next, p, at);
+        if (C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
       }
       uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
       TokenFactors<C> token_scales(factors);
       cute::warpgroup_wait<0>();
       fence_registers(integers);
-      if constexpr (C::kShift) shift.subtract(kBlock ? stage + C::kTokenZeros : end_zeros, kBlock ? 1 : 16, integers);
+      if constexpr (C::kShift) shift.subtract(end_zeros, integers);
+      if constexpr (C::kStart) {
+        // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
+        // needs registers, and time.
+        constexpr int kSixteens = C::kTokens / 16, kLate = 2;
+        constexpr int kWeightsAt = kTokens == 176 ? 4 : 2, kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
+        float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
+        uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
 #pragma unroll
-      for (int j = 0; j < C::kTokens / 8; ++j) {
-        if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-        // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
-        if (j % 2 == 1 && j / 2 < RawWeights<C>::kLoads && i + 1 < count) raw.load_piece(next, at, j / 2);
-        if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+        for (int j = 0; j < kSixteens + kLate; ++j) {
+          if (j < kSixteens) {
+            token_scales.load(j + token_scales.kAhead);
+#pragma unroll
+            for (int piece = 0; piece < RawWeights<C>::kLoads; ++piece) {
+              if (j == kWeightsAt + piece / 2 && i + 1 < count) raw.load_piece(next, at, piece);
+            }
+            promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
+          }
+          if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
+          if (j == kCodesAt) {
+            decode_weights<C>(raw, a);
+            sum_codes(a, codes);
+          }
+        }
+        start_sums<C>(codes, integers);
+      } else {
+#pragma unroll
+        for (int j = 0; j < C::kTokens / 8; ++j) {
+          if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+          // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
+          if (j % 2 == 1 && j / 2 < RawWeights<C>::kLoads && i + 1 < count) raw.load_piece(next, at, j / 2);
+          if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+        }
       }
       if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
     }
