@@ -553,10 +553,10 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    There a code book's weights are rounded to x's dtype, as bitsandbytes has them, where that takes less time: on Hopper by
-    wgmma_book_gemm from 385 rows on, if the result is of x's dtype and the weight large enough; otherwise from 193 rows on (641
-    where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with :func:`dequantize`'s values. Such sums
-    of long rows lose a few more of fp32's last bits than others.
+    There a code book's weights are rounded to x's dtype where that takes less time: on Hopper by wgmma_book_gemm from 385 rows
+    on, if the result is of x's dtype and the weight large enough (the book's values, and then their products with the scale);
+    otherwise from 193 rows on (641 where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with
+    :func:`dequantize`'s values. Such sums of long rows lose a few more of fp32's last bits than others.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
     No gradient flows through it.
 

@@ -249,8 +249,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its four tokens of 16 by one load. Register
-// 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
+// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its
+// four tokens of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
