@@ -1,8 +1,6 @@
 """Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they pass."""
 
-from collections.abc import Callable, Sequence
-
-from torch import Tensor
+from collections.abc import Sequence
 
 built_with_cuda: bool
 cuda_architectures: str
@@ -114,12 +112,12 @@ def mixed_gemm(
     symmetric: bool,
     batch_invariant: bool,
     architecture: int,
-    quantized: QuantizedActivations | None,
-    epilogue: Epilogue | None,
+    quantized: object,  # QuantizedActivations or None
+    epilogue: object,  # Epilogue or None
     out_ptr: int,
     device_index: int,
     stream: int,
-    scratch: Callable[[int], Tensor],
+    scratch: object,  # a function of bytes that returns a tensor
 ) -> None: ...
 def quantize_activations(
     x_ptr: int,
