@@ -262,8 +262,9 @@ Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile cons
   if (tiles < clusters) {
     int const splits = split_count(problem, m, device, tile);
     if (splits > 1) best.time = ceil_div(k_tiles, splits) * tile.cost + (25 + int64_t(splits) * m * n / 50000) * 32;
+    return best;
   }
-  if (tiles < clusters || rest == 0) return best;
+  if (rest == 0) return best;
   constexpr int64_t kMostParts = 16;  // a lane of a warp waits for each
   for (int64_t parts = 2; parts <= std::min({clusters / rest, k_tiles / 2, kMostParts}); ++parts) {
     // Tenths of a microsecond on an H200: to leave parts in the workspace and add them up.

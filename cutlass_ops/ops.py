@@ -442,8 +442,8 @@ def _gemm_floats(
     x: Tensor, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
     if x.is_cpu:
-        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         canonical = weight.unpack()
 
         def run(rows: slice) -> Tensor:
@@ -464,7 +464,7 @@ def _gemm_floats(
     stride, step = x.stride()
     if step != 1 and weight.k > 1:
         x, stride = x.contiguous(), weight.k
-    if end[7]:  # batch_invariant
+    if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         if stride != weight.k and m > 1:
             x = x.contiguous()
@@ -473,7 +473,6 @@ def _gemm_floats(
             x = x.clone()
     floats = (x.data_ptr(), _TYPES[x.dtype], stride, _ACT_QUANT[act_quant], act_symmetric)
     if weight.book is not None and m > _MOST_BOOK_ROWS:
-        bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, architecture = end
         plain = bias is None and weight.bias is None and activation is None and residual is None and out_dtype == x.dtype
         if plain and not (saturate or batch_invariant or architecture):
             plan = _C.plan(weight.native, m, _TYPES[out_dtype], *floats, False, 0, cast("_C.Device", _device(x.device)))
@@ -597,12 +596,12 @@ def mixed_gemm(
             _check_float("x", x, device)
         shape = x.shape
         columns = shape[-1] if shape else 0
-        is_matrix = len(shape) == 2
     else:
         columns = _check_quantized(x, weight)
-        shape, dtype, is_matrix = x.shape, x.dtype, len(x.shape) == 2
+        shape, dtype = x.shape, x.dtype
     if columns != k:
         raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
+    is_matrix = len(shape) == 2
     out_shape = (shape[0], n) if is_matrix else (*shape[:-1], n)
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
