@@ -237,10 +237,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         last_panel = panels.stage;
         panels.advance();
         if (more) stored.decode(table, a[(step + 1) % C::kSteps]);
-        if (step == 0) {  // all of the chunk is in registers
-          __syncwarp();
-          if (at.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
-        }
+        if (step == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);  // all of the chunk is in registers
       }
     }
     cute::warpgroup_wait<0>();
@@ -267,7 +264,7 @@ __global__ void __launch_bounds__(C::kThreads, 1)
     }
     for (int i = 0; i < C::kChunks; ++i) {
       TransactionBarrier::init(&barriers.full_chunks[i], 1);
-      ClusterBarrier::init(&barriers.empty_chunks[i], C::kWarpgroups * 4);
+      ClusterBarrier::init(&barriers.empty_chunks[i], C::kWarpgroups * 128);
     }
     cutlass::arch::fence_barrier_init();
   }
