@@ -276,8 +276,7 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
           }
         }
       }
-      __syncwarp();
-      if (lane == 0) ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }
   }
 }
@@ -455,7 +454,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     for (int i = 0; i < C::kStages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
-      ClusterBarrier::init(&barriers.prepared[i], 1);
+      ClusterBarrier::init(&barriers.prepared[i], 32);  // the lanes of a warp
     }
     cutlass::arch::fence_barrier_init();
   }
