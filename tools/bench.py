@@ -7,8 +7,9 @@
     tools/bench.py --shapes 4096:4096 --ms 1,16,4096 --formats w4a16,w4a8-block --out results.json
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
-the L2 cache, so that no copy is found there. It is one whole call as a user makes it: fp16 in, fp16 out, the quantisation of
-the activations included. Data are random. Weights are in groups of 128, of nf4 in groups of 64; "channel" has one scale a row.
+the L2 cache, so that no copy is found there: a burst of 40 ms, after a rest. It is one whole call as a user makes it: fp16 in,
+fp16 out, the quantisation of the activations included. Data are random. Weights are in groups of 128, of nf4 in groups of 64;
+"channel" has one scale a row.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
 tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
@@ -19,6 +20,7 @@ if installed.
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import math
 import statistics
@@ -28,13 +30,16 @@ import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import cutlass_ops as co
 
 COLD_BYTES = 3 * (64 << 20)
+#: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for whoever comes next too: each call is
+#: timed for less than that, after a rest.
+BURST_MILLISECONDS, REST_SECONDS = 40, 0.1
 #: Dense operations a clock and multiprocessor of the tensor cores (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
 RATES = {(9, 0): {16: 4096, 8: 8192}}
 #: Bits of a weight, its group size, and what mixed_gemm does with the activations.
@@ -58,7 +63,7 @@ AWQ_GEMM = "awq-gemm"
 Call = Callable[[], torch.Tensor]
 
 
-def graph_time(calls: list[Call], replays: int = 15, milliseconds: float = 3.0) -> float:
+def graph_time(calls: list[Call]) -> float:
     """Median microseconds of one call; the calls are walked in turn."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.Stream()
@@ -71,12 +76,16 @@ def graph_time(calls: list[Call], replays: int = 15, milliseconds: float = 3.0) 
             call()
         stop.record()
         stream.synchronize()
-        rounds = max(1, min(64, int(milliseconds / max(start.elapsed_time(stop), 1e-3))))
+        once = max(start.elapsed_time(stop), 1e-3)  # milliseconds
+        rounds = max(1, min(64, int(3 / once)))
+        replays = max(5, min(15, int(BURST_MILLISECONDS / (rounds * once))))
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, stream=stream):
             for _ in range(rounds):
                 for call in calls:
                     call()
+        stream.synchronize()
+        time.sleep(REST_SECONDS)
         times = []
         for _ in range(replays + 1):
             start.record()
@@ -208,61 +217,63 @@ def measure_move(name: str, n: int, k: int, bandwidth: float, with_peers: bool) 
     return row
 
 
-def peers(name: str, weight: co.QuantizedWeight, x: torch.Tensor) -> dict[str, Callable[[int], list[Call]]]:
-    """Products of the same size by others: name -> a maker of as many calls as there are to be copies."""
+class Peer(NamedTuple):
+    """A product of the same size by others."""
+
+    make: Callable[[], Any]  #: a copy of the weight
+    call: Callable[[torch.Tensor, Any], torch.Tensor]  #: by the activations
+    nbytes: int  #: of a copy
+
+
+def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
+    """Those that are installed and know the format."""
     bits, group_size, options = FORMATS[name]
-    dense = co.dequantize(weight, torch.float16).cuda()
-    found: dict[str, Callable[[int], list[Call]]] = {}
-
-    def fp16(count: int) -> list[Call]:
-        return [partial(torch.matmul, x, dense.clone().t()) for _ in range(min(count, copies(dense.nbytes)))]
-
-    found["torch fp16"] = fp16
+    dense = co.dequantize(packed, torch.float16)
+    found = {"torch fp16": Peer(dense.clone, lambda x, w: x @ w.t(), dense.nbytes)}
     if name == "nf4":
         try:
             import bitsandbytes as bnb
         except ImportError:
             return found
-
-        def bitsandbytes(count: int) -> list[Call]:
-            states = [bnb.functional.quantize_4bit(dense, blocksize=64, quant_type="nf4") for _ in range(count)]
-            return [partial(bnb.matmul_4bit, x, packed.t(), state) for packed, state in states]
-
-        found["bitsandbytes"] = bitsandbytes
+        found["bitsandbytes"] = Peer(
+            lambda: bnb.functional.quantize_4bit(dense, blocksize=64, quant_type="nf4"),
+            lambda x, w: bnb.matmul_4bit(x, w[0].t(), w[1]),
+            packed.nbytes,
+        )
         return found
     if name.startswith("w8a8"):
+        codes = torch.randint(-127, 128, dense.shape, device="cuda", dtype=torch.int8)
+        rows: dict[int, torch.Tensor] = {}
 
-        def int8(count: int) -> list[Call]:
-            rows = torch.randint(-127, 128, (max(32, x.shape[0]), x.shape[1]), device="cuda", dtype=torch.int8)
-            codes = (weight.codes.short() - 128).clamp(-127, 127).to(torch.int8).cuda()
-            return [partial(torch._int_mm, rows, codes.clone().t()) for _ in range(count)]
+        def int8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            m = max(32, x.shape[0])  # of fewer there are no products
+            if m not in rows:
+                rows[m] = torch.randint(-127, 128, (m, x.shape[1]), device="cuda", dtype=torch.int8)
+            return torch._int_mm(rows[m], w.t())
 
-        found["torch int8"] = int8
+        found["torch int8"] = Peer(codes.clone, int8, codes.nbytes)
     if options.get("act_symmetric", True):
         try:
             from humming.layer import HummingLayer
         except ImportError:
             return found
 
-        def humming(count: int) -> list[Call]:
+        def layer() -> HummingLayer:
             config: dict[str, Any] = {}
             if options["act_quant"] != "none":
                 config = {"dtype": "int8"} | ({"group_size": group_size} if options["act_quant"] == "block" else {})
-            calls = []
-            for _ in range(count):
-                layer = HummingLayer(
-                    shape_n=weight.n,
-                    shape_k=weight.k,
-                    weight_config={"dtype": f"uint{bits}"} | ({"group_size": group_size} if group_size > 0 else {}),
-                    input_config=dict(config),
-                    torch_dtype=torch.half,
-                ).cuda()
-                layer.load_from_unquantized(dense)
-                layer.transform()
-                calls.append(partial(layer, x))
-            return calls
+            made = HummingLayer(
+                shape_n=packed.n,
+                shape_k=packed.k,
+                weight_config={"dtype": f"uint{bits}"} | ({"group_size": group_size} if group_size > 0 else {}),
+                input_config=config,
+                torch_dtype=torch.half,
+            ).cuda()
+            made.load_from_unquantized(dense)
+            made.transform()
+            return made
 
-        found["humming"] = humming
+        found["humming"] = Peer(layer, lambda x, made: made(x), packed.nbytes)
     return found
 
 
@@ -328,24 +339,32 @@ def measure(
     options = options | {"architecture": architecture}
     weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits, group_size)
     packed = co.reorder(weight).to("cuda")
+    ours = Peer(lambda: copy.deepcopy(packed), lambda x, w: co.mixed_gemm(x, w, **options), packed.nbytes)
+    others = peers(name, packed) if with_peers else {}
+    made: dict[str, list[Any]] = {who: [] for who in ("ours", *others)}
     rows = []
     for m in ms:
         torch.manual_seed(m)
         x = torch.randn(m, k, device="cuda").half()
-        count = copies(packed.nbytes) if m <= 256 else min(2, copies(packed.nbytes))
-        clones = [packed] + [co.reorder(weight).to("cuda") for _ in range(count - 1)]
-        us = graph_time([partial(co.mixed_gemm, x, w, **options) for w in clones])
+
+        def timed(who: str, peer: Peer, x: torch.Tensor = x) -> float:
+            count = copies(peer.nbytes) if len(x) <= 256 else min(2, copies(peer.nbytes))
+            while len(made[who]) < count:
+                made[who].append(peer.make())
+            return round(graph_time([partial(peer.call, x, w) for w in made[who][:count]]), 2)
+
         floor = product_floor(m, n, k, packed.nbytes, bandwidth, 16 if options["act_quant"] == "none" else 8)
-        row = product_row(name, n, k, m, us, floor, co.explain(m, packed, **options).kernel)
-        for peer, make in peers(name, weight, x).items() if with_peers else ():
+        row = product_row(name, n, k, m, timed("ours", ours), floor, co.explain(m, packed, **options).kernel)
+        for who, peer in others.items():
             try:
-                row["peers_us"][peer] = round(graph_time(make(count)), 2)
+                row["peers_us"][who] = timed(who, peer)
             except Exception as error:  # a peer that cannot is a result, not an end
-                row["peers_us"][peer] = None
-                print(f"{peer}: {error!r:.150}", file=sys.stderr)
+                row["peers_us"][who] = None
+                print(f"{who}: {error!r:.150}", file=sys.stderr)
         rows.append(row)
         print_product(row)
-        torch.cuda.empty_cache()
+    made.clear()
+    torch.cuda.empty_cache()
     return rows
 
 
