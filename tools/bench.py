@@ -28,7 +28,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -135,7 +135,7 @@ def heading(bandwidth: float) -> dict[str, Any]:
     return result
 
 
-def random_weight(n: int, k: int, bits: int, group_size: int = 128) -> co.QuantizedWeight:
+def random_weight(n: int, k: int, bits: int, group_size: int) -> co.QuantizedWeight:
     """Uniform codes and positive fp16 scales."""
     generator = torch.Generator().manual_seed(n + k + bits)
     codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator)
@@ -148,6 +148,12 @@ def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
     generator = torch.Generator().manual_seed(n + k)
     rows = torch.randn(min(n, 512), k, generator=generator).half()
     return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=64, book="nf4")
+
+
+@lru_cache(maxsize=4)  # formats that differ in their activations share a weight
+def packed_weight(n: int, k: int, bits: int, group_size: int = 128, book: bool = False) -> co.PackedWeight:
+    """A random weight on the GPU."""
+    return co.reorder(random_book_weight(n, k) if book else random_weight(n, k, bits, group_size)).to("cuda")
 
 
 def awq_tensors(n: int, k: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -177,8 +183,7 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
         others = {} if theirs is None else {"vllm": [partial(theirs, *w, 0, 0, 0) for w in awq]}
         return [partial(co.awq_dequantize, *w) for w in awq], others, nbytes
     if name == "dequantize":
-        packed = co.reorder(random_weight(n, k, 4))
-        return [partial(co.dequantize, packed.to("cuda")) for _ in range(count)], {}, nbytes
+        return [partial(co.dequantize, copy.deepcopy(packed_weight(n, k, 4))) for _ in range(count)], {}, nbytes
     kind, verb = name.split("-")
     floats = [torch.randn(n, k, device="cuda").half() for _ in range(min(count, copies(2 * n * k)))]
     nbytes += n * k / 16
@@ -337,8 +342,7 @@ def measure(
     """A row of results for each M."""
     bits, group_size, options = FORMATS[name]
     options = options | {"architecture": architecture}
-    weight = random_book_weight(n, k) if name == "nf4" else random_weight(n, k, bits, group_size)
-    packed = co.reorder(weight).to("cuda")
+    packed = packed_weight(n, k, bits, group_size, name == "nf4")
     ours = Peer(lambda: copy.deepcopy(packed), lambda x, w: co.mixed_gemm(x, w, **options), packed.nbytes)
     others = peers(name, packed) if with_peers else {}
     made: dict[str, list[Any]] = {who: [] for who in ("ours", *others)}
@@ -393,7 +397,7 @@ def measure_host() -> list[dict[str, Any]]:
         for m in (1, 64):
             x = torch.randn(m, k, device="cuda").half()
             for name, (bits, group_size, options) in FORMATS.items():
-                packed = co.reorder(random_weight(n, k, bits, group_size)).to("cuda")
+                packed = packed_weight(n, k, bits, group_size, name == "nf4")
                 add(f"mixed_gemm {name}", m, partial(co.mixed_gemm, x, packed, **options))
                 if "asym" not in name:
                     add(f"MixedLinear {name}", m, partial(co.MixedLinear(packed, **options), x))
