@@ -321,6 +321,11 @@ LARGE = [
     Case(Format(4), 17152, 2048, "block", HALF, FLOAT, (60,)),
     Case(Format(4, "zeros", 128), 17200, 2048, "token", HALF, FLOAT, (60,)),
     Case(Format(4, "symmetric", -1), 17152, 2048, "token", BFLOAT, FLOAT, (60,)),
+    # One wave of tiles of 144 tokens, the last of whose features are none.
+    Case(Format(4), 16832, 392, "floats", HALF, HALF, (129,)),
+    Case(Format(4, "zeros", 256), 16832, 392, "floats", BFLOAT, FLOAT, (144,)),
+    Case(Format(8, "symmetric", -1, BFLOAT), 16832, 392, "floats", BFLOAT, BFLOAT, (144,)),
+    Case(Format(8, "zeros", 128, FLOAT), 16832, 392, "floats", HALF, FLOAT, (129,)),
     # A tied head: Q8_0 is 8 bits in groups of 32 with fp16 scales.
     Case(Format(8, "symmetric", 32), 49152, 576, "floats", HALF, FLOAT, (1, 65)),
     Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),

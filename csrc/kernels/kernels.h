@@ -38,16 +38,17 @@ template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
-// floats with scales of their type.
+// floats with scales of their type; 144 tokens for floats beside groups of 128 or more.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
   int cost = warpgroups == 4 ? 291
-             : tokens == 160 ? (bits == 8 ? 286 : 270)
+             : tokens == 160 ? (bits == 8 ? 279 : 269)
+             : tokens == 144 ? (bits == 8 ? 265 : 252)
              : tokens == 128 ? (bits == 8 ? 240 : 231)
              : tokens == 64  ? 162
                              : 122;
   return {128 * warpgroups,
           tokens,
-          tokens == 32 ? 6 : tokens == 64 ? 5 : tokens == 128 && bits == 4 ? 4 : 3,
+          tokens == 32 ? 6 : tokens == 64 ? 5 : tokens < 160 && bits == 4 ? 4 : 3,
           1,
           227 * 1024,
           2,
