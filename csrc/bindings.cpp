@@ -1,5 +1,5 @@
 // The Python module cutlass_ops._C: pointers, sizes and the stream come as integers. The checks are made in Python, before
-// the call; this file knows no torch.
+// the call; this file is built without torch.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
@@ -52,23 +53,6 @@ QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride};
 }
 
-// What is asked of mixed_gemm, but for the epilogue and activations that are quantised already.
-GemmProblem make_problem(PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
-                         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture) {
-  GemmProblem problem;
-  problem.m = rows;
-  problem.weight = weight;
-  problem.out_type = out_type;
-  problem.x = as<void>(x);
-  problem.x_type = type;
-  problem.x_stride = stride;
-  problem.act_quant = act_quant;
-  problem.act_symmetric = symmetric;
-  problem.batch_invariant = batch_invariant;
-  problem.architecture = architecture;
-  return problem;
-}
-
 // What happens to a sum on its way out, as GemmProblem has it.
 struct Epilogue {
   void const* bias;
@@ -87,6 +71,123 @@ struct Epilogue {
     problem.saturate = saturate;
   }
 };
+
+// ---- mixed_gemm: asks tensors itself, and is called as CPython's own functions are. Python code around it, and pybind11's unpacking of as many
+// arguments, take longer than all it does but the launch.
+
+py::object checked(PyObject* result) {
+  if (!result) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(result);
+}
+
+struct Name {
+  PyObject* const text;  // kept for good: to make it anew takes as long as the call
+  explicit Name(char const* name) : text(PyUnicode_InternFromString(name)) {}
+};
+
+py::object call(py::handle object, Name const& method) { return checked(PyObject_CallMethodNoArgs(object.ptr(), method.text)); }
+
+Pointer data_ptr(py::handle tensor) {
+  static Name const name("data_ptr");
+  return call(tensor, name).cast<Pointer>();
+}
+
+// An uninitialised tensor beside `like`, of another dtype if one is given. By the tensor's method, of numbers: half the time of torch.empty.
+py::object new_empty(py::handle like, py::handle shape, py::handle dtype) {
+  static Name const name("new_empty");
+  static py::handle const keyword = py::make_tuple("dtype").release();
+  size_t const dimensions = PyTuple_GET_SIZE(shape.ptr());
+  std::vector<PyObject*> arguments(1 + dimensions + 1);
+  arguments.front() = like.ptr();
+  for (size_t i = 0; i < dimensions; ++i) arguments[1 + i] = PyTuple_GET_ITEM(shape.ptr(), i);
+  arguments.back() = dtype.ptr();
+  return checked(PyObject_VectorcallMethod(name.text, arguments.data(), 1 + dimensions, dtype ? keyword.ptr() : nullptr));
+}
+
+// At least so many bytes, as a tensor of the same dtype: of another it takes longer.
+py::object new_scratch(py::handle like, size_t bytes) {
+  static Name const name("itemsize");
+  auto const size = checked(PyObject_GetAttr(like.ptr(), name.text)).cast<size_t>();
+  return new_empty(like, py::make_tuple((bytes + size - 1) / size), {});
+}
+
+constexpr Py_ssize_t kMixedGemmArguments = 15;
+
+py::object mixed_gemm(PyObject* const* arguments) {
+  auto const next = [&] { return py::handle(*arguments++); };
+  GemmProblem problem;
+  problem.weight = next().cast<PackedWeight const&>();
+  py::object x = py::reinterpret_borrow<py::object>(next());
+  py::handle const quantized = next();
+  problem.m = next().cast<int>();
+  problem.x_type = next().cast<DataType>();
+  problem.act_quant = next().cast<ActQuant>();
+  problem.act_symmetric = next().cast<bool>();
+  py::handle const epilogue = next(), shape = next(), dtype = next();
+  problem.out_type = next().cast<DataType>();
+  problem.batch_invariant = next().cast<bool>();
+  problem.architecture = next().cast<int>();
+  DeviceGuard guard(next().cast<int>());
+  auto const stream = next().cast<Pointer>();
+
+  if (quantized.is_none()) {
+    static Name const stride("stride"), contiguous("contiguous");
+    py::object const strides = call(x, stride);
+    problem.x_stride = py::handle(PyTuple_GET_ITEM(strides.ptr(), 0)).cast<std::int64_t>();
+    if (problem.weight.k > 1 && py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1) {
+      x = call(x, contiguous);
+      problem.x_stride = problem.weight.k;
+    }
+    problem.x = as<void>(data_ptr(x));
+  } else {
+    problem.quantized = quantized.cast<QuantizedActivations const&>();
+  }
+  if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(problem);
+  bool const same_type = quantized.is_none() && problem.out_type == problem.x_type;
+  py::object out = new_empty(x, shape, same_type ? py::handle() : dtype);
+  problem.out = as<void>(data_ptr(out));
+
+  Device device;
+  Plan chosen;
+  check(current_device(&device));
+  check(plan(problem, device, &chosen));
+  Workspace workspace;
+  // Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
+  py::object scratch;
+  if (chosen.workspace) {
+    scratch = new_scratch(x, chosen.workspace);
+    workspace = {as<void>(data_ptr(scratch)), chosen.workspace};
+  }
+  check(mixed_gemm(problem, chosen, workspace, as<void>(stream)));
+  return out;
+}
+
+PyObject* call_mixed_gemm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+  try {
+    if (count != kMixedGemmArguments) {
+      throw py::type_error("mixed_gemm takes " + std::to_string(kMixedGemmArguments) + " arguments, by position; " +
+                           std::to_string(count) + " are given");
+    }
+    return mixed_gemm(arguments).release().ptr();
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (py::builtin_exception const& error) {
+    error.set_error();
+  } catch (std::invalid_argument const& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (std::exception const& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  }
+  return nullptr;
+}
+
+PyMethodDef kMixedGemm = {
+    "mixed_gemm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_mixed_gemm)), METH_FASTCALL,
+    "mixed_gemm(weight: PackedWeight, x: object, quantized: object, m: int, x_type: DataType, act_quant: ActQuant, "
+    "symmetric: bool, epilogue: object, shape: tuple[int, ...], dtype: object, out_type: DataType, batch_invariant: bool, "
+    "architecture: int, device_index: int, stream: int) -> Any\n\n"
+    "The product [m, n] in a new tensor of this shape and dtype, on a stream of a device. x is a tensor [m, k] of x_type, or "
+    "the codes that quantized points to."};
 
 }  // namespace
 
@@ -201,35 +302,7 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"),
            py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"));
-  // One call with every argument takes half the time of an object that is made, filled and run. None for a pointer to a class would have all of them read
-  // twice, hence the handles.
-  m.def(
-      "mixed_gemm",
-      [](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
-         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, py::handle quantized, py::handle epilogue,
-         Pointer out, int device_index, Pointer stream, py::handle scratch) {
-        GemmProblem problem =
-            make_problem(weight, rows, out_type, x, type, stride, act_quant, symmetric, batch_invariant, architecture);
-        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
-        if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(problem);
-        problem.out = as<void>(out);
-        DeviceGuard guard(device_index);
-        Device device;
-        Plan chosen;
-        check(current_device(&device));
-        check(plan(problem, device, &chosen));
-        Workspace workspace;
-        py::object memory;
-        if (chosen.workspace) {
-          memory = scratch(chosen.workspace);
-          workspace = {as<void>(memory.attr("data_ptr")().cast<Pointer>()), chosen.workspace};
-        }
-        check(mixed_gemm(problem, chosen, workspace, as<void>(stream)));
-      },
-      py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("quantized"),
-      py::arg("epilogue"), py::arg("out_ptr"), py::arg("device_index"), py::arg("stream"), py::arg("scratch"),
-      "Write [m, n] to out_ptr on a stream of a device. scratch(bytes) gives the tensor of scratch memory, if some is wanted.");
+  m.add_object("mixed_gemm", py::reinterpret_steal<py::object>(PyCFunction_New(&kMixedGemm, nullptr)));
 
   m.def(
       "quantize_activations",
@@ -343,9 +416,15 @@ PYBIND11_MODULE(_C, m) {
       "plan",
       [](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
          ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, Device const& device) {
+        GemmProblem problem;
+        problem.m = rows;
+        problem.weight = weight;
+        problem.out_type = out_type;
+        problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
+        problem.act_quant = act_quant, problem.act_symmetric = symmetric;
+        problem.batch_invariant = batch_invariant, problem.architecture = architecture;
         Plan chosen;
-        check(plan(make_problem(weight, rows, out_type, x, type, stride, act_quant, symmetric, batch_invariant, architecture),
-                   device, &chosen));
+        check(plan(problem, device, &chosen));
         return chosen;
       },
       py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),

@@ -1,6 +1,7 @@
 """Pointers, sizes and the stream as integers; 0 is a null pointer. The callers check what they pass."""
 
 from collections.abc import Sequence
+from typing import Any
 
 built_with_cuda: bool
 cuda_architectures: str
@@ -103,22 +104,21 @@ def unpack_bytes(
 def permute_columns(codes_ptr: int, out_ptr: int, n: int, k: int, perm_ptr: int) -> None: ...
 def mixed_gemm(
     weight: PackedWeight,
+    x: object,  # a tensor [m, k], or the codes of `quantized`
+    quantized: object,  # QuantizedActivations or None
     m: int,
-    out_type: DataType,
-    x_ptr: int,
     x_type: DataType,
-    x_stride: int,
     act_quant: ActQuant,
     symmetric: bool,
+    epilogue: object,  # Epilogue or None
+    shape: tuple[int, ...],  # of the result
+    dtype: object,  # the torch.dtype that out_type is
+    out_type: DataType,
     batch_invariant: bool,
     architecture: int,
-    quantized: object,  # QuantizedActivations or None
-    epilogue: object,  # Epilogue or None
-    out_ptr: int,
     device_index: int,
     stream: int,
-    scratch: object,  # a function of bytes that returns a tensor
-) -> None: ...
+) -> Any: ...  # a tensor
 def quantize_activations(
     x_ptr: int,
     type: DataType,

@@ -14,6 +14,7 @@ from typing import Any, cast, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import _C, formats, reference
 from .weight import PackedWeight, QuantizedWeight
@@ -28,6 +29,7 @@ _ACTIVATIONS = {
     "silu": _C.Activation.silu,
     "clamp": _C.Activation.clamp,
 }
+_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
 _MAX_M = 1 << 24
 #: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` than by wgmma_gemm_a16, and
 #: than by the other kernels but wgmma_book_gemm (measured on an H200).
@@ -89,14 +91,11 @@ class QuantizedActivations:
         return reference.dequantize_activations(codes, scales, zeros, self.block).view(self.shape)
 
 
-def _direct(*tensors: Tensor | None) -> bool:
+def _direct(a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tensor | None = None) -> bool:
     """Whether to call the implementation without torch's dispatcher: nothing is traced and no tensor is of a subclass."""
-    if torch.compiler.is_compiling():
+    if is_dynamo_compiling():  # other tracers bring tensors of subclasses
         return False
-    for tensor in tensors:
-        if tensor is not None and type(tensor) is not Tensor and type(tensor) is not torch.nn.Parameter:
-            return False
-    return True
+    return type(a) in _PLAIN and type(b) in _PLAIN and type(c) in _PLAIN and type(d) in _PLAIN
 
 
 def _ptr(tensor: Tensor | None) -> int:
@@ -372,19 +371,17 @@ _End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype
 
 def _launch(
     weight: PackedWeight,
-    m: int,
-    floats: tuple[int, _C.DataType, int, _C.ActQuant, bool],
+    x: Tensor,
     quantized: _C.QuantizedActivations | None,
-    like: Tensor,
+    m: int,
+    x_type: _C.DataType,
+    act_quant: _C.ActQuant,
+    act_symmetric: bool,
     shape: tuple[int, ...],
     end: _End,
 ) -> Tensor:
-    """The product in a new tensor of this shape, beside ``like``, which has x's dtype or codes.
-
-    ``floats``: where x is, its dtype and stride, and whether and how it is quantised.
-    """
+    """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
     bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
-    x_ptr, x_type, x_stride, act_quant, act_symmetric = floats
     if bias is None:
         bias = weight.bias
     epilogue = None
@@ -402,29 +399,24 @@ def _launch(
             high,
             saturate,
         )
-    # By the tensor's own method, on numbers: half the time of torch.empty.
-    out = like.new_empty(*shape) if out_dtype is like.dtype else like.new_empty(*shape, dtype=out_dtype)
-    index = like.get_device()
-    _C.mixed_gemm(
+    y: Tensor = _C.mixed_gemm(
         weight.native,
+        x,
+        quantized,
         m,
-        _TYPES[out_dtype],
-        x_ptr,
         x_type,
-        x_stride,
         act_quant,
         act_symmetric,
+        epilogue,
+        shape,
+        out_dtype,
+        _TYPES[out_dtype],
         batch_invariant,
         architecture,
-        quantized,
-        epilogue,
-        out.data_ptr(),
-        index,
-        _stream(index),
-        # Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
-        lambda size: like.new_empty(size, dtype=torch.uint8),
+        weight.gpu,
+        _stream(weight.gpu),
     )
-    return out
+    return y
 
 
 def _named_activation(activation: str | None, low: float, high: float) -> reference.Activation:
@@ -439,11 +431,11 @@ def _row_by_row(run: Callable[[slice], Tensor], m: int, batch_invariant: bool) -
 
 
 def _gemm_floats(
-    x: Tensor, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
+    x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
-    if x.is_cpu:
+    if weight.gpu < 0:
+        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         canonical = weight.unpack()
 
         def run(rows: slice) -> Tensor:
@@ -459,26 +451,23 @@ def _gemm_floats(
                 saturate=saturate,
             )
 
-        return _row_by_row(run, x.shape[0], batch_invariant).view(shape)
-    m = x.shape[0]
-    stride, step = x.stride()
-    if step != 1 and weight.k > 1:
-        x, stride = x.contiguous(), weight.k
-    if batch_invariant:
+        return _row_by_row(run, m, batch_invariant).view(shape)
+    if end[7]:  # batch-invariant
         # Rows that start on 16 bytes are read by other kernels than those that do not.
-        if stride != weight.k and m > 1:
-            x = x.contiguous()
-        stride = weight.k
+        x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
         if x.data_ptr() % 16:
             x = x.clone()
-    floats = (x.data_ptr(), _TYPES[x.dtype], stride, _ACT_QUANT[act_quant], act_symmetric)
+    x_type, mode = _TYPES[x.dtype], _ACT_QUANT[act_quant]
     if weight.book is not None and m > _MOST_BOOK_ROWS:
+        bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, architecture = end
         plain = bias is None and weight.bias is None and activation is None and residual is None and out_dtype == x.dtype
         if plain and not (saturate or batch_invariant or architecture):
+            x = _rows(x)
+            floats = (x.data_ptr(), x_type, x.stride(0), mode, act_symmetric)
             plan = _C.plan(weight.native, m, _TYPES[out_dtype], *floats, False, 0, cast("_C.Device", _device(x.device)))
             if _dequantizes(plan, m):
                 return x.detach() @ _dequantize(weight, x.dtype).t()
-    return _launch(weight, m, floats, None, x, shape, end)
+    return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
 
 
 def _dequantizes(plan: _C.Plan, m: int) -> bool:
@@ -490,7 +479,7 @@ def _dequantizes(plan: _C.Plan, m: int) -> bool:
 def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: _End) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
-    if x.codes.is_cpu:
+    if weight.gpu < 0:
         bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         codes, scales, zeros = x.natural()
         canonical = weight.unpack()
@@ -510,10 +499,9 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
             )
 
         return _row_by_row(run, m, batch_invariant).view(shape)
-    # Tensors without elements have no address: no rows look like floats, which must be of some type.
-    no_floats = (0, _C.DataType.float16, weight.k, _C.ActQuant.none, True)
     quantized = _C.QuantizedActivations(x.codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1])
-    return _launch(weight, m, no_floats, quantized, x.codes, shape, end)
+    # Tensors without elements have no address: no rows look like floats, which must be of some type.
+    return _launch(weight, x.codes, quantized, m, _C.DataType.float16, _C.ActQuant.none, True, shape, end)
 
 
 def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
@@ -529,7 +517,7 @@ def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
             f"{formats.activation_block(weight.group_size)}, or -1 (the whole row)"
         )
     # Under torch.compile one tensor may be two objects.
-    same_order = x.perm is weight.perm or (torch.compiler.is_compiling() and x.perm is not None and weight.perm is not None)
+    same_order = x.perm is weight.perm or (is_compiling() and x.perm is not None and weight.perm is not None)
     if not same_order:
         raise ValueError("x was not quantised in the weight's act order: pass the weight's perm to quantize_activations")
     return x.k
@@ -588,13 +576,11 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
-    codes, n, k = weight.codes, weight.n, weight.k
-    device = codes.device
+    device, n, k = weight.device, weight.n, weight.k
     if isinstance(x, Tensor):
-        dtype = x.dtype
+        dtype, shape = x.dtype, x.shape
         if dtype not in _TYPES or x.device != device:
             _check_float("x", x, device)
-        shape = x.shape
         columns = shape[-1] if shape else 0
     else:
         columns = _check_quantized(x, weight)
@@ -628,13 +614,12 @@ def mixed_gemm(
         out_dtype = dtype
     elif out_dtype not in _TYPES:
         raise TypeError(f"out_dtype is {out_dtype}; supported are {_names(_TYPES)}")
-    if not codes.is_cpu:
-        if not (codes.is_cuda and _C.built_with_cuda):
-            _check_device(device)
-        if dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
-            raise TypeError(
-                "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
-            )
+    if weight.gpu < 0 or not _C.built_with_cuda:
+        _check_device(device)
+    elif dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
+        raise TypeError(
+            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
+        )
 
     end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture)
     if isinstance(x, QuantizedActivations):
@@ -644,9 +629,10 @@ def mixed_gemm(
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if _direct(x, bias, residual):
-        if matrix.shape[0] > _MAX_M:
-            raise ValueError(f"x has {matrix.shape[0]} rows; at most {_MAX_M} are supported")
-        return _gemm_floats(matrix, weight, act_quant, act_symmetric, out_shape, end)
+        m = shape[0] if is_matrix else matrix.shape[0]
+        if m > _MAX_M:
+            raise ValueError(f"x has {m} rows; at most {_MAX_M} are supported")
+        return _gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
     y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], act_quant, act_symmetric, *end[7:])
     return cast(Tensor, y.view(out_shape))
 
@@ -825,8 +811,9 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
     weight = PackedWeight(*args[:_WEIGHT])
     *end, act_quant, act_symmetric, batch_invariant, architecture = args[_WEIGHT:]
+    m = x.shape[0]
     return _gemm_floats(
-        x, weight, act_quant, act_symmetric, (x.shape[0], weight.n), cast(_End, (*end, batch_invariant, architecture))
+        x, m, weight, act_quant, act_symmetric, (m, weight.n), cast(_End, (*end, batch_invariant, architecture))
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -274,6 +274,8 @@ class PackedWeight:
         perm: int32 ``[K]``, or None.
         book: fp32 ``[16]`` by code (not centred), or None.
         n, k, bits, group_size: as in :class:`QuantizedWeight`.
+        device: where the tensors are.
+        gpu: index of that device if it is a GPU, otherwise -1.
     """
 
     codes: Tensor
@@ -287,6 +289,9 @@ class PackedWeight:
     bits: int
     group_size: int
     book: Tensor | None = None
+    # Kept, since to ask a tensor takes a tenth of a product's host time.
+    device: torch.device = field(init=False, repr=False)
+    gpu: int = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -296,7 +301,8 @@ class PackedWeight:
         n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k)
         if not isinstance(self.codes, Tensor):
             raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
-        device = self.codes.device
+        self._find_device()
+        device = self.device
         vector = (formats.padded_groups(self.k, self.group_size), n_pad)
         _check("codes", self.codes, (n_pad * k_pad * self.bits // 8,), (torch.uint8,), device)
         _check("scales", self.scales, vector, _FLOAT_TYPES, device)
@@ -325,11 +331,6 @@ class PackedWeight:
         """``(N, K)``."""
         return self.n, self.k
 
-    @property
-    def device(self) -> torch.device:
-        """Where the tensors are."""
-        return self.codes.device
-
     @cached_property
     def nbytes(self) -> int:
         """Bytes that the tensors take."""
@@ -357,13 +358,21 @@ class PackedWeight:
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
         )
 
+    def _find_device(self) -> None:
+        object.__setattr__(self, "device", self.codes.device)
+        object.__setattr__(self, "gpu", self.codes.get_device() if self.codes.is_cuda else -1)
+
     def __getstate__(self) -> dict[str, Any]:
-        # What copies and pickles are made from: the pointers of ``native`` are to these tensors, not to a copy's.
-        return {name: value for name, value in self.__dict__.items() if name != "native"}
+        # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
+        return {name: value for name, value in self.__dict__.items() if name not in ("native", "device", "gpu")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._find_device()
 
     def to(self, device: torch.device | str) -> PackedWeight:
         """The same weight on ``device``; itself if it is there already."""
-        if self.codes.device == torch.device(device):
+        if self.device == torch.device(device):
             return self
         moved: dict[str, Any] = dict.fromkeys(PARTS)
         moved.update({name: value.to(device) for name, value in self.tensors().items()})
