@@ -29,7 +29,10 @@ _ACTIVATIONS = {
     "silu": _C.Activation.silu,
     "clamp": _C.Activation.clamp,
 }
+#: Classes of tensors, or of none, that need no dispatcher of torch's.
 _PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+#: What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time; torch without CUDA has it not.
+_stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 _MAX_M = 1 << 24
 #: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` than by wgmma_gemm_a16, and
 #: than by the other kernels but wgmma_book_gemm (measured on an H200).
@@ -131,11 +134,6 @@ def _rows(x: Tensor) -> Tensor:
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
     return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
-
-
-def _stream(index: int) -> int:
-    # What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time.
-    return torch._C._cuda_getCurrentRawStream(index)
 
 
 def _on(device: torch.device) -> AbstractContextManager[object]:
@@ -663,11 +661,11 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 
 
 def _dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    if weight.device.type == "cpu":
+    if weight.gpu < 0:
         return reference.dequantize_weight(weight.unpack(), dtype)
     out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
-        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.codes.get_device()))
+        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu))
     return out
 
 

@@ -116,6 +116,15 @@ def test_copies_and_pickles_stand_alone() -> None:
         assert "native" not in vars(twin.packed)
 
 
+def test_a_weight_loaded_elsewhere_knows_where_it_is() -> None:
+    file = io.BytesIO()
+    torch.save(co.reorder(quantized()), file)
+    file.seek(0)
+    packed = torch.load(file, map_location="meta", weights_only=False)
+    assert (packed.device, packed.gpu) == (packed.codes.device, -1)
+    assert packed.device.type == "meta"
+
+
 def test_compiles_into_one_graph() -> None:
     layer = co.MixedLinear(co.reorder(quantized()), "block", activation="relu")
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
