@@ -279,6 +279,14 @@ Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile cons
   return best;
 }
 
+// Whether clusters add up the two parts of each tile's K themselves where the tiles fill no wave. It was measured to be faster than reduce_splits for many
+// sums of long parts: floats beside int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by reduce_splits.
+bool adds_two_parts(GemmProblem const& problem, Tile const& tile, int splits) {
+  PackedWeight const& w = problem.weight;
+  return splits == 2 && tile.cost > 0 && !problem.batch_invariant && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 &&
+         int64_t(problem.m) * w.n >= 1 << 20;
+}
+
 }  // namespace
 
 Row const* table(size_t* count) {
@@ -434,6 +442,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
     *row = problem.batch_invariant ? choose(problem.m, best->kernel) : best;
     if (!plan) return {};
     plan->splits = split_count(problem, m, device, best->tile), plan->cut_tiles = 0;
+    if (adds_two_parts(problem, best->tile, plan->splits)) plan->cut_tiles = int(tile_count(w.n, m, best->tile));
     if (plan->splits == 1 && best->tile.cost > 0 && !problem.batch_invariant) {
       Tail const tail = cut_tail(problem, m, device, best->tile);
       plan->splits = tail.splits, plan->cut_tiles = int(tail.tiles);

@@ -683,7 +683,8 @@ class Explanation:
         tile: output features and tokens a block computes.
         stages: tiles of K in flight.
         splits: parts that K is cut into.
-        cut_tiles: tiles of the result whose K alone is cut, which whole waves over the GPU leave over; 0 where that of all is.
+        cut_tiles: tiles of the result whose K alone is cut, and whose parts the kernel adds up itself: what whole waves over
+            the GPU leave over, or all; 0 where a kernel of its own adds up.
         workspace: bytes of scratch memory.
         why: the reason for the row.
     """

@@ -8,6 +8,7 @@
 #include <limits>
 #include <set>
 #include <string>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -218,6 +219,13 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
     p.batch_invariant = true;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
     EXPECT_EQ(chosen.cut_tiles, 0);
+  }
+  // All tiles where they fill no wave, K is long and floats meet 8 bits: 32 of 128 tokens.
+  for (auto const& [bits, k, cut_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
+    Plan chosen;
+    ASSERT_TRUE(plan(problem(128, 8192, k, bits), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.splits, 2);
+    EXPECT_EQ(chosen.cut_tiles, cut_tiles) << bits << ", " << k;
   }
 }
 
