@@ -22,6 +22,8 @@ constexpr int kLater = 1 << 30;  // architectures: PTX carries the kernels to th
 
 constexpr int64_t kDecodeSmall = 64 << 20, kDecodeMiddle = 128 << 20, kAnySize = int64_t(1) << 62;
 
+constexpr int kAnyK = 1 << 30;
+
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t tile_count(int n, int m, Tile const& tile) {
@@ -78,43 +80,75 @@ bool rounds_weights(GemmProblem const& problem, Device const& device) {
          (8 * blocks >= 7 * device.multiprocessors || (problem.m > 640 && 3 * blocks >= 2 * device.multiprocessors));
 }
 
-// Whether wgmma_decode takes a problem: int8 x, or scales of x's type, or a usual code book; slabs that fit in a block's sums and stages; and fewer elements
-// than it was measured to lose with.
-template <int64_t kMost>
+// Whether wgmma_decode takes a problem: int8 x, or scales of x's type, or a usual code book; slabs that fit in a block's sums and stages; and as many
+// elements as it was measured to win with.
+template <int64_t kLeast, int64_t kMost>
 bool wgmma_decode_takes(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   bool const types = w.book ? usual_book(problem, device) : multiplies_int8(problem) || w.scale_type == problem.x_type;
   // Where rows are to be quantised as a whole, which takes few blocks long, large weights do better without being asked for meanwhile.
   bool const rows = problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
-  return types && padded_size(w) < (rows ? std::min(kMost, kDecodeMiddle) : kMost) &&
-         WgmmaDecodeShape(problem, device, false).cluster > 0;
+  int64_t const size = padded_size(w);
+  return types && size >= kLeast && size < (rows ? std::min(kMost, kDecodeMiddle) : kMost) &&
+         WgmmaDecodeShape(problem, device, false, false).cluster > 0;
 }
-// The same where it quantises x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
+// The same of rows that are to be quantised as a whole.
+template <int64_t kMost>
+bool wgmma_decode_takes_rows(GemmProblem const& problem, Device const& device) {
+  return problem.act_quant == ActQuant::kToken && !problem.quantized.codes && wgmma_decode_takes<0, kMost>(problem, device);
+}
+// Whether wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
+bool quantizes_blocks(GemmProblem const& problem) {
+  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
+         problem.weight.scale_type == problem.x_type && !is_irregular(problem);
+}
+// Whether it does.
 template <int64_t kMost>
 bool wgmma_decode_quantizes(GemmProblem const& problem, Device const& device) {
-  PackedWeight const& w = problem.weight;
-  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         w.scale_type == problem.x_type && !is_irregular(problem) && padded_size(w) < kMost &&
-         WgmmaDecodeShape(problem, device, true).cluster > 0;
+  return quantizes_blocks(problem) && padded_size(problem.weight) < kMost &&
+         WgmmaDecodeShape(problem, device, true, false).cluster > 0;
 }
 // The same where K is so long that decode_gemm's x leaves no room for the next launch.
 bool wgmma_decode_quantizes_long_k(GemmProblem const& problem, Device const& device) {
   return problem.weight.k >= 8192 && wgmma_decode_quantizes<int64_t(96) << 20>(problem, device);
 }
+// Whether its blocks that are alone take a problem: of as many elements as it was measured to win with, and of K up to kMostK. (Of a longer K clusters
+// of two blocks with few features take a part each, and all of these quantise all of x.)
+template <int64_t kLeast, int kMostK>
+bool wgmma_decode_alone_takes(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  return (multiplies_int8(problem) || w.scale_type == problem.x_type) && padded_size(w) >= kLeast && w.k <= kMostK &&
+         WgmmaDecodeShape(problem, device, false, true).cluster > 0;
+}
+template <int64_t kLeast>
+bool wgmma_decode_alone_quantizes(GemmProblem const& problem, Device const& device) {
+  return quantizes_blocks(problem) && padded_size(problem.weight) >= kLeast && problem.weight.k < 8192 &&
+         WgmmaDecodeShape(problem, device, true, true).cluster > 0;
+}
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
 // clang-format off
 constexpr Row kTable[] = {
+    {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 0, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "where the weight is large: 8 tokens x 8192 x 28672 take 30.8 us, 34.1 by decode_gemm; one 31.1 and 31.2", wgmma_decode_takes<kDecodeMiddle, int64_t(256) << 20>},
+    {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 7, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "28672 x 4096 and 8 tokens by 17.9 us, 18.2 by decode_gemm; but 5 by 17.9 and 17.6", wgmma_decode_takes<int64_t(96) << 20, kDecodeMiddle>},
     {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 5, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "where the weight is small, as for 16 tokens: 4.8 us for 4096 x 4096 and 8 tokens, 6.0 by decode_gemm; 6.5 for 6144 x 4096, 8.0; but for 28672 x 4096 19.3 and 18.1", wgmma_decode_takes<int64_t(40) << 20>},
+     "where the weight is small, as for 16 tokens: 4.8 us for 4096 x 4096 and 8 tokens, 6.0 by decode_gemm; 6.5 for 6144 x 4096, 8.0", wgmma_decode_takes<0, int64_t(40) << 20>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, false>)),
      "a ring of weights for each warp and x in shared memory: 16 us for 28672 x 4096, 22.5 by mma_gemm_a16", decode_takes<8, 0, kAnySize>},
     {"wgmma_decode", kWeights4, kFloatInput, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "two blocks a multiprocessor, weights by bulk copies: 4.7 us for 4096 x 4096, 7.0 by mma_gemm_a16; 33.5 for 8192 x 28672, 38.8; but for 57344 x 8192 90 and 81", wgmma_decode_takes<int64_t(256) << 20>},
+     "two blocks a multiprocessor, weights by bulk copies: 4.7 us for 4096 x 4096, 7.0 by mma_gemm_a16; 33.5 for 8192 x 28672, 38.8; but for 57344 x 8192 90 and 81", wgmma_decode_takes<0, int64_t(256) << 20>},
+    {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 0, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8>)),
+     "a block a multiprocessor, where the weight is large: one token x 28672 x 4096 takes 30.0 us, 30.5 by mma_gemm_a16, 16 tokens 30.3 and 31.7", wgmma_decode_alone_takes<int64_t(96) << 20, 8192>},
+    {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 5, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8>)),
+     "the same beside smaller weights: 16 tokens x 14336 x 4096 take 16.8 us, 18.2 by mma_gemm_a16; x 8192 x 8192 19.4 and 20.2; but one 19.7 and 18.7", wgmma_decode_alone_takes<int64_t(48) << 20, 8192>},
+    {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 8, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8>)),
+     "and a long K: 16 tokens x 8192 x 28672 take 57.4 us, 59.2 by mma_gemm_a16; but one 57.8 and 56.5", wgmma_decode_alone_takes<kDecodeMiddle, kAnyK>},
     {"wgmma_decode", kWeights8, kFloatInput, kWeightZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
-     "where the weight is small: 6.5 us for 4096 x 4096, 7.4 by mma_gemm_a16; for 8192 x 8192 23.8 and 20.2", wgmma_decode_takes<int64_t(32) << 20>},
+     "where the weight is small: 6.5 us for 4096 x 4096, 7.4 by mma_gemm_a16", wgmma_decode_takes<0, int64_t(32) << 20>},
     {"wgmma_decode", kCodeBook, kFloatInput, kShortGroups, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, true>)),
-     "as for int4, looked up in shared memory: 37 us for 8192 x 28672, 63 by mma_gemm_a16; 23 for 28672 x 4096, 27 by decode_gemm; 5.3 for 4096 x 4096, 7.9", wgmma_decode_takes<kAnySize>},
+     "as for int4, looked up in shared memory: 37 us for 8192 x 28672, 63 by mma_gemm_a16; 23 for 28672 x 4096, 27 by decode_gemm; 5.3 for 4096 x 4096, 7.9", wgmma_decode_takes<0, kAnySize>},
     {"decode_gemm", kWeights4, kFloatInput, kAllFeatures, 90, 90, 9, 16, decode_gemm_tile(16), LAUNCHER((launch_decode_gemm<4, 16, false>)),
      "what wgmma_decode lacks, as for 8 tokens, between small and large weights: 22.3 us for 28672 x 4096, 24.4 by mma_gemm_a16; for 4096 x 4096 7.6 and 7.0, for 8192 x 28672 46 and 41", decode_takes<16, kDecodeSmall, kDecodeMiddle>},
     {"decode_gemm", kCodeBook, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(4), LAUNCHER((launch_decode_gemm<4, 4, false, true>)),
@@ -125,26 +159,42 @@ constexpr Row kTable[] = {
      "what wgmma_decode lacks, as for 8 tokens, where x fits in shared memory: 27 us for 28672 x 4096, 38 by mma_gemm_a16", decode_takes<16, 0, kAnySize>},
     {"decode_gemm", kWeights8, kFloatInput, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, false>)),
      "where the weight is small: 6.2 us for 4096 x 4096, 7.1 by mma_gemm_a16", decode_takes<8, 0, kDecodeSmall>},
-    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 4, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
-     "where the weight is not large, as for 16 tokens: 5.2 us for 4096 x 4096 and 8 tokens, 6.8 by decode_gemm; 11.4 for 14336 x 4096, 12.5; but for 28672 x 4096 19.6 and 19.4", wgmma_decode_quantizes<int64_t(96) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros | kActivationZeros, 90, 90, 2, 3, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+     "where the weight is small, as for 16 tokens: 5.0 us for 4096 x 4096 and 2 tokens, 5.6 by decode_gemm; but for one 5.0 and 4.6", wgmma_decode_quantizes<int64_t(40) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 5, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+     "28672 x 4096 and 8 tokens by 18.1 us, 19.9 by decode_gemm; but 4 by 18.3 and 18.2, and with zero points of x 22.8 and 21.0", wgmma_decode_quantizes<kDecodeMiddle>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 2, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "after the quantiser of rows: 6.4 us for 4096 x 4096 and 8 tokens, 8.6 by decode_gemm; but for one 6.3 and 5.2", wgmma_decode_takes_rows<int64_t(40) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 3, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "the same where the weight is large: 19.2 us for 28672 x 4096 and 8 tokens, 24.2 by decode_gemm; but for two 19.1 and 18.1", wgmma_decode_takes_rows<kDecodeMiddle>},
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros | kActivationZeros, 90, 90, 4, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+     "where the weight is not large, as for 16 tokens: 5.2 us for 4096 x 4096 and 8 tokens, 6.8 by decode_gemm; 11.4 for 14336 x 4096, 12.5", wgmma_decode_quantizes<int64_t(96) << 20>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
      "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 and two tokens 34.2 and 33.6", decode_takes<8, 0, kDecodeMiddle>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, 0, 90, 90, 0, 1, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
      "the same where K is long: 31.2 us for 8192 x 28672, 32.7 by mma_gemm_a8", decode_takes_long_k},
-    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 2, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 0, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8, true>)),
+     "a block a multiprocessor, where the weight is large: one token x 28672 x 4096 takes 30.4 us, 31.0 by mma_gemm_a8, 16 tokens 30.4 and 32.1", wgmma_decode_alone_quantizes<int64_t(96) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 5, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8, true>)),
+     "the same beside smaller weights: 16.7 us for 14336 x 4096, 17.5 by two blocks a multiprocessor", wgmma_decode_alone_quantizes<int64_t(48) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 0, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8>)),
+     "after the quantiser: 57.0 us for 8192 x 28672 and 8 tokens, 58.7 by mma_gemm_a8; 19.9 for 8192 x 8192 and 16, 20.2 by blocks that quantise", wgmma_decode_alone_takes<kDecodeSmall, kAnyK>},
+    {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 2, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
+     "where the weight is small, after the quantiser of rows: 7.6 us for 4096 x 4096 and two tokens, 7.9 by decode_gemm", wgmma_decode_takes_rows<int64_t(32) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 2, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
      "where K is long: 14.3 us for 4096 x 11008 and 4 tokens, 16.4 by decode_gemm", wgmma_decode_quantizes_long_k},
     {"decode_gemm", kWeights8, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 4, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<8, 8, true>)),
      "where the weight is small: the blocks quantise x themselves, which saves a launch", decode_takes<8, 0, kDecodeSmall>},
-    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
+    {"wgmma_decode", kWeights4, kInt8Input | kQuantizes, kWeightZeros | kActivationZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4, false, true>)),
      "as for fp16, and the blocks quantise x themselves: 5.2 us for 4096 x 4096, 8.5 by mma_gemm_a8; 18.9 for 28672 x 4096, 22.1; but for 8192 x 28672 35 and, after the quantiser, 32.7", wgmma_decode_quantizes<int64_t(192) << 20>},
-    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
-     "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8; 20.2 for 8192 x 8192, 21.1; but for 28672 x 4096 33 and 32", wgmma_decode_quantizes<int64_t(96) << 20>},
-    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 3, 4, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "where the weight is large, after the quantiser: 33.5 us for 8192 x 28672, 34.2 by mma_gemm_a8; but 39 and 35.4 for 8 tokens, whose quantiser has more blocks", wgmma_decode_takes<int64_t(256) << 20>},
-    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<int64_t(256) << 20>},
-    {"wgmma_decode", kWeights8, kInt8Input, 0, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
-     "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<int64_t(32) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
+     "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_quantizes<int64_t(96) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 0, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "where the weight is large, after the quantiser: 32.0 us for 8192 x 28672 and 8 tokens, 35.0 by mma_gemm_a8; with zero points of x 32.2 and 41.8", wgmma_decode_takes<kDecodeMiddle, int64_t(256) << 20>},
+    {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
+     "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<0, int64_t(256) << 20>},
+    {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
+     "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<0, int64_t(32) << 20>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),

@@ -109,7 +109,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     // The product of a few tokens starts at once, to ask for its weights, unless its blocks are fewer than the GPU has places for: the quantiser's would share
     // multiprocessors with some of them alone. (W8A8, one token x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
     bool const few = problem.m <= 16, decodes = chosen.row->tile.whole_k, fills = chosen.splits > 1 && layout.block != -1;
-    QuantizerStart const start{few && (decodes || fills), !few || decodes};
+    QuantizerStart const start{few && (decodes || fills), !few || (decodes && chosen.row->tile.resident > 1)};
     status = launch_quantize_activations(quantize, stream, start);
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);

@@ -340,25 +340,33 @@ LARGE = [
 CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (28672, 1024), (17000, 4096)]
 
 
-def check_small_batches(fmt: Format, n: int, k: int, dtype: torch.dtype, ms: Sequence[int], act_quant: str = "none") -> None:
+def check_small_batches(
+    fmt: Format,
+    n: int,
+    k: int,
+    dtype: torch.dtype,
+    ms: Sequence[int],
+    act_quant: str = "none",
+    symmetric: bool = True,
+) -> None:
     """Exact products where x and the weight are exact; within the tolerance, and the same bits again, where they are not."""
     int8 = act_quant != "none"
     for exact in (True, False):
         qw = make_weight(fmt, n, k, exact=exact)
         packed = co.reorder(qw)
         for m in ms:
-            x = make_exact_floats(m, k, dtype, act_quant, True, 128) if exact else make_floats(m, k, dtype)
+            x = make_exact_floats(m, k, dtype, act_quant, symmetric, 128) if exact else make_floats(m, k, dtype)
             if int8 and not exact:
                 x[1::2, :: max(k // 3, 1)] *= 300  # outliers
-            y = multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT)
-            want = oracle(x, qw, act_quant, True)
+            y = multiply(x, packed, act_quant=act_quant, act_symmetric=symmetric, out_dtype=FLOAT)
+            want = oracle(x, qw, act_quant, symmetric)
             if exact:
                 assert_same(y, want.float())
                 continue
             assert_close(y, want)
-            assert same_bits(multiply(x, packed, act_quant=act_quant, out_dtype=FLOAT), y)
+            assert same_bits(multiply(x, packed, act_quant=act_quant, act_symmetric=symmetric, out_dtype=FLOAT), y)
             if int8:
-                codes = co.quantize_activations(x, block_of(act_quant, fmt.group_size))
+                codes = co.quantize_activations(x, block_of(act_quant, fmt.group_size), symmetric)
                 assert_close(multiply(codes, packed, out_dtype=FLOAT), want)
 
 
@@ -368,7 +376,7 @@ def check_small_batches(fmt: Format, n: int, k: int, dtype: torch.dtype, ms: Seq
     ("bits", "kind", "group_size"), [(4, "symmetric", 128), (4, "zeros", 256), (8, "symmetric", -1), (8, "zeros", 128)]
 )
 def test_small_batches_of_floats(bits: int, kind: str, group_size: int, dtype: torch.dtype, n: int, k: int) -> None:
-    check_small_batches(Format(bits, kind, group_size, dtype), n, k, dtype, (5, 9, 16, 24))
+    check_small_batches(Format(bits, kind, group_size, dtype), n, k, dtype, (1, 5, 9, 16, 24))
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
@@ -379,6 +387,7 @@ def test_few_rows_of_floats_and_many_features(kind: str, group_size: int, dtype:
 
 
 @pytest.mark.parametrize(("n", "k"), CUTS)
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(
     ("bits", "kind", "group_size", "scales", "act_quant"),
     [
@@ -391,9 +400,9 @@ def test_few_rows_of_floats_and_many_features(kind: str, group_size: int, dtype:
     ],
 )
 def test_small_batches_of_int8(
-    bits: int, kind: str, group_size: int, scales: torch.dtype, act_quant: str, n: int, k: int
+    bits: int, kind: str, group_size: int, scales: torch.dtype, act_quant: str, symmetric: bool, n: int, k: int
 ) -> None:
-    check_small_batches(Format(bits, kind, group_size, scales), n, k, HALF, (5, 9, 16), act_quant)
+    check_small_batches(Format(bits, kind, group_size, scales), n, k, HALF, (1, 5, 9, 16), act_quant, symmetric)
 
 
 @pytest.mark.parametrize("case", named(LARGE))

@@ -74,6 +74,10 @@ Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* p
 constexpr Tile wgmma_decode_tile() { return {64, 16, 3, 2, 227 * 1024, 1, 0, true}; }
 template <int Bits, bool Book = false, bool Quantizes = false>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+// The same with a block for each multiprocessor, and as much memory for it, beside large weights of 8 bits.
+constexpr Tile wgmma_decode_alone_tile() { return {64, 16, 4, 1, 227 * 1024, 1, 0, true}; }
+template <int Bits, bool Quantizes = false>
+Status launch_wgmma_decode_alone(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // reduce_splits.cu: add the parts of K in their order and apply the epilogue.
 Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream);

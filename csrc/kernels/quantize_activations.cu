@@ -19,12 +19,14 @@
 //   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
 //                     their scales lie side by side and leave in one store
 //   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both; the row stays in registers while the next is loaded
+//   quantize_row_parts the same for a few rows, which clusters of blocks share
 //   quantize_any_rows the same for rows of any length, alignment and order of columns, read again for each pass
 #include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "cutlass_ops/layout.h"
+#include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
 #include "device/widen.cuh"
@@ -33,8 +35,9 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kBlockThreads = 128;  // of quantize_blocks
-constexpr int kBlockRows = 2;       // rows of a thread of quantize_blocks
+constexpr int kBlockThreads = 128;  // of quantize_blocks, at most
+constexpr int kLeastThreads = 16;
+constexpr int kBlockRows = 2;  // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeTokens = 16;
@@ -325,6 +328,43 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
   }
 }
 
+// A few rows, of one scale each, by clusters: a row in as many blocks as keep it in registers, whose ranges go to all of them.
+constexpr int kPartThreads = 128, kPartPieces = 2, kMostParts = 8;  // rows of 32768 columns
+
+// Blocks that fit beside two of wgmma_decode.cu: 40 registers a thread.
+template <class T, bool kSymmetric>
+__global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_constant__ Params const p) {
+#if __CUDA_ARCH__ >= 900
+  constexpr int kWarps = kPartThreads / 32;
+  __shared__ Span<T, kSymmetric> spans[kMostParts * kWarps];
+  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();  // all blocks are there to be written to
+  wait_for_predecessor();
+  QuantizeProblem const& q = p.problem;
+  int const row = blockIdx.y, first = blockIdx.x * (kPartThreads * kPartPieces) + threadIdx.x, lane = threadIdx.x % 32;
+  Columns<T> c[kPartPieces];
+  Span<T, kSymmetric> span;
+#pragma unroll
+  for (int i = 0; i < kPartPieces; ++i) load(c[i], q, q.x, q.x_stride, row, (first + i * kPartThreads) * kLaneColumns, nullptr);
+#pragma unroll
+  for (int i = 0; i < kPartPieces; ++i) span.add(c[i]);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) span.add(span.of_lane(distance));
+  if (lane < int(gridDim.x)) {
+    uint32_t const to = cute::cast_smem_ptr_to_uint(spans + blockIdx.x * kWarps + threadIdx.x / 32);
+    asm volatile("st.shared::cluster.u32 [%0], %1;" ::"r"(cute::set_block_rank(to, lane)),
+                 "r"(reinterpret_cast<uint32_t const&>(span))
+                 : "memory");
+  }
+  cute::cluster_arrive();
+  cute::cluster_wait();
+  for (int i = 0; i < int(gridDim.x) * kWarps; ++i) span.add(spans[i]);
+#pragma unroll
+  for (int i = 0; i < kPartPieces; ++i) quantize_piece<true>(p, row, first + i * kPartThreads, c[i], span);
+#endif
+}
+
 template <bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
   extern __shared__ float run_sums[];
@@ -397,12 +437,24 @@ bool starts_on_16_bytes(void const* data, int64_t stride, int element) {
 
 template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
-  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short.
-  int const chunks = (p.pieces + kBlockThreads - 1) / kBlockThreads, groups = (p.problem.m + kBlockRows - 1) / kBlockRows;
-  int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(kBlockThreads / wide, 1, groups);
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a multiprocessor's share, if that
+  // is less: the product is waiting.
+  int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
+  int const threads =
+      p.problem.m > kDecodeTokens ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
+  int const chunks = (p.pieces + threads - 1) / threads;
+  int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
   dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
   return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), stream, p);
+}
+
+template <class T, bool kSymmetric>
+Status launch_row_parts(Params const& p, Stream stream) {
+  int const parts = (p.pieces + kPartThreads * kPartPieces - 1) / (kPartThreads * kPartPieces);
+  return launch_clusters(quantize_row_parts<T, kSymmetric>, dim3(parts, p.problem.m), parts, dim3(kPartThreads), 0, stream, p);
 }
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
@@ -427,6 +479,12 @@ Status launch_function(Params const& p, Stream stream) {
     if (p.problem.out.block != -1) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
   }
   if constexpr (!std::is_same_v<T, float>) {
+    if constexpr (kFunction == Function::kNone) {
+      Device device;
+      if (Status status = current_device(&device); !status.ok()) return status;
+      if (device.architecture >= 90 && p.problem.m <= kDecodeTokens && p.pieces <= kMostParts * kPartThreads * kPartPieces)
+        return launch_row_parts<T, kSymmetric>(p, stream);
+    }
     if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
     if constexpr (kFunction == Function::kNone) {
       if (p.pieces <= kRowThreads<4> * 4) return launch_rows<T, kSymmetric, kFunction, 4>(p, stream);

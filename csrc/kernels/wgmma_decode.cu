@@ -3,11 +3,14 @@
 //   cluster   up to nine slabs of 64 output features; its blocks share K in equal slices
 //   stage     a tile of K, 128 columns: the slabs' codes and scales by bulk copies, x by its tensor map once for all of them. One warp asks for
 //             them; for weights before the kernel waits for its predecessor. Two blocks fit in a multiprocessor, so that the next launch's first
-//             stages arrive while this one ends
+//             stages arrive while this one ends. Beside large weights of 8 bits, or `alone`, one does, with the stages of two: what is on its way in
+//             all multiprocessors then covers the time from one launch's last product to the next one's first. K is left whole there, and clusters
+//             get halves of slabs, for equal shares
 //   quantise  x that is to be int8 becomes codes in its stage, every third tile by one of the warpgroups that multiply
 //   multiply  a warpgroup a slab at a time, weights through registers as operand A: a slab's decoding in one hides behind products in the others.
-//             Three warpgroups share the slabs, or, where these are few, take turns at tiles
-//   promote   sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu
+//             Three warpgroups, four of a block that is alone, share the slabs, or, where these are few, take turns at tiles
+//   promote   sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu. Zero points of int8 x take away so many sums of the tile's weights,
+//             which eight columns of ones beside x's make on the way
 //   end       sums leave registers for the block of the cluster that ends with those features, by st.async, and are added in a fixed order
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
@@ -23,13 +26,15 @@ namespace cutlass_ops {
 namespace {
 
 // Element: of x, fp16, bf16, or int8 with scales of its own. Scale: of weight scales. kBook: codes are looked up. kQuantizes: x is floats in memory, and
-// int8 where it is multiplied.
-template <class Element_, int kBits_, bool kZeros_, bool kBook_ = false, class Scale_ = Element_, bool kQuantizes_ = false>
+// int8 where it is multiplied. kTokenZeros: int8 x has zero points; what they take away are sums of weights, and operand B has eight more columns, of ones,
+// that make these.
+template <class Element_, int kBits_, bool kZeros_, bool kBook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
+          bool kTokenZeros_ = false, bool kAlone_ = false>
 struct Config {
   using Element = Element_;
   using Scale = Scale_;
   static constexpr int kScaleBytes = sizeof(Scale);
-  static constexpr bool kBook = kBook_, kQuantizes = kQuantizes_;
+  static constexpr bool kBook = kBook_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_, kAlone = kAlone_;
   static constexpr bool kInt8 = kQuantizes || std::is_same_v<Element, int8_t>;
   using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
                                         std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
@@ -39,13 +44,18 @@ struct Config {
   static constexpr int kBits = kBits_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kTokens = WgmmaDecodeShape::kTokens;
-  static constexpr int kWarpgroups = WgmmaDecodeShape::kWarpgroups, kWarps = 4 * kWarpgroups;  // that multiply
+  static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kAlone), kWarps = 4 * kWarpgroups;  // that multiply
+  static constexpr int kMostSlabs = WgmmaDecodeShape::most_slabs_of(kAlone, kTokenZeros);
   static constexpr int kThreads = 32 * kWarps + 32;
-  static constexpr int kSums = kTokens / 2;  // registers of a slab
+  static constexpr int kSums = kTokens / 2;                         // registers of a slab
+  static constexpr int kColumns = kTokens + (kTokenZeros ? 8 : 0);  // of operand B
   static constexpr int kXBytes = kTokens * kKPerTile * int(sizeof(Element));
   static constexpr int kPanelBytes = kTokens * 128;  // of x in shared memory: rows of 128 bytes, in the 128-byte swizzle
-  static constexpr int kTokenScaleBytes = kInt8 ? kTokens * 4 : 0;
-  static constexpr int kTokenBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes;  // that come to a stage beside its weights
+  // Codes that a block makes take the place of floats, and so do the ones behind them.
+  static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0, kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
+  static constexpr int kTokenScaleBytes = kInt8 ? kTokens * 4 : 0, kTokenZeroBytes = kTokenZeros ? kTokens : 0;
+  // That come to a stage beside its weights.
+  static constexpr int kTokenBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
   // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
   static constexpr int kGroupSteps = kBook ? 1 : kSteps;  // that are promoted together: a book's groups may be of 64 columns
@@ -55,7 +65,7 @@ struct Config {
   static_assert(4 * kTokenBlocks == 1 << kLogPieces);
   // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before its weights where a quantiser
   // comes between. But not much earlier: x, which all blocks wait for, stands behind the next launch's weights.
-  static constexpr int kEarlyBytes = kQuantizes ? 48 * 1024 : kInt8 ? 80 * 1024 : 32 * 1024;
+  static constexpr int kEarlyBytes = (kAlone ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
 };
 
 struct Maps {
@@ -67,11 +77,12 @@ struct Maps {
 struct Params {
   PackedWeight weight;
   float const* token_scales;
-  int token_stride;  // from a tile's scales to the next's
+  int8_t const* token_zeros;
+  int token_stride;  // from a tile's scales, or zero points, to the next's
   EpilogueParams epilogue;
   VectorRows weight_rows;
   WgmmaDecodeShape shape;
-  Shares slabs, tiles;  // of the clusters, and of a cluster's blocks
+  Shares units, tiles;  // of the clusters, and of a cluster's blocks
   int k_tiles, n_pad, log_cluster;
 };
 
@@ -83,14 +94,21 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
-// A block's part of the product.
+// A block's part of the product: its slabs, but for the features before `begin` and from `end` on, which count from the first slab's.
 struct Part {
-  int rank, first_slab, slabs, first_tile, tiles;
+  int rank, first_slab, slabs, begin, end, first_tile, tiles;
 
-  __device__ __forceinline__ explicit Part(Params const& p) {
+  __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
     rank = blockIdx.x & (p.shape.cluster - 1);
-    first_slab = p.slabs.first(index), slabs = p.slabs.count(index);
+    if (unit == kRowsPerSlab) {
+      first_slab = p.units.first(index), slabs = p.units.count(index);
+      begin = 0, end = slabs * kRowsPerSlab;
+    } else {
+      begin = p.units.first(index) * unit, end = begin + p.units.count(index) * unit;
+      first_slab = begin / kRowsPerSlab, slabs = (end + kRowsPerSlab - 1) / kRowsPerSlab - first_slab;
+      begin -= first_slab * kRowsPerSlab, end -= first_slab * kRowsPerSlab;
+    }
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 };
@@ -102,10 +120,22 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   int const features = p.shape.most_slabs * kRowsPerSlab, own_features = part.slabs * kRowsPerSlab;
   int const groups = C::kBook ? p.weight_rows.count : 1, group = p.weight_rows.first(tile);
   // Few copies: each takes some twenty nanoseconds. So they are of as many slabs as any cluster has.
-  TransactionBarrier::arrive_and_expect_tx(full, C::kTokenBytes + p.shape.most_slabs * C::kChunk +
-                                                     groups * features * C::kScaleBytes + (C::kZeros ? own_features : 0));
-  Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
-             part.first_slab);
+  constexpr int kRowBytes = C::kChunk / kRowsPerSlab;  // on average: units are whole blocks of 16 rows
+  int const code_bytes = C::kAlone ? (part.end - part.begin) * kRowBytes : p.shape.most_slabs * C::kChunk;
+  TransactionBarrier::arrive_and_expect_tx(
+      full, C::kTokenBytes + code_bytes + groups * features * C::kScaleBytes + (C::kZeros ? own_features : 0));
+  if constexpr (C::kAlone) {
+    uint8_t const* codes = p.weight.codes + (int64_t(part.first_slab) * p.k_tiles + tile) * C::kChunk;
+#pragma unroll 1
+    for (int first = 0; first < part.end; first += kRowsPerSlab, codes += int64_t(p.k_tiles) * C::kChunk) {
+      int const begin = first == 0 ? part.begin : 0, end = min(kRowsPerSlab, part.end - first);
+      cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full, to + (first + begin) * kRowBytes,
+                                     (end - begin) * kRowBytes);
+    }
+  } else {
+    Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
+               part.first_slab);
+  }
   Copy::copy(&maps.scales, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL), to + p.shape.scales, 0, part.first_slab,
              group);
   if (C::kZeros)
@@ -120,8 +150,12 @@ __device__ __forceinline__ void copy_tokens(uint8_t* to, uint8_t* to_scales, uin
   for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
     cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
                                  tile * kKPerTile + panel * (kKPerTile / 2), 0);
-  if (C::kInt8 && !C::kQuantizes)
-    cute::SM90_BULK_COPY_G2S::copy(p.token_scales + int64_t(tile) * p.token_stride, full, to_scales, C::kTokenScaleBytes);
+  if (C::kInt8 && !C::kQuantizes) {
+    int64_t const at = int64_t(tile) * p.token_stride;
+    cute::SM90_BULK_COPY_G2S::copy(p.token_scales + at, full, to_scales, C::kTokenScaleBytes);
+    if (C::kTokenZeros)
+      cute::SM90_BULK_COPY_G2S::copy(p.token_zeros + at, full, to_scales + C::kTokenScaleBytes, C::kTokenZeroBytes);
+  }
 }
 
 // By one thread.
@@ -135,7 +169,7 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
   auto tokens = [&](int i, int stage) {
     uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
     if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-    copy_tokens<C>(shared + stage * C::kXBytes, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+    copy_tokens<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
                    maps.tokens, p, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
@@ -156,6 +190,11 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
   if (last >= part.tiles) let_successor_start();
 }
 
+// Ones behind the codes of a stage, 8 bytes a thread.
+__device__ __forceinline__ void store_ones(uint32_t to) {
+  asm volatile("st.shared.v2.u32 [%0], {%1, %1};" ::"r"(to + thread_again() % 128 * 8), "r"(0x01010101) : "memory");
+}
+
 // x of a stage to codes, in its place, by a warpgroup: a thread has 16 columns of a token, eight threads share a block. What that takes is found anew each
 // time: products need the registers.
 template <class C>
@@ -163,7 +202,7 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
   using Element = typename C::Element;
   constexpr int kPieces = kKPerTile / kLaneColumns;
   int const thread = thread_again(), token = thread % 128 / kPieces, piece = thread % kPieces, swizzle = token & 7;
-  uint32_t const row = x + stage * C::kXBytes + token * 128, from = row + piece / 4 * C::kPanelBytes;
+  uint32_t const row = x + stage * C::kXStride + token * 128, from = row + piece / 4 * C::kPanelBytes;
   TransactionBarrier::wait(full + 2 * Barriers::kStages + stage, phase);
   Columns<Element> c;
 #pragma unroll
@@ -173,18 +212,23 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
 #pragma unroll
     for (int r = 0; r < 4; ++r) c.words[4 * half + r] = v[r];
   }
-  Span<Element, true> span;
+  Span<Element, !C::kTokenZeros> span;
   span.add(c);
 #pragma unroll
   for (int distance = 1; distance < kPieces; distance *= 2) span.add(span.of_lane(distance));
   cutlass::arch::NamedBarrier::sync(128, 2 + thread / 128);  // all have read
-  Quantizer<true> quantizer(span.range());
+  Quantizer<!C::kTokenZeros> quantizer(span.range());
   uint4 const v = codes_of(c, quantizer);
   asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(row + ((piece ^ swizzle) << 4)), "r"(v.x), "r"(v.y), "r"(v.z),
                "r"(v.w)
                : "memory");
   uint32_t const scales = x + p.shape.weights + stage * p.shape.weight_bytes + p.shape.token_scales;
   if (piece == 0) asm volatile("st.shared.f32 [%0], %1;" ::"r"(scales + token * 4), "f"(quantizer.scale) : "memory");
+  if constexpr (C::kTokenZeros) {
+    if (piece == 0)
+      asm volatile("st.shared.s8 [%0], %1;" ::"r"(scales + C::kTokenScaleBytes + token), "r"(int(quantizer.zero)) : "memory");
+    store_ones(x + stage * C::kXStride + C::kPanelBytes);
+  }
   cutlass::arch::fence_view_async_shared();
   __syncwarp();
   if (thread % 32 == 0) ClusterBarrier::arrive(full + stage);
@@ -225,10 +269,12 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint32_t scales = base + p.shape.scales + row * C::kScaleBytes, zeros = base + p.shape.zeros + row;
   uint32_t const table = C::kBook ? x_at + p.shape.table + lane * 4 : 0;
   int const group_bytes = p.weight_rows.count > 1 ? p.shape.most_slabs * kRowsPerSlab * C::kScaleBytes : 0;
-  uint32_t tokens = base + p.shape.token_scales + lane % 4 * 8;
+  uint32_t tokens = base + p.shape.token_scales + lane % 4 * 8,
+           token_zeros_at = base + p.shape.token_scales + C::kTokenScaleBytes + lane % 4 * 2;
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(units), "+r"(scales), "+l"(full));
   if (C::kInt8) asm volatile("" : "+r"(tokens));
+  if (C::kTokenZeros) asm volatile("" : "+r"(token_zeros_at));
   int stage = set, to_quantize = warp / 4 + C::kWarpgroups;
   uint32_t phase = 0;
 #pragma unroll 1
@@ -240,12 +286,13 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         bool const wraps = stage + ahead >= p.shape.stages;
         if (to_quantize < part.tiles)
           quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps), full, p);
-        to_quantize += C::kWarpgroups;
+        // (Where there are fewer slabs than warpgroups, by those that have one.)
+        to_quantize += C::kAlone && p.shape.sets == 1 ? min(C::kWarpgroups, part.slabs) : C::kWarpgroups;
       }
     }
     uint32_t const offset = stage * weight_bytes;
     uint64_t const x =
-        uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXBytes) >> 4 & 0x3fff, 0);
+        uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | __shfl_sync(~0u, (x_at + stage * C::kXStride) >> 4 & 0x3fff, 0);
     TransactionBarrier::wait(full + stage, phase);
     uint32_t words[C::kWords];
     StoredScales<typename C::Scale> stored, next_stored;
@@ -262,8 +309,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     next_stored.load(scales + offset);
 #pragma unroll
     for (int slab = 0; slab < kSlabs; ++slab) {
-      typename C::Sum products[C::kSums];
+      typename C::Sum products[C::kColumns / 2];
       float token_scales[C::kTokenBlocks][2];
+      int token_zeros[C::kTokenBlocks][2];
       decode::RowConstants zero = {};
       if (C::kZeros) {
         uint32_t two = 0;
@@ -293,7 +341,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
           uint64_t const at = x + step * (C::kPanelBytes / 16) + j * 2;
           bool const add = step % C::kGroupSteps > 0 || j > 0;
           if constexpr (C::kInt8) {
-            wgmma_int8<C::kTokens>(a[j], at, products, add);
+            wgmma_int8<C::kColumns>(a[j], at, products, add);
           } else {
             wgmma_float<typename C::Element, C::kTokens>(a[j], at, products, add);
           }
@@ -314,6 +362,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
           for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
             float (&two)[2] = token_scales[tb];
             asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(two[0]), "=f"(two[1]) : "r"(tokens + offset + tb * 32));
+            if constexpr (C::kTokenZeros) {
+              uint32_t zeros_of_two;
+              asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros_of_two) : "r"(token_zeros_at + offset + tb * 8));
+              token_zeros[tb][0] = int8_t(zeros_of_two), token_zeros[tb][1] = int8_t(zeros_of_two >> 8);
+            }
           }
         }
         cute::warpgroup_wait<0>();
@@ -329,7 +382,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         for (int e = 0; e < C::kSums; ++e) {
           float const row_scale = e % 4 < 2 ? scale.x : scale.y;
           if constexpr (C::kInt8) {
-            sums[slab][e] = fmaf(float(int(products[e])), row_scale * token_scales[e / 4][e % 2], sums[slab][e]);
+            int sum = int(products[e]);
+            if constexpr (C::kTokenZeros) sum -= token_zeros[e / 4][e % 2] * int(products[C::kSums + e % 4 / 2 * 2]);
+            sums[slab][e] = fmaf(float(sum), row_scale * token_scales[e / 4][e % 2], sums[slab][e]);
           } else {
             sums[slab][e] = fmaf(products[e], row_scale, sums[slab][e]);
           }
@@ -381,14 +436,19 @@ __device__ __forceinline__ void finish(float (&v)[4], int n, int token_block, Ep
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 2)
+__global__ void __launch_bounds__(C::kThreads + (C::kAlone ? 64 : 0), C::kAlone ? 1 : 2)
     wgmma_decode(__grid_constant__ Maps const maps, __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
-  Part part(p);
+  Part part(p, WgmmaDecodeShape::unit(C::kAlone));
   if constexpr (C::kBook)
     decode::Int4Book::fill<typename C::Element>(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
+  if constexpr (C::kTokenZeros && !C::kQuantizes) {
+    if (threadIdx.x < 128)
+      for (int i = 0; i < p.shape.stages; ++i) store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
+    cutlass::arch::fence_view_async_shared();
+  }
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
@@ -429,7 +489,7 @@ __global__ void __launch_bounds__(C::kThreads, 2)
       consume<C, 2>(shared, barriers, p, part, warp, first);
       break;
     case 3:
-      consume<C, 3>(shared, barriers, p, part, warp, first);
+      if constexpr (C::kMostSlabs >= 3) consume<C, 3>(shared, barriers, p, part, warp, first);
       break;
   }
   if (p.shape.cluster == 1) {
@@ -439,6 +499,11 @@ __global__ void __launch_bounds__(C::kThreads, 2)
   }
   int const log_pieces = C::kLogPieces - p.log_cluster, pieces = part.slabs << log_pieces;
   for (int i = warp; i < pieces; i += C::kWarps) {
+    if constexpr (C::kAlone) {
+      int const slab = i >> log_pieces, piece = (part.rank << log_pieces) + i - (slab << log_pieces);
+      int const row = slab * kRowsPerSlab + piece / C::kTokenBlocks * 16;
+      if (row < part.begin || row >= part.end) continue;
+    }
     float4 const* from = reinterpret_cast<float4 const*>(shared) + i * 32 + threadIdx.x % 32;
     float v[4] = {};
 #pragma unroll 2
@@ -480,11 +545,12 @@ Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, 
   while (1 << log_cluster < shape.cluster) ++log_cluster;
   Params p{w,
            q.scales,
+           q.zeros,
            q.block == -1 ? 0 : q.stride,
            EpilogueParams(problem),
            rows,
            shape,
-           Shares(n_pad / kRowsPerSlab, shape.clusters),
+           Shares(n_pad / WgmmaDecodeShape::unit(C::kAlone), shape.clusters),
            Shares(k_tiles, shape.cluster),
            k_tiles,
            n_pad,
@@ -493,54 +559,69 @@ Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, 
                          stream, maps, p);
 }
 
-template <class Element, int kBits, bool kBook>
+template <class Element, int kBits, bool kBook, bool kAlone>
 Status launch_element(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
   if constexpr (kBook) {
     return problem.weight.scale_type == DataType::kFloat32
                ? launch_config<Config<Element, kBits, false, true, float>>(problem, shape, stream)
                : launch_config<Config<Element, kBits, false, true>>(problem, shape, stream);
   } else {
-    return problem.weight.zeros ? launch_config<Config<Element, kBits, true>>(problem, shape, stream)
-                                : launch_config<Config<Element, kBits, false>>(problem, shape, stream);
+    return problem.weight.zeros
+               ? launch_config<Config<Element, kBits, true, false, Element, false, false, kAlone>>(problem, shape, stream)
+               : launch_config<Config<Element, kBits, false, false, Element, false, false, kAlone>>(problem, shape, stream);
   }
 }
 
-template <class Scale, int kBits>
+// Element: of x in memory, floats or int8.
+template <class Element, class Scale, int kBits, bool kTokenZeros, bool kAlone>
 Status launch_int8(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  constexpr bool kQuantizes = !std::is_same_v<Element, int8_t>;
   if constexpr (kBits == 4) {
-    if (problem.weight.zeros) return launch_config<Config<int8_t, 4, true, false, Scale>>(problem, shape, stream);
+    if (problem.weight.zeros)
+      return launch_config<Config<Element, 4, true, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, shape, stream);
   }
-  return launch_config<Config<int8_t, kBits, false, false, Scale>>(problem, shape, stream);
+  return launch_config<Config<Element, kBits, false, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, shape, stream);
 }
 
-template <class Element, int kBits>
-Status launch_quantizing(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
-  if constexpr (kBits == 4) {
-    if (problem.weight.zeros) return launch_config<Config<Element, 4, true, false, Element, true>>(problem, shape, stream);
+template <int kBits, bool kQuantizes, bool kAlone, bool kTokenZeros>
+Status launch_scales(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+  DataType const scale = problem.weight.scale_type;
+  if constexpr (kQuantizes) {  // scales of x's type
+    return scale == DataType::kFloat16
+               ? launch_int8<__half, __half, kBits, kTokenZeros, kAlone>(problem, shape, stream)
+               : launch_int8<__nv_bfloat16, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, shape, stream);
+  } else {
+    return scale == DataType::kFloat16 ? launch_int8<int8_t, __half, kBits, kTokenZeros, kAlone>(problem, shape, stream)
+           : scale == DataType::kBFloat16
+               ? launch_int8<int8_t, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, shape, stream)
+               : launch_int8<int8_t, float, kBits, kTokenZeros, kAlone>(problem, shape, stream);
   }
-  return launch_config<Config<Element, kBits, false, false, Element, true>>(problem, shape, stream);
+}
+
+template <int kBits, bool kBook, bool kQuantizes, bool kAlone>
+Status launch_input(GemmProblem const& problem, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  WgmmaDecodeShape const shape(problem, device, kQuantizes, kAlone);
+  if constexpr (!kBook) {
+    bool const zeros = kQuantizes ? !problem.act_symmetric : problem.quantized.zeros != nullptr;
+    if (kQuantizes || problem.quantized.codes)
+      return zeros ? launch_scales<kBits, kQuantizes, kAlone, true>(problem, shape, stream)
+                   : launch_scales<kBits, kQuantizes, kAlone, false>(problem, shape, stream);
+  }
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kBook, kAlone>(problem, shape, stream)
+                                              : launch_element<__nv_bfloat16, kBits, kBook, kAlone>(problem, shape, stream);
 }
 
 }  // namespace
 
 template <int kBits, bool kBook, bool kQuantizes>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stream stream) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  WgmmaDecodeShape shape(problem, device, kQuantizes);
-  if constexpr (kQuantizes) {
-    return problem.x_type == DataType::kFloat16 ? launch_quantizing<__half, kBits>(problem, shape, stream)
-                                                : launch_quantizing<__nv_bfloat16, kBits>(problem, shape, stream);
-  } else if constexpr (!kBook) {
-    DataType const scale = problem.weight.scale_type;
-    if (problem.quantized.codes) {
-      return scale == DataType::kFloat16    ? launch_int8<__half, kBits>(problem, shape, stream)
-             : scale == DataType::kBFloat16 ? launch_int8<__nv_bfloat16, kBits>(problem, shape, stream)
-                                            : launch_int8<float, kBits>(problem, shape, stream);
-    }
-  }
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kBook>(problem, shape, stream)
-                                              : launch_element<__nv_bfloat16, kBits, kBook>(problem, shape, stream);
+  return launch_input<kBits, kBook, kQuantizes, false>(problem, stream);
+}
+template <int kBits, bool kQuantizes>
+Status launch_wgmma_decode_alone(GemmProblem const& problem, Plan const&, float*, Stream stream) {
+  return launch_input<kBits, false, kQuantizes, true>(problem, stream);
 }
 
 template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);
@@ -548,5 +629,7 @@ template Status launch_wgmma_decode<8>(GemmProblem const&, Plan const&, float*, 
 template Status launch_wgmma_decode<4, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_decode<4, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_decode<8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode_alone<8, false>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_decode_alone<8, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

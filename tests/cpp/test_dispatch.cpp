@@ -93,9 +93,9 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
+        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{
-                   {1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}, {8192, 28672}})
+                   {1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}, {28672, 4096}, {8192, 28672}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
@@ -256,7 +256,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     int m, n, k, cluster;
   };
   for (Case const& c : {Case{1, 4096, 4096, 2}, Case{1, 28672, 4096, 2}, Case{1, 4096, 512, 1}, Case{1, 1024, 4096, 8},
-                        Case{8, 8192, 28672, 8}, Case{8, 8192, 1 << 20, 0}}) {
+                        Case{6, 4096, 28672, 8}, Case{8, 8192, 1 << 20, 0}}) {
     GemmProblem p = problem(c.m, c.n, c.k);
     DecodeShape const shape = decode_shape(p, kHopper, 8);
     EXPECT_EQ(shape.cluster, c.cluster) << c.m << " x " << c.n << " x " << c.k;
@@ -297,8 +297,10 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     EXPECT_TRUE(select(p, kHopper, &row).ok());
     return std::string(row ? row->kernel : "");
   };
-  EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kNone), "decode_gemm");
-  EXPECT_EQ(kernel(8, 28672, 4096, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kNone), "decode_gemm");
+  EXPECT_EQ(kernel(6, 28672, 4096, ActQuant::kNone), "decode_gemm");
+  for (int m : {1, 8}) EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kNone), "wgmma_decode");
+  EXPECT_EQ(kernel(7, 28672, 4096, ActQuant::kNone), "wgmma_decode");
   EXPECT_EQ(kernel(4, 4096, 4096, ActQuant::kNone), "decode_gemm");
   EXPECT_EQ(kernel(5, 4096, 4096, ActQuant::kNone), "wgmma_decode");
   for (int m : {9, 16}) {
@@ -310,9 +312,7 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
   EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "decode_gemm");
-  EXPECT_EQ(kernel(2, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
-  EXPECT_EQ(kernel(3, 8192, 28672, ActQuant::kBlock), "wgmma_decode");
-  EXPECT_EQ(kernel(8, 8192, 28672, ActQuant::kBlock), "mma_gemm_a8");
+  for (int m : {2, 8}) EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kBlock), "wgmma_decode");
   // int8 activations of 9 to 16 tokens: {kernel, whether it quantises x itself}
   using Choice = std::pair<std::string, bool>;
   auto int8 = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
@@ -326,14 +326,32 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     EXPECT_EQ(int8(m, 28672, 4096, 4, ActQuant::kToken), Choice("wgmma_decode", false));
     EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kBlock), Choice("wgmma_decode", false));
     EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kToken), Choice("mma_gemm_a8", false));
-    EXPECT_EQ(int8(m, 8192, 8192, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
-    EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kBlock), Choice("mma_gemm_a8", false));
-    EXPECT_EQ(int8(m, 4096, 4096, 4, ActQuant::kBlock, false), Choice("mma_gemm_a8", false));
+    EXPECT_EQ(int8(m, 8192, 8192, 8, ActQuant::kBlock), Choice("wgmma_decode", false));
+    for (int bits : {4, 8}) EXPECT_EQ(int8(m, 4096, 4096, bits, ActQuant::kBlock, false), Choice("wgmma_decode", true));
+    EXPECT_EQ(int8(m, 14336, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
   }
   EXPECT_EQ(int8(17, 4096, 4096, 4, ActQuant::kBlock), Choice("mma_gemm_a8", false));
   EXPECT_EQ(int8(3, 14336, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
   EXPECT_EQ(int8(4, 14336, 4096, 4, ActQuant::kBlock), Choice("wgmma_decode", true));
-  EXPECT_EQ(int8(8, 28672, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(4, 28672, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(8, 28672, 4096, 4, ActQuant::kBlock), Choice("wgmma_decode", true));
+  EXPECT_EQ(int8(8, 28672, 4096, 4, ActQuant::kBlock, false), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(1, 4096, 4096, 4, ActQuant::kBlock), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(2, 4096, 4096, 4, ActQuant::kBlock), Choice("wgmma_decode", true));
+  EXPECT_EQ(int8(1, 4096, 4096, 4, ActQuant::kToken), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(2, 4096, 4096, 4, ActQuant::kToken), Choice("wgmma_decode", false));
+  EXPECT_EQ(int8(2, 28672, 4096, 4, ActQuant::kToken), Choice("decode_gemm", true));
+  EXPECT_EQ(int8(3, 28672, 4096, 4, ActQuant::kToken), Choice("wgmma_decode", false));
+  for (int m : {1, 8, 16}) {
+    EXPECT_EQ(int8(m, 8192, 28672, 4, ActQuant::kBlock, false), Choice("wgmma_decode", false));
+    // Blocks that are alone: large weights of 8 bits.
+    EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kNone).first, "wgmma_decode");
+    EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
+    EXPECT_EQ(int8(m, 28672, 4096, 8, ActQuant::kToken), Choice("wgmma_decode", false));
+    EXPECT_EQ(int8(m, 8192, 28672, 8, ActQuant::kBlock), Choice("wgmma_decode", false));
+    EXPECT_EQ(int8(m, 14336, 4096, 8, ActQuant::kNone).first, m == 1 ? "decode_gemm" : "wgmma_decode");
+    EXPECT_EQ(int8(m, 8192, 28672, 8, ActQuant::kNone).first, m == 1 ? "mma_gemm_a16" : "wgmma_decode");
+  }
   EXPECT_EQ(int8(4, 4096, 4096, 8, ActQuant::kBlock), Choice("decode_gemm", true));
   EXPECT_EQ(int8(1, 4096, 11008, 8, ActQuant::kBlock), Choice("decode_gemm", true));
   EXPECT_EQ(int8(2, 4096, 11008, 8, ActQuant::kBlock), Choice("wgmma_decode", true));
@@ -408,7 +426,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
-    WgmmaDecodeShape const shape(p, kHopper, c.quantizes);
+    WgmmaDecodeShape const shape(p, kHopper, c.quantizes, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -417,6 +435,38 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     EXPECT_LE(shape.stages, WgmmaDecodeShape::kMostStages);
     EXPECT_LE(2 * (shape.shared_bytes + 2048), kHopper.shared_memory);
     EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
+  }
+}
+
+// Blocks that are alone have halves of slabs, so that their shares are equal, and stages for each of their four warpgroups.
+TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
+  struct Case {
+    int n, k, cluster, clusters, slabs, sets;
+    bool quantizes = false, zeros = false;
+  };
+  for (Case const& c :
+       {Case{28672, 4096, 1, 128, 4, 1}, Case{28672, 4096, 1, 128, 4, 1, true}, Case{28672, 4096, 1, 128, 4, 1, true, true},
+        Case{8192, 28672, 2, 64, 2, 4}, Case{14336, 4096, 2, 64, 4, 1}, Case{9056, 4096, 0, 0, 0, 1, false, true},
+        Case{128256, 4096, 0, 0, 0, 1}}) {
+    GemmProblem p = problem(16, c.n, c.k, 8);
+    p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
+    p.act_symmetric = !c.zeros;
+    WgmmaDecodeShape const shape(p, kHopper, c.quantizes, true);
+    if (c.slabs || c.n > 100000) EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
+    if (!shape.cluster) continue;
+    if (c.slabs) {
+      EXPECT_EQ(shape.clusters, c.clusters) << c.n << " x " << c.k;
+      EXPECT_EQ(shape.most_slabs, c.slabs) << c.n << " x " << c.k;
+      EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
+    }
+    EXPECT_GE(shape.stages, 4);
+    EXPECT_LE(shape.shared_bytes + 1024, kHopper.shared_memory);
+    // No cluster's halves touch more slabs than it has room for.
+    int const units = (c.n + kRowsPerSlab - 1) / kRowsPerSlab * 2, base = units / shape.clusters, rest = units % shape.clusters;
+    for (int i = 0; i < shape.clusters; ++i) {
+      int const first = base * i + std::min(i, rest), past = first + base + (i < rest);
+      EXPECT_LE((past + 1) / 2 - first / 2, shape.most_slabs) << c.n << " x " << c.k;
+    }
   }
 }
 
