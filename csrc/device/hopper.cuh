@@ -91,8 +91,8 @@ __device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
 // Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes apart (PTX
 // ISA, "Matrix descriptor": start address / 16 in bits 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62). The atom starts on 1024 bytes; 32
 // columns further is +2.
-__device__ __forceinline__ uint64_t operand_descriptor(void const* shared) {
-  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
+__device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
+  return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((shared >> 4) & 0x3fff);
 }
 
 // The same where `shared` is the same in all lanes, kept in uniform registers, which is where wgmma takes it from.

@@ -49,6 +49,7 @@ struct TileConfig {
   static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
+  static constexpr bool kPrepareScales = false;  // whether prepare_tokens() prepares the weights' too
   static constexpr int kGroups = kGroups_;
   static constexpr bool kFactors = kFactors_;
   static constexpr bool kAlwaysZeros = kZeros && kGroups == 1 && !kFactors;  // otherwise the weight may have none
@@ -250,7 +251,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
 }
 
 // A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its
-// four tokens of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e.
+// four tokens of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. Where C::kPrepareScales, it also makes
+// the weights' scales fp32 numbers, times C::kUnit, in their place.
 template <class C>
 __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
@@ -276,6 +278,21 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
           }
         }
       }
+      if constexpr (C::kPrepareScales) {
+        static_assert(C::kRows % 128 == 0, "a lane takes four at a time");
+        float scales[C::kRows / 32];
+#pragma unroll
+        for (int i = 0; i < C::kRows / 32; i += 4) {
+          load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4, reinterpret_cast<float (&)[4]>(scales[i]));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < C::kRows / 32; i += 4) {
+          reinterpret_cast<float4*>(stage + C::kScales)[i * 8 + lane] =
+              make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit, scales[i + 3] * C::kUnit);
+        }
+        cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
+      }
       ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }
   }
@@ -293,7 +310,7 @@ struct Place {
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
     int row = warpgroup * kRowsPerSlab + lane / 4 * 8 + warp * 2;  // in the order of group vectors
     units = C::kWeights + warpgroup * chunk_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
-    scales = C::kScales + row * p.scale_bytes;
+    scales = C::kScales + row * (C::kPrepareScales ? 4 : p.scale_bytes);
     zeros = C::kZeroPoints + row;
     offsets = C::kOffsets + row * p.offset_bytes;
     token_factors = (C::kFactors ? C::kStepFactors : C::kTokenFactors) + lane % 4 * 16;

@@ -34,6 +34,10 @@ struct Config
   static constexpr bool kShift = kAsymmetric && kPromotion == Promotion::kToken;  // where a product makes them good
   // What the decoder multiplies codes by.
   static constexpr float kCodeScale = kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
+  static constexpr float kUnit = 1.0f / kCodeScale;
+  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit: instructions beside the products slow these down, even those that
+  // nothing waits for. Likewise, stages are then found without asking for the block's place in its cluster. (Measured on an H200, where it is done.)
+  static constexpr bool kPrepareScales = kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kTokens >= 128;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
@@ -62,7 +66,7 @@ struct RawWeights {
 
   __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
     load_words(stage, at);
-    load_scales(stage, p, at);
+    load_vectors(stage, p, at);
   }
 
   __device__ __forceinline__ void load_words(uint8_t const* stage, hopper::Place<C> const& at) {
@@ -74,9 +78,14 @@ struct RawWeights {
     load_shared(cute::cast_smem_ptr_to_uint(stage) + at.units + i * kUnitBytes, words[i]);
   }
 
-  // And zero points. They are waited for where they are loaded: best while products run.
-  __device__ __forceinline__ void load_scales(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
-    if (C::kLoadScales) {
+  __device__ __forceinline__ void load_prepared_scales(uint8_t const* stage, hopper::Place<C> const& at) {
+    float2 v = *reinterpret_cast<float2 const*>(stage + at.scales);
+    scale[0] = v.x, scale[1] = v.y;
+  }
+
+  // Zero points, and scales that nothing prepares. They are waited for where they are loaded: best while products run.
+  __device__ __forceinline__ void load_vectors(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
+    if (C::kLoadScales && !C::kPrepareScales) {
       if (p.weight.scale_type == DataType::kFloat32) {
         float2 v = *reinterpret_cast<float2 const*>(stage + at.scales);
         scale[0] = C::kStart ? short_scale(v.x) : v.x, scale[1] = C::kStart ? short_scale(v.y) : v.y;
@@ -111,7 +120,7 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
 // Scales of the tile's tokens: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
 template <class C>
 struct TokenFactors {
-  static constexpr int kAhead = C::kBits == 8 && C::kTokens == 176 && !C::kStart ? 1 : 2;
+  static constexpr int kAhead = 2;
   uint32_t address;
   float sixteens[C::kTokens / 16][4];
 
@@ -125,7 +134,7 @@ struct TokenFactors {
 };
 
 // Fold the integers of eight tokens into the fp32 sums. Register 4j + e: row g + 8 (e / 2), token 8j + 2t + e % 2. The same three operations in
-// two orders, of which each width of weights runs faster in its own (5 % and 2 %, measured on an H200).
+// two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200).
 template <class C>
 __device__ __forceinline__ void promote(int j, float const* token, uint32_t const (&integers)[C::kSums],
                                         float const (&scale)[2], float (&sums)[C::kSums]) {
@@ -134,7 +143,7 @@ __device__ __forceinline__ void promote(int j, float const* token, uint32_t cons
     float v = float(int(integers[4 * j + e])), &sum = sums[4 * j + e];
     if (C::kPromotion == Promotion::kToken) {
       sum = fmaf(v, scale[e / 2], sum);
-    } else if (C::kBits == 8) {
+    } else if (C::kBits == 8 || C::kPrepareScales) {
       sum = fmaf(v * scale[e / 2], token[e % 2], sum);
     } else {
       sum = fmaf(v, token[e % 2] * scale[e / 2], sum);
@@ -273,6 +282,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
   int clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
   int const t = at.lane % 4;
+  // The same in all lanes, as the compiler can see, and nothing that it would work out again in every turn.
+  uint32_t const first_stage = C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
@@ -324,8 +335,11 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     for (int i = 0; i < count; ++i) {
       uint8_t const* stage = stages + ring.stage * C::kStageBytes;
       if constexpr (!C::kStart) decode_weights<C>(raw, a);
-      float scale[2] = {raw.scale[0] * (1.0f / C::kCodeScale), raw.scale[1] * (1.0f / C::kCodeScale)};
-      uint64_t tokens = operand_descriptor(stage + C::kActivations);
+      float scale[2];
+      if (!C::kPrepareScales) scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
+      uint64_t tokens = operand_descriptor(
+          (C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes : cute::cast_smem_ptr_to_uint(stage)) +
+          C::kActivations);
       [[maybe_unused]] ZeroShift<C> shift;
       if constexpr (C::kShift) shift.add(a);
 #pragma unroll
@@ -342,6 +356,10 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
       if constexpr (C::kShift) shift.spread();
       if (kBlock && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+      if constexpr (C::kPrepareScales) {
+        raw.load_prepared_scales(stage, at);
+        scale[0] = raw.scale[0], scale[1] = raw.scale[1];
+      }
       if constexpr (C::kShift) {
         fence_registers(shift.operand);
         cute::warpgroup_arrive();
@@ -354,7 +372,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       uint8_t const* next = stages + ring.stage * C::kStageBytes;
       if (i + 1 < count) {
         TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-        raw.load_scales(next, p, at);
+        raw.load_vectors(next, p, at);
         if (C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
       }
       uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
@@ -398,8 +416,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
     }
     if constexpr (kBlock) {
-      // With one load ahead and these pinned, the main loop of this tile is scheduled as well as can be: 4 % (measured on an H200).
-      if (C::kBits == 8 && C::kTokens == 176) asm volatile("" : "+r"(row0), "+r"(m0));
+      // With these pinned, the main loop of this tile is scheduled as well as can be: 4 % (measured on an H200).
+      if (C::kStart && C::kBits == 8 && C::kTokens == 176) asm volatile("" : "+r"(row0), "+r"(m0));
       hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
     } else {
 #pragma unroll
@@ -416,7 +434,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         if (kAsymmetric) row_sums[h] = sum_of_row(row_sums[h]);
         int position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2 + h;
         if (position < p.n_pad) row_scale[h] = load_float(p.weight.scales, p.weight.scale_type, position);
-        row_scale[h] *= 1.0f / C::kCodeScale;
+        row_scale[h] *= C::kUnit;
       }
       cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
       float outputs[kChannel ? C::kSums : 1];
