@@ -432,8 +432,8 @@ def _gemm_floats(
     x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
     if weight.gpu < 0:
-        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
         canonical = weight.unpack()
 
         def run(rows: slice) -> Tensor:
@@ -450,14 +450,13 @@ def _gemm_floats(
             )
 
         return _row_by_row(run, m, batch_invariant).view(shape)
-    if end[7]:  # batch-invariant
+    if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
         if x.data_ptr() % 16:
             x = x.clone()
     x_type, mode = _TYPES[x.dtype], _ACT_QUANT[act_quant]
     if weight.book is not None and m > _MOST_BOOK_ROWS:
-        bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, architecture = end
         plain = bias is None and weight.bias is None and activation is None and residual is None and out_dtype == x.dtype
         if plain and not (saturate or batch_invariant or architecture):
             x = _rows(x)
