@@ -125,6 +125,14 @@ bool wgmma_decode_alone_quantizes(GemmProblem const& problem, Device const& devi
   return quantizes_blocks(problem) && padded_size(problem.weight) >= kLeast && problem.weight.k < 8192 &&
          WgmmaDecodeShape(problem, device, true, true).cluster > 0;
 }
+// Whether wgmma_gemm_a8 gives a row the same bits by tiles of less than 128 tokens beside int4 weights, or may give it others. Larger tiles multiply the
+// integers by the scales in another order, where neither side has zero points and tokens have a scale a block.
+bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
+  QuantizedActivations const& x = problem.quantized;
+  bool const zeros = problem.weight.zeros || (x.codes ? x.zeros != nullptr : !problem.act_symmetric);
+  bool const blocks = x.codes ? x.block != -1 : problem.act_quant == ActQuant::kBlock;
+  return !problem.batch_invariant || zeros || !blocks;
+}
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
 // clang-format off
@@ -200,11 +208,11 @@ constexpr Row kTable[] = {
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<4, 96, 2>)),
-     "where 128 would leave a wave of blocks less full"},
+     "where 128 would leave a wave of blocks less full", small_tiles_have_the_bits},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
-     "few tokens, or few rows: more blocks than the larger tiles give"},
+     "few tokens, or few rows: more blocks than the larger tiles give", small_tiles_have_the_bits},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
-     "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points"},
+     "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points", small_tiles_have_the_bits},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
@@ -472,7 +480,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
       bool takes = (candidate.weights & weight) && (candidate.inputs & input) && !(features & ~candidate.features) &&
                    architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
                    device.shared_memory >= candidate.tile.shared_bytes && (kernel || m >= candidate.min_m) &&
-                   m <= candidate.max_m && (!problem.batch_invariant || (candidate.fixed_order && candidate.max_m == kAnyM));
+                   m <= candidate.max_m && (!problem.batch_invariant || candidate.max_m == kAnyM);
       takes = takes && (!candidate.takes || candidate.takes(problem, seen));
       char const* same = best ? best->kernel : kernel;
       if (!takes || (same && std::strcmp(same, candidate.kernel) != 0)) continue;

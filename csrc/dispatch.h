@@ -50,8 +50,6 @@ struct Row {
   Launcher launch;
   char const* why;
   bool (*takes)(GemmProblem const& problem, Device const& device) = nullptr;  // null: every problem that the fields above admit
-  // Whether a sum's order depends on Plan::splits alone: not on the tile, nor on m.
-  bool fixed_order = true;
 };
 
 // The row for a problem: the first that takes it, or, where its kernel has tiles with a cost, the one of that kernel's rows whose

@@ -287,7 +287,11 @@ def test_any_scales_within_tolerance(case: Case) -> None:
         assert_close(y, oracle(x, qw, act_quant, symmetric))
         if act_quant != "none":
             qa = co.quantize_activations(x, block_of(act_quant, qw.group_size), symmetric)
-            assert same_bits(multiply(qa, packed, out_dtype=case.out_dtype), y)
+            again = multiply(qa, packed, out_dtype=case.out_dtype)
+            assert_close(again, oracle(x, qw, act_quant, symmetric))
+            assert m <= 16 or same_bits(
+                again, y
+            )  # of a few rows that it quantises another kernel is faster, which sums in another order
 
 
 LARGE = [

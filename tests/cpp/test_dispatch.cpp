@@ -763,9 +763,24 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
           ASSERT_TRUE(plan(p, device, &chosen).ok());
           EXPECT_STREQ(chosen.kernel, expected.kernel) << m;
           EXPECT_EQ(chosen.splits, expected.splits) << m;
-          EXPECT_TRUE(chosen.row->fixed_order);
         }
       }
+}
+
+TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
+  GemmProblem p = problem(8, 4096, 4096, 4);
+  p.batch_invariant = true;
+  Plan chosen;
+  ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, true), kHopper, &chosen).ok());
+  EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
+  EXPECT_GE(chosen.tile_tokens, 128);
+  ASSERT_TRUE(plan(already_quantized(p, 128), kHopper, &chosen).ok());
+  EXPECT_GE(chosen.tile_tokens, 128);
+  // Their order of multiplication is that of larger tiles here.
+  ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, false), kHopper, &chosen).ok());
+  EXPECT_EQ(chosen.tile_tokens, 64);
+  ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kToken, true), kHopper, &chosen).ok());
+  EXPECT_EQ(chosen.tile_tokens, 64);
 }
 
 TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
