@@ -341,7 +341,7 @@ LARGE = [
 
 #: What wgmma_decode does with a weight: one block, two, four or eight that share K; warpgroups that share its slabs, or
 #: take turns at tiles of K, of which there may be fewer; a ring of stages that turns, or is filled once; unequal shares.
-CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (28672, 1024), (17000, 4096)]
+CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (9056, 2048), (28672, 1024), (17000, 4096)]
 
 
 def check_small_batches(

@@ -286,8 +286,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         bool const wraps = stage + ahead >= p.shape.stages;
         if (to_quantize < part.tiles)
           quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps), full, p);
-        // (Where there are fewer slabs than warpgroups, by those that have one.)
-        to_quantize += C::kAlone && p.shape.sets == 1 ? min(C::kWarpgroups, part.slabs) : C::kWarpgroups;
+        // (Where a cluster has fewer slabs than warpgroups, which then are one set if a warpgroup takes few, by those that have one.)
+        to_quantize += C::kMostSlabs < C::kWarpgroups && p.shape.sets == 1 ? min(C::kWarpgroups, part.slabs) : C::kWarpgroups;
       }
     }
     uint32_t const offset = stage * weight_bytes;
