@@ -128,10 +128,8 @@ bool wgmma_decode_alone_quantizes(GemmProblem const& problem, Device const& devi
 // Whether wgmma_gemm_a8 gives a row the same bits by tiles of less than 128 tokens beside int4 weights, or may give it others. Larger tiles multiply the
 // integers by the scales in another order, where neither side has zero points and tokens have a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
-  QuantizedActivations const& x = problem.quantized;
-  bool const zeros = problem.weight.zeros || (x.codes ? x.zeros != nullptr : !problem.act_symmetric);
-  bool const blocks = x.codes ? x.block != -1 : problem.act_quant == ActQuant::kBlock;
-  return !problem.batch_invariant || zeros || !blocks;
+  bool const blocks = problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+  return !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) || !blocks;
 }
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
@@ -465,9 +463,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
   }
   unsigned input = multiplies_int8(problem) ? kInt8Input : kFloatInput;
   unsigned weight = w.book ? kCodeBook : w.bits == 4 ? kWeights4 : kWeights8;
-  bool act_zeros = quantized ? problem.quantized.zeros != nullptr : input == kInt8Input && !problem.act_symmetric;
   unsigned features = (w.group_size == 32 || w.group_size == 64 ? kShortGroups : 0) | (w.zeros ? kWeightZeros : 0) |
-                      (w.offsets ? kWeightOffsets : 0) | (act_zeros ? kActivationZeros : 0) |
+                      (w.offsets ? kWeightOffsets : 0) | (activations_have_zeros(problem) ? kActivationZeros : 0) |
                       (input == kFloatInput && is_irregular(problem) ? kIrregularInput : 0);
   Device seen = device;
   seen.architecture = architecture;

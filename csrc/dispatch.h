@@ -67,6 +67,10 @@ constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.cut_tiles) 
 inline bool multiplies_int8(GemmProblem const& problem) {
   return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
 }
+// Whether they have zero points then.
+inline bool activations_have_zeros(GemmProblem const& problem) {
+  return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
+}
 
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);

@@ -36,9 +36,7 @@ struct WgmmaDecodeShape {
   // `quantizes`: the blocks quantise x themselves.
   WgmmaDecodeShape(GemmProblem const& p, Device const& device, bool quantizes, bool alone) {
     PackedWeight const& w = p.weight;
-    bool const int8 = multiplies_int8(p);
-    bool const token_zeros =
-        quantizes ? !p.act_symmetric : int8 && (p.quantized.codes ? p.quantized.zeros != nullptr : !p.act_symmetric);
+    bool const int8 = multiplies_int8(p), token_zeros = activations_have_zeros(p);
     int const x_bytes = int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2;
     int const groups = warpgroups(alone), most = most_slabs_of(alone, token_zeros), unit = WgmmaDecodeShape::unit(alone);
     int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);

@@ -560,8 +560,8 @@ def mixed_gemm(
             K is cut into are then those for 128 rows, whatever M is, and never decode_gemm's. Measured on an H200: 28672 x 4096
             with int4 weights takes 2 to 3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
             up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to 1.6 at 16, and 1.1 to 1.5
-            from 64 on. Symmetric blocks of x beside int4 weights have the tile of 128 rows and take their time, at M = 64 1.5
-            times as long. Where K is cut, its parts' fp32 sums take parts x M x N x 4 bytes of scratch memory.
+            from 64 on. (Symmetric blocks of x beside int4 weights, which have the tile of 128 rows then, were not timed so.)
+            Where K is cut, its parts' fp32 sums take parts x M x N x 4 bytes of scratch memory.
         architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones of its
             own; 0 for the GPU's. For tests and comparisons; unused on a CPU.
 

@@ -604,10 +604,9 @@ Status launch_input(GemmProblem const& problem, Stream stream) {
   if (Status status = current_device(&device); !status.ok()) return status;
   WgmmaDecodeShape const shape(problem, device, kQuantizes, kAlone);
   if constexpr (!kBook) {
-    bool const zeros = kQuantizes ? !problem.act_symmetric : problem.quantized.zeros != nullptr;
-    if (kQuantizes || problem.quantized.codes)
-      return zeros ? launch_scales<kBits, kQuantizes, kAlone, true>(problem, shape, stream)
-                   : launch_scales<kBits, kQuantizes, kAlone, false>(problem, shape, stream);
+    if (multiplies_int8(problem))
+      return activations_have_zeros(problem) ? launch_scales<kBits, kQuantizes, kAlone, true>(problem, shape, stream)
+                                             : launch_scales<kBits, kQuantizes, kAlone, false>(problem, shape, stream);
   }
   return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kBook, kAlone>(problem, shape, stream)
                                               : launch_element<__nv_bfloat16, kBits, kBook, kAlone>(problem, shape, stream);
