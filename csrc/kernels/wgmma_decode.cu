@@ -58,6 +58,8 @@ struct Config {
   static constexpr int kTokenBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
   // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
+  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not follow how one speaks for its warp.
+  static constexpr int kReaders = kInt8 ? 128 : 4;
   static constexpr int kGroupSteps = kBook ? 1 : kSteps;  // that are promoted together: a book's groups may be of 64 columns
   static constexpr int kWords = kPieces * Decode::kWords;
   static constexpr int kChunk = chunk_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
@@ -230,8 +232,7 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
     store_ones(x + stage * C::kXStride + C::kPanelBytes);
   }
   cutlass::arch::fence_view_async_shared();
-  __syncwarp();
-  if (thread % 32 == 0) ClusterBarrier::arrive(full + stage);
+  ClusterBarrier::arrive(full + stage);
 }
 
 // The scales of a thread's two rows as they lie in shared memory.
@@ -375,7 +376,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
         fence_registers(products);
         if (C::kInt8 && next < kSlabs * C::kSteps) load(next);  // once the operands' registers are free
         if ((step + 1) % C::kGroupSteps) continue;
-        if (step + 1 == C::kSteps && slab + 1 == kSlabs && lane == 0) ClusterBarrier::arrive(full + Barriers::kStages + stage);
+        // int8: if another tile is to come there. (Without a branch the compiler holds more registers than there are.)
+        if (step + 1 == C::kSteps && slab + 1 == kSlabs && (C::kInt8 ? i + p.shape.stages < part.tiles : lane == 0))
+          ClusterBarrier::arrive(full + Barriers::kStages + stage);
         float2 scale = stored.values();
         if constexpr (C::kInt8) scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
 #pragma unroll
@@ -452,9 +455,9 @@ __global__ void __launch_bounds__(C::kThreads + (C::kAlone ? 64 : 0), C::kAlone 
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 4 : 1);
+      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : 1);
       TransactionBarrier::init(&barriers.raw[i], 1);
-      ClusterBarrier::init(&barriers.empty[i], p.shape.sets > 1 ? 4 : 4 * min(C::kWarpgroups, part.slabs));
+      ClusterBarrier::init(&barriers.empty[i], C::kReaders * (p.shape.sets > 1 ? 1 : min(C::kWarpgroups, part.slabs)));
     }
     TransactionBarrier::init(&barriers.sums, 1);
     cutlass::arch::fence_barrier_init();
