@@ -41,12 +41,6 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
          decode_shape(problem, device, kTokens).cluster > 0;
 }
 
-// Whether it quantises x that is so long as it was measured to win with beside large weights.
-bool decode_takes_long_k(GemmProblem const& problem, Device const& device) {
-  return problem.act_quant == ActQuant::kBlock && problem.weight.k >= 16384 &&
-         decode_takes<8, int64_t(128) << 20, int64_t(256) << 20>(problem, device);
-}
-
 // Whether products of int8 activations are left to wgmma_gemm_a16: what wgmma_gemm_a8 does not take. With kFactors, its promotion needs more than the
 // weight's scales.
 bool is_wide(PackedWeight const& w) {
@@ -177,8 +171,6 @@ constexpr Row kTable[] = {
      "where the weight is not large, as for 16 tokens: 5.2 us for 4096 x 4096 and 8 tokens, 6.8 by decode_gemm; 11.4 for 14336 x 4096, 12.5", wgmma_decode_quantizes<int64_t(96) << 20>},
     {"decode_gemm", kWeights4, kInt8Input | kQuantizes, kAllFeatures, 90, 90, 0, 8, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
      "the blocks quantise x themselves, which saves a launch: 17 us for 28672 x 4096, 19.6 by mma_gemm_a8; for 8192 x 28672 and two tokens 34.2 and 33.6", decode_takes<8, 0, kDecodeMiddle>},
-    {"decode_gemm", kWeights4, kInt8Input | kQuantizes, 0, 90, 90, 0, 1, decode_gemm_tile(8), LAUNCHER((launch_decode_gemm<4, 8, true>)),
-     "the same where K is long: 31.2 us for 8192 x 28672, 32.7 by mma_gemm_a8", decode_takes_long_k},
     {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 0, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8, true>)),
      "a block a multiprocessor, where the weight is large: one token x 28672 x 4096 takes 30.4 us, 31.0 by mma_gemm_a8, 16 tokens 30.4 and 32.1", wgmma_decode_alone_quantizes<int64_t(96) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 5, 16, wgmma_decode_alone_tile(), LAUNCHER((launch_wgmma_decode_alone<8, true>)),
@@ -196,7 +188,7 @@ constexpr Row kTable[] = {
     {"wgmma_decode", kWeights8, kInt8Input | kQuantizes, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8, false, true>)),
      "likewise, where the weight is small: 7.1 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_quantizes<int64_t(96) << 20>},
     {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 0, 8, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
-     "where the weight is large, after the quantiser: 32.0 us for 8192 x 28672 and 8 tokens, 35.0 by mma_gemm_a8; with zero points of x 32.2 and 41.8", wgmma_decode_takes<kDecodeMiddle, int64_t(256) << 20>},
+     "where the weight is large, after the quantiser: 32.0 us for 8192 x 28672 and 8 tokens, 35.0 by mma_gemm_a8; with zero points of x 32.2 and 41.8; one 30.9 and, by decode_gemm, 31.1", wgmma_decode_takes<kDecodeMiddle, int64_t(256) << 20>},
     {"wgmma_decode", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 9, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<4>)),
      "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<0, int64_t(256) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),

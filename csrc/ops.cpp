@@ -108,8 +108,9 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                              problem.weight.k, problem.weight.perm, ready.quantized};
     // The product of a few tokens starts at once, to ask for its weights, unless its blocks are fewer than the GPU has places for: the quantiser's would share
     // multiprocessors with some of them alone. (W8A8, one token x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
+    // Up to four are so soon quantised that its blocks need not spread. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; but eight 32.7 and 31.6.)
     bool const few = problem.m <= 16, decodes = chosen.row->tile.whole_k, fills = chosen.splits > 1 && layout.block != -1;
-    QuantizerStart const start{few && (decodes || fills), !few || (decodes && chosen.row->tile.resident > 1)};
+    QuantizerStart const start{few && (decodes || fills), !few || (decodes && chosen.row->tile.resident > 1 && problem.m > 4)};
     status = launch_quantize_activations(quantize, stream, start);
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);

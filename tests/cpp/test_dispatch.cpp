@@ -311,8 +311,7 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(kernel(17, 4096, 4096, ActQuant::kNone), "wgmma_gemm_a16");
   EXPECT_EQ(kernel(16, 128256, 4096, ActQuant::kNone), "mma_gemm_a16");  // more slabs than sums in registers
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kBlock), "decode_gemm");
-  EXPECT_EQ(kernel(1, 8192, 28672, ActQuant::kBlock), "decode_gemm");
-  for (int m : {2, 8}) EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kBlock), "wgmma_decode");
+  for (int m : {1, 2, 8}) EXPECT_EQ(kernel(m, 8192, 28672, ActQuant::kBlock), "wgmma_decode");
   // int8 activations of 9 to 16 tokens: {kernel, whether it quantises x itself}
   using Choice = std::pair<std::string, bool>;
   auto int8 = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
