@@ -94,8 +94,15 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
         for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
-          for (auto const& [n, k] : std::vector<std::pair<int, int>>{
-                   {1, 1}, {192, 576}, {1000, 10944}, {49152, 576}, {17000, 64}, {17000, 4096}, {28672, 4096}, {8192, 28672}})
+          for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1},
+                                                                     {192, 576},
+                                                                     {1000, 10944},
+                                                                     {49152, 576},
+                                                                     {17000, 64},
+                                                                     {17000, 4096},
+                                                                     {14336, 4096},
+                                                                     {28672, 4096},
+                                                                     {8192, 28672}})
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
@@ -764,6 +771,42 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
           EXPECT_EQ(chosen.splits, expected.splits) << m;
         }
       }
+}
+
+// 17 to 32 int8 tokens: wgmma_gemm_a8 where its tiles, or parts of them, are nearly a wave, as far as it was measured to win.
+TEST(Dispatch, GivesFewInt8TokensTilesThatAreAWave) {
+  auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
+    Row const* row = nullptr;
+    EXPECT_TRUE(select(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric), kHopper, &row).ok());
+    return !row || std::string(row->kernel) != "wgmma_gemm_a8" ? 0 : row->tile.rows;
+  };
+  ActQuant const block = ActQuant::kBlock, token = ActQuant::kToken;
+  EXPECT_EQ(rows(24, 28672, 4096, 4, block), 0);
+  for (int m : {25, 32}) EXPECT_EQ(rows(m, 28672, 4096, 4, block), 512);
+  EXPECT_EQ(rows(17, 28672, 8192, 4, block), 512);
+  EXPECT_EQ(rows(32, 28672, 4096, 4, token), 0);
+  EXPECT_EQ(rows(32, 28672, 4096, 4, block, false), 0);  // two waves
+  EXPECT_EQ(rows(32, 28672, 4096, 8, block), 0);
+  EXPECT_EQ(rows(24, 14336, 4096, 4, block), 0);
+  EXPECT_EQ(rows(25, 14336, 4096, 4, block), 256);
+  EXPECT_EQ(rows(32, 12288, 4096, 4, block), 0);
+  EXPECT_EQ(rows(17, 12288, 4096, 4, token), 256);
+  for (ActQuant act_quant : {block, token}) {
+    EXPECT_EQ(rows(16, 14336, 4096, 4, act_quant, false) + rows(16, 14336, 4096, 8, act_quant), 0);
+    EXPECT_EQ(rows(17, 14336, 4096, 8, act_quant), 256);
+    for (int bits : {4, 8}) {
+      EXPECT_EQ(rows(17, 14336, 4096, bits, act_quant, false), 256);
+      EXPECT_EQ(rows(17, 8192, 8192, bits, act_quant, false), 256);
+      EXPECT_EQ(rows(32, 8192, 8192, bits, act_quant), 0);
+      EXPECT_EQ(rows(32, 4096, 4096, bits, act_quant, false), 0);
+      EXPECT_EQ(rows(32, 6144, 4096, bits, act_quant), 0);  // a quarter of the clusters would be idle
+      EXPECT_EQ(rows(32, 2048, 4096, bits, act_quant), 0);
+    }
+    EXPECT_EQ(rows(32, 4096, 4096, 4, act_quant) + rows(32, 4096, 4096, 8, act_quant), 0);
+    // K is long: int4 alone, and without zero points of the weight
+    EXPECT_EQ(rows(17, 8192, 28672, 4, act_quant, false), 256);
+    EXPECT_EQ(rows(32, 8192, 28672, 8, act_quant, false), 0);
+  }
 }
 
 TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
