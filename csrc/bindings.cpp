@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <stdexcept>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cutlass_ops/layout.h"
@@ -33,20 +34,23 @@ void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-PackedWeight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, Pointer book, int n,
-                         int k, int bits, int group_size, DataType scale_type, DataType offset_type) {
-  return {as<uint8_t>(codes),
-          as<void>(scales),
-          as<int8_t>(zeros),
-          as<void>(offsets),
-          as<int32_t>(perm),
-          as<float>(book),
-          n,
-          k,
-          bits,
-          group_size,
-          scale_type,
-          offset_type};
+// A weight with what `product` wants to know beside it.
+struct Weight : PackedWeight {
+  void const* bias;
+  DataType bias_type;
+  py::object device;  // a torch.device
+  int gpu;            // its index, or -1
+};
+
+Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, Pointer book, int n, int k,
+                   int bits, int group_size, DataType scale_type, DataType offset_type, Pointer bias, DataType bias_type,
+                   py::object device, int gpu) {
+  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), as<float>(book), n, k,
+           bits, group_size, scale_type, offset_type},
+          as<void>(bias),
+          bias_type,
+          std::move(device),
+          gpu};
 }
 
 QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
@@ -111,12 +115,26 @@ py::object new_scratch(py::handle like, size_t bytes) {
   return new_empty(like, py::make_tuple((bytes + size - 1) / size), {});
 }
 
-constexpr Py_ssize_t kMixedGemmArguments = 15;
+// Choose a kernel and start it, with scratch memory beside `like`.
+void run(GemmProblem const& problem, py::handle like, Pointer stream) {
+  Device device;
+  Plan chosen;
+  check(current_device(&device));
+  check(plan(problem, device, &chosen));
+  Workspace workspace;
+  // Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
+  py::object scratch;
+  if (chosen.workspace) {
+    scratch = new_scratch(like, chosen.workspace);
+    workspace = {as<void>(data_ptr(scratch)), chosen.workspace};
+  }
+  check(mixed_gemm(problem, chosen, workspace, as<void>(stream)));
+}
 
 py::object mixed_gemm(PyObject* const* arguments) {
   auto const next = [&] { return py::handle(*arguments++); };
   GemmProblem problem;
-  problem.weight = next().cast<PackedWeight const&>();
+  problem.weight = next().cast<Weight const&>();
   py::object x = py::reinterpret_borrow<py::object>(next());
   py::handle const quantized = next();
   problem.m = next().cast<int>();
@@ -147,28 +165,114 @@ py::object mixed_gemm(PyObject* const* arguments) {
   py::object out = new_empty(x, shape, same_type ? py::handle() : dtype);
   problem.out = as<void>(data_ptr(out));
 
-  Device device;
-  Plan chosen;
-  check(current_device(&device));
-  check(plan(problem, device, &chosen));
-  Workspace workspace;
-  // Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
-  py::object scratch;
-  if (chosen.workspace) {
-    scratch = new_scratch(x, chosen.workspace);
-    workspace = {as<void>(data_ptr(scratch)), chosen.workspace};
-  }
-  check(mixed_gemm(problem, chosen, workspace, as<void>(stream)));
+  run(problem, x, stream);
   return out;
 }
 
-PyObject* call_mixed_gemm(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
+// ---- product: the same where no more is asked for, as layers do. It looks at its arguments itself: in Python that takes longer than all of this but the
+// launch.
+
+// Of torch, kept for good.
+struct Torch {
+  PyObject *current_stream, *none, *token, *block;
+  std::array<std::pair<PyObject*, DataType>, 3> types;
+
+  Torch() {
+    py::module_ const torch = py::module_::import("torch");
+    auto const keep = [](py::object object) { return object.release().ptr(); };
+    current_stream = keep(torch.attr("_C").attr("_cuda_getCurrentRawStream"));
+    none = keep(py::str("none")), token = keep(py::str("token")), block = keep(py::str("block"));
+    types = {{{keep(torch.attr("float16")), DataType::kFloat16},
+              {keep(torch.attr("bfloat16")), DataType::kBFloat16},
+              {keep(torch.attr("float32")), DataType::kFloat32}}};
+  }
+
+  DataType type(py::handle dtype) const {
+    for (auto const& [object, type] : types)
+      if (dtype.ptr() == object) return type;
+    return DataType::kNone;
+  }
+  // Whether act_quant is one of those that there are.
+  bool find(PyObject* act_quant, ActQuant* found) const {
+    if (!PyUnicode_Check(act_quant)) return false;
+    for (auto const& [text, mode] :
+         {std::pair(none, ActQuant::kNone), std::pair(token, ActQuant::kToken), std::pair(block, ActQuant::kBlock)})
+      if (PyUnicode_Compare(act_quant, text) == 0) return *found = mode, true;
+    return false;
+  }
+};
+
+// x [..., k] as rows: how many, and from one to the next. 0 if x is no such tensor, or would have to be copied.
+struct Rows {
+  std::int64_t count = 0, stride = 0;
+
+  Rows(py::handle shape, py::handle strides, int k) {
+    Py_ssize_t const last = PyTuple_GET_SIZE(shape.ptr()) - 1;
+    // -1: a symbol, while something is traced.
+    auto const at = [](py::handle tuple, Py_ssize_t i) -> std::int64_t {
+      PyObject* const item = PyTuple_GET_ITEM(tuple.ptr(), i);
+      return PyLong_CheckExact(item) ? PyLong_AsLongLong(item) : -1;
+    };
+    if (last < 0 || at(shape, last) != k || (k > 1 && at(strides, last) != 1)) return;
+    std::int64_t rows = 1;
+    // Of one row the kernels see what they would see of a matrix.
+    stride = last > 0 ? at(strides, last - 1) : k;
+    for (Py_ssize_t i = last; i-- > 0;) {
+      std::int64_t const size = at(shape, i);
+      if (size == 1) continue;
+      if (rows == 1) stride = at(strides, i);
+      if (size < 1 || at(strides, i) != stride * rows) return;
+      rows *= size;
+    }
+    count = rows;
+  }
+};
+
+// Of more rows a code book's values have another way too, and for so many as kMostRows host time is nothing.
+constexpr std::int64_t kMostBookRows = 16, kMostRows = 1 << 20;
+
+py::object product(PyObject* const* arguments) {
+  if (!CUTLASS_OPS_CUDA) return py::none();
+  static Torch const torch;
+  static Name const dtype("dtype"), device("device"), shape("shape"), stride("stride");
+  auto const& weight = py::handle(arguments[0]).cast<Weight const&>();
+  py::handle const x = arguments[1], symmetric = arguments[3];
+  GemmProblem problem;
+  if (weight.gpu < 0 || !torch.find(arguments[2], &problem.act_quant) || !PyBool_Check(symmetric.ptr())) return py::none();
+  auto const get = [&](Name const& name) { return checked(PyObject_GetAttr(x.ptr(), name.text)); };
+  problem.x_type = problem.out_type = torch.type(get(dtype));
+  bool const quantizes = problem.act_quant != ActQuant::kNone;
+  if (problem.x_type == DataType::kNone || (problem.x_type == DataType::kFloat32 && !quantizes) || (weight.book && quantizes))
+    return py::none();
+  if (!get(device).equal(weight.device)) return py::none();
+  py::object const sizes = get(shape);
+  Rows const rows(sizes, call(x, stride), weight.k);
+  if (rows.count < 1 || rows.count > (weight.book ? kMostBookRows : kMostRows)) return py::none();
+
+  problem.weight = weight;
+  problem.m = int(rows.count), problem.x_stride = rows.stride;
+  problem.x = as<void>(data_ptr(x));
+  problem.act_symmetric = symmetric.ptr() == Py_True;
+  problem.bias = weight.bias, problem.bias_type = weight.bias_type;
+  py::tuple out_shape(PyTuple_GET_SIZE(sizes.ptr()));
+  for (size_t i = 0; i + 1 < out_shape.size(); ++i) out_shape[i] = py::handle(PyTuple_GET_ITEM(sizes.ptr(), i));
+  out_shape[out_shape.size() - 1] = weight.n;
+  DeviceGuard guard(weight.gpu);
+  py::object out = new_empty(x, out_shape, {});
+  problem.out = as<void>(data_ptr(out));
+  run(problem, x, checked(PyObject_CallOneArg(torch.current_stream, py::int_(weight.gpu).ptr())).cast<Pointer>());
+  return out;
+}
+
+// How CPython calls a function of `count` arguments, all by position.
+template <py::object (*kFunction)(PyObject* const*), Py_ssize_t kCount>
+PyObject* call_by_position(PyObject*, PyObject* const* arguments, Py_ssize_t count) {
   try {
-    if (count != kMixedGemmArguments) {
-      throw py::type_error("mixed_gemm takes " + std::to_string(kMixedGemmArguments) + " arguments, by position; " +
+    if (count != kCount) {
+      throw py::type_error("the function takes " + std::to_string(kCount) + " arguments, by position; " +
                            std::to_string(count) + " are given");
     }
-    return mixed_gemm(arguments).release().ptr();
+    return kFunction(arguments).release().ptr();
   } catch (py::error_already_set& error) {
     error.restore();
   } catch (py::builtin_exception const& error) {
@@ -181,13 +285,22 @@ PyObject* call_mixed_gemm(PyObject*, PyObject* const* arguments, Py_ssize_t coun
   return nullptr;
 }
 
-PyMethodDef kMixedGemm = {
-    "mixed_gemm", reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(call_mixed_gemm)), METH_FASTCALL,
-    "mixed_gemm(weight: PackedWeight, x: object, quantized: object, m: int, x_type: DataType, act_quant: ActQuant, "
-    "symmetric: bool, epilogue: object, shape: tuple[int, ...], dtype: object, out_type: DataType, batch_invariant: bool, "
-    "architecture: int, device_index: int, stream: int) -> Any\n\n"
-    "The product [m, n] in a new tensor of this shape and dtype, on a stream of a device. x is a tensor [m, k] of x_type, or "
-    "the codes that quantized points to."};
+template <class Function>
+PyCFunction as_method(Function* function) {
+  return reinterpret_cast<PyCFunction>(reinterpret_cast<void*>(function));
+}
+
+PyMethodDef kMethods[] = {
+    {"mixed_gemm", as_method(call_by_position<mixed_gemm, 15>), METH_FASTCALL,
+     "mixed_gemm(weight: PackedWeight, x: object, quantized: object, m: int, x_type: DataType, act_quant: ActQuant, "
+     "symmetric: bool, epilogue: object, shape: tuple[int, ...], dtype: object, out_type: DataType, batch_invariant: bool, "
+     "architecture: int, device_index: int, stream: int) -> Any\n\n"
+     "The product [m, n] in a new tensor of this shape and dtype, on a stream of a device. x is a tensor [m, k] of x_type, or "
+     "the codes that quantized points to."},
+    {"product", as_method(call_by_position<product, 4>), METH_FASTCALL,
+     "product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any\n\n"
+     "x [..., k], a tensor of floats, times the weight, plus its bias, in a new tensor of x's dtype. None where anything "
+     "about the arguments is unusual or wrong, for others to see to."}};
 
 }  // namespace
 
@@ -286,10 +399,11 @@ PYBIND11_MODULE(_C, m) {
       .value("silu", Activation::kSilu)
       .value("clamp", Activation::kClamp);
 
-  py::class_<PackedWeight>(m, "PackedWeight", "Pointers and sizes of a packed weight; the tensors must outlive it.")
+  py::class_<Weight>(m, "PackedWeight", "Pointers and sizes of a packed weight; the tensors must outlive it.")
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("offsets_ptr"),
            py::arg("perm_ptr"), py::arg("book_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
-           py::arg("scale_type"), py::arg("offset_type"));
+           py::arg("scale_type"), py::arg("offset_type"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("device"),
+           py::arg("gpu"));
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
@@ -302,7 +416,8 @@ PYBIND11_MODULE(_C, m) {
            }),
            py::arg("bias_ptr"), py::arg("bias_type"), py::arg("residual_ptr"), py::arg("residual_type"),
            py::arg("residual_stride"), py::arg("activation"), py::arg("low"), py::arg("high"), py::arg("saturate"));
-  m.add_object("mixed_gemm", py::reinterpret_steal<py::object>(PyCFunction_New(&kMixedGemm, nullptr)));
+  for (PyMethodDef& method : kMethods)
+    m.add_object(method.ml_name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
 
   m.def(
       "quantize_activations",
@@ -324,7 +439,7 @@ PYBIND11_MODULE(_C, m) {
       py::arg("sum_ptr") = 0, "Quantise [m, k] floats, or a function of them (QuantizeProblem), to int8 in kernel order.");
   m.def(
       "dequantize",
-      [](PackedWeight const& weight, Pointer out, DataType type, Pointer stream) {
+      [](Weight const& weight, Pointer out, DataType type, Pointer stream) {
         check(dequantize({weight, as<void>(out), type}, as<void>(stream)));
       },
       py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"),
@@ -414,8 +529,8 @@ PYBIND11_MODULE(_C, m) {
       "The current device's properties.");
   m.def(
       "plan",
-      [](PackedWeight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
-         ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, Device const& device) {
+      [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride, ActQuant act_quant,
+         bool symmetric, bool batch_invariant, int architecture, Device const& device) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = weight;

@@ -42,6 +42,10 @@ class PackedWeight:
         group_size: int,
         scale_type: DataType,
         offset_type: DataType,
+        bias_ptr: int,
+        bias_type: DataType,
+        device: object,
+        gpu: int,
     ) -> None: ...
 
 class QuantizedActivations:
@@ -119,6 +123,7 @@ def mixed_gemm(
     device_index: int,
     stream: int,
 ) -> Any: ...  # a tensor
+def product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any: ...  # a tensor, or None
 def quantize_activations(
     x_ptr: int,
     type: DataType,

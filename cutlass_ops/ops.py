@@ -30,7 +30,8 @@ _ACTIVATIONS = {
     "clamp": _C.Activation.clamp,
 }
 #: Classes of tensors, or of none, that need no dispatcher of torch's.
-_PLAIN = frozenset((Tensor, torch.nn.Parameter, type(None)))
+_TENSORS = frozenset((Tensor, torch.nn.Parameter))
+_PLAIN = _TENSORS | {type(None)}
 #: What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time; torch without CUDA has it not.
 _stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 _MAX_M = 1 << 24
@@ -574,6 +575,13 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    plain = bias is None and activation is None and residual is None and out_dtype is None
+    plain = plain and not (saturate or batch_invariant or architecture or is_dynamo_compiling())
+    if plain and type(x) in _TENSORS and weight.gpu >= 0:
+        # What layers ask for. The module sees to it in less time than the checks below take, or leaves it to them.
+        product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
+        if product is not None:
+            return product
     device, n, k = weight.device, weight.n, weight.k
     if isinstance(x, Tensor):
         dtype, shape = x.dtype, x.shape

@@ -356,6 +356,10 @@ class PackedWeight:
             self.group_size,
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
+            pointers.get("bias", 0),
+            _NATIVE_TYPES[None if self.bias is None else self.bias.dtype],
+            self.device,
+            self.gpu,
         )
 
     def _find_device(self) -> None:

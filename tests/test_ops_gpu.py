@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, reference
+from cutlass_ops import _C, formats, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -797,6 +797,56 @@ def test_products_of_strided_operands(activations: str, view: str) -> None:
             assert y.shape == (*x.shape[:-1], 200)
             copied = multiply(x.reshape(-1, k).clone(), packed, residual=residual.reshape(-1, 200).clone(), **options)
             assert same_bits(y.view(-1, 200), copied)
+
+
+#: Of x [8, K]: what _C.product takes as it is, and what it leaves to be copied.
+SHAPED = {
+    "vector": (lambda x: x[3], True),
+    "one row": (lambda x: x[5:6], True),
+    "three dimensions": (lambda x: x.view(2, 4, -1), True),
+    "ones among them": (lambda x: x.view(1, 2, 1, 4, 1, -1), True),
+    "every other row": (lambda x: x.view(2, 4, -1)[:, ::2], True),
+    "last rows": (lambda x: x.view(2, 4, -1)[:, -1:], True),
+    "the same row": (lambda x: x[2].expand(3, -1), True),
+    "part of both dimensions": (lambda x: x.view(2, 4, -1)[:, :3], False),
+    "transposed": (lambda x: x.view(2, 4, -1).transpose(0, 1), False),
+    "columns apart": (lambda x: x.t().contiguous().t(), False),
+}
+
+
+@pytest.mark.parametrize("shaped", SHAPED)
+@pytest.mark.parametrize("activations", ACTIVATION_KINDS)
+def test_plain_products_are_those_of_every_other_call(activations: str, shaped: str) -> None:
+    act_quant, symmetric = ACTIVATION_KINDS[activations]
+    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
+    view, taken = SHAPED[shaped]
+    packed = co.reorder(make_weight(Format(), 200, 576, exact=False, bias=True))
+    for dtype in (HALF, BFLOAT, FLOAT)[: 2 if act_quant == "none" else 3]:
+        x = view(make_floats(8, 576, dtype))
+        assert (_C.product(packed.native, x, act_quant, symmetric) is not None) == taken
+        y = co.mixed_gemm(x, packed, **options)
+        assert (y.shape, y.dtype) == ((*x.shape[:-1], 200), dtype)
+        assert same_bits(y, co.mixed_gemm(x, packed, **options, out_dtype=dtype))
+
+
+def test_what_is_wrong_with_a_plain_product_is_left_to_those_who_say_it() -> None:
+    packed = co.reorder(make_weight(Format(), 200, 576, exact=False))
+    x = make_floats(3, 576, HALF)
+    other = co.reorder(make_weight(Format(), 200, 576, exact=False).to("cpu"))
+    assert _C.product(packed.native, x, "none", True) is not None
+    for weight, bad, act_quant, symmetric in (
+        (packed, x[:, :-1], "none", True),
+        (packed, x[:0], "none", True),
+        (packed, x[0, 0], "none", True),
+        (packed, x.cpu(), "none", True),
+        (packed, x.float(), "none", True),
+        (packed, x.double(), "block", True),
+        (packed, x, "row", True),
+        (packed, x, None, True),
+        (packed, x, "block", 1),
+        (other, x.cpu(), "none", True),
+    ):
+        assert _C.product(weight.native, bad, act_quant, symmetric) is None
 
 
 @pytest.mark.parametrize("m", [3, 20, 40, 70])
