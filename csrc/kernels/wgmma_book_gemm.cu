@@ -25,6 +25,7 @@ template <class Element_, class Scale_>
 struct Config {
   using Element = Element_;
   using Scale = Scale_;
+  using Work = hopper::Work;
   static constexpr int kBits = 4, kTokens = 256, kCluster = 2, kWarpgroups = 2;
   static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kLoadingRegisters = 40, kRegisters = 232;  // of a thread of the warpgroup that loads, and of the others
@@ -64,7 +65,7 @@ __device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& bar
   constexpr int kChunk = chunk_bytes(C::kBits);
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kChunks> ring;
-  int const clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work const work(index, p, C::kBand);
     int const row0 = (work.pair * C::kCluster + rank) * C::kRows, end = work.end_k(p);
@@ -100,7 +101,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   wait_for_predecessor();
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work const work(index, p, C::kBand);
     int const m0 = work.token_tile * C::kTokens, end = work.end_k(p) * C::kSteps;
@@ -189,7 +190,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
   cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + at.lane * 4;
-  int const clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   int const group_bytes = p.tile_groups > 1 ? C::kGroupBytes : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
   hopper::Ring<C::kPanels> panels;

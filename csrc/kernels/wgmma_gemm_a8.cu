@@ -280,7 +280,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     hopper::Place<Config> const& at) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
-  int clusters = gridDim.x / C::kCluster, total = hopper::work_count(p);
+  int clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   int const t = at.lane % 4;
   // The same in all lanes, as the compiler can see, and nothing that it would work out again in every turn.
   uint32_t const first_stage = C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;

@@ -165,9 +165,9 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
   }
-  // Beside floats 7 waves of 128 tokens beat 7 of 160, but 14 do not 12, nor do 12 of 160 those of 144.
+  // Beside floats 7 waves of 128 tokens beat 7 of 160, but 14 do not 12 (of int4 those whose last tiles share their K do), nor do 12 of 160 those of 144.
   for (int bits : {4, 8})
-    for (auto const& [m, tokens] : {std::pair(512, 128), std::pair(1000, 144), std::pair(1024, 160)}) {
+    for (auto const& [m, tokens] : {std::pair(512, 128), std::pair(1000, 144), std::pair(1024, bits == 8 ? 160 : 128)}) {
       Row const* row = nullptr;
       ASSERT_TRUE(select(problem(m, 28672, 4096, bits), kHopper, &row).ok());
       EXPECT_EQ(row->tile.tokens, tokens) << m << ", " << bits;
@@ -226,6 +226,17 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
     p.batch_invariant = true;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
     EXPECT_EQ(chosen.cut_tiles, 0);
+  }
+  // Beside floats and a long K clusters take the last parts of several tiles where there are too few of them.
+  for (auto const& [m, cut_tiles, splits] :
+       {std::tuple(1000, 26, 3),   // of 144 tokens: two parts each, and 13 clusters with two last ones
+        std::tuple(1024, 58, 2),   // of 128: eight with eight
+        std::tuple(4096, 40, 2),   // of 160: 20 with two
+        std::tuple(512, 0, 1)}) {  // 62 of 128, for four with sixteen: these would take too long
+    Plan chosen;
+    ASSERT_TRUE(plan(problem(m, 8192, 28672, 8), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.cut_tiles, cut_tiles) << m;
+    EXPECT_EQ(chosen.splits, splits) << m;
   }
   // All tiles where they fill no wave, K is long and floats meet 8 bits: 32 of 128 tokens.
   for (auto const& [bits, k, cut_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
