@@ -110,15 +110,14 @@ struct Params {
   int row_pairs, token_tiles, k_tiles, n_pad;
   int whole_tiles, cut_tiles;  // the first tiles have all of K; that of the others is cut
   int splits;                  // parts that it is cut into
-  // For GatheredWork:
-  CutTiles cut;
-  int work_end, clusters;  // a cluster takes each one from its number on below this
-  int band_tiles;          // of tokens, that are computed together
-  int group_tiles;         // tiles of K that share a weight scale, at least 1
-  int tile_groups;         // groups in a tile of K, at least 1
-  int scale_bytes;         // of one weight scale
-  int offset_bytes;        // of one offset
-  bool store_halves;       // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+  CutTiles cut;                // GatheredWork: likewise
+  int work_end, clusters;      // GatheredWork: a cluster takes each clusters-th from its number on, below work_end
+  int band_tiles;              // GatheredWork: of tokens, that are computed together
+  int group_tiles;             // tiles of K that share a weight scale, at least 1
+  int tile_groups;             // groups in a tile of K, at least 1
+  int scale_bytes;             // of one weight scale
+  int offset_bytes;            // of one offset
+  bool store_halves;           // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
 
 // The stage and phase of a ring's position.
@@ -180,7 +179,7 @@ struct GatheredPart {
   __device__ __forceinline__ bool empty() const { return split < 0; }
 };
 
-// wgmma_gemm_a8 is scheduled worse with it: 1024 tokens x 28672 x 4096 in W8A8 took 265 us instead of 256.
+// Beside floats alone: wgmma_gemm_a8's main loops are scheduled worse with it, 1024 tokens x 28672 x 4096 in W8A8 take 265 us instead of 256.
 struct GatheredWork {
   using Part = GatheredPart;
   int pair, token_tile;
