@@ -129,17 +129,16 @@ bool has_blocks(GemmProblem const& problem) {
 bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
   return !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) || !has_blocks(problem);
 }
-// Whether 17 to 32 int8 tokens were measured to take less time by wgmma_gemm_a8's tiles of kRows features x 64 tokens than by mma_gemm_a8. They must be
-// no more than the clusters that run at a time, and leave few of these idle, where K is cut into as many parts as there is room for.
-template <int kRows>
+// Whether 17 to 32 int8 tokens were measured to take less time by wgmma_gemm_a8's tiles of 64 tokens than by mma_gemm_a8. The tiles must be no more than
+// the clusters that run at a time, and leave few of these idle, where K is cut into as many parts as there is room for.
 bool fills_a_wave(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  int64_t const clusters = device.multiprocessors / 2, tiles = ceil_div(w.n, kRows), parts = clusters / tiles;
+  int64_t const clusters = device.multiprocessors / 2, tiles = ceil_div(w.n, wgmma_gemm_a8_tile(64).rows);
+  int64_t const parts = clusters / tiles;
   if (tiles > clusters || 5 * tiles * parts < 3 * clusters) return false;
-  bool const blocks = has_blocks(problem), more = problem.m > 24, nearly_all = 5 * tiles >= 4 * clusters;
-  if (kRows > 256) return blocks && nearly_all && (more || w.k >= 8192);
   if (activations_have_zeros(problem)) return padded_size(w) >= 40 << 20 && (w.k <= 8192 || (w.bits == 4 && !w.zeros));
-  return parts == 1 && (w.bits == 8 || !blocks || (more && nearly_all));
+  bool const nearly_all = 5 * tiles >= 4 * clusters;
+  return parts == 1 && (w.bits == 8 || !has_blocks(problem) || (problem.m > 24 && nearly_all));
 }
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
@@ -227,12 +226,10 @@ constexpr Row kTable[] = {
      "where 128 would leave a wave of blocks less full"},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
-     "the time of 64 tokens, where the tiles are a wave: 28672 x 4096 and 32 tokens by 27.4 us, 31.3 by mma_gemm_a8; x 8192 48.9 and 58.4; but 20 by 26.7 and 24.1, and 32 with a scale each 25.2 and 24.5", fills_a_wave<512>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
-     "likewise: 14336 x 4096 and 32 tokens by 16.5 us, 17.1 by mma_gemm_a8; with zero points of x 18.0 and 23.1, x 8192 x 8192 20.6 and 27.5; but 17 x 11008 x 4096 by 16.1 and 14.1; and with those of the weight x 8192 x 28672 62.3 and 57.4", fills_a_wave<256>},
+     "the time of 64 tokens, where the tiles are a wave: 14336 x 4096 and 32 tokens by 16.7 us, 17.2 by mma_gemm_a8; with zero points of x 18.0 and 23.1, x 8192 x 8192 20.6 and 27.5; but 17 x 11008 x 4096 by 16.1 and 14.1; and with those of the weight x 8192 x 28672 62.3 and 57.4", fills_a_wave},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
-     "likewise: 14336 x 4096 and 32 tokens by 21.5 us, 25.2 by mma_gemm_a8; with zero points of x 22.1 and 26.8; but 8192 x 28672 by 72.7 and 66.4, 28672 x 4096, which is two waves, 38.7 and 35.0", fills_a_wave<256>},
+     "likewise: 14336 x 4096 and 32 tokens by 21.8 us, 23.1 by mma_gemm_a8; with zero points of x 22.1 and 26.8; but 8192 x 28672 by 72.7 and 66.4, 28672 x 4096, which is two waves, 38.7 and 35.0", fills_a_wave},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "codes less zero points as fp16, exact, at half the rate of int8: groups of 64 at 4096 tokens take 234 us for 4096 x 4096, 518 by mma_gemm_a8", widened_takes<false>},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),

@@ -418,17 +418,20 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 
 // Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
 // all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
-// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too.
+// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too. For more tokens a quarter is enough, which
+// fits beside two blocks of mma_gemm_a8: given half, 24 tokens' blocks outnumber the multiprocessors that hold no two of these and wait for others to end.
+// (W4A8 28672 x 4096 takes 23.8 us so, else 30; 32 tokens x 4096 x 4096 between kernels of others 10.2 and 12.3.)
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   constexpr int kFew = 8;  // for each multiprocessor
   int64_t const blocks = int64_t(grid.x) * grid.y * grid.z;
   int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
-  int const one_more_does_not_fit = int(device.shared_memory / (each + 1));
-  bool const spread = p.start.spread && device.architecture >= 90 && each <= kFew &&
-                      (p.problem.m > kDecodeTokens || 2 * blocks >= device.multiprocessors);
-  return launch(kernel, grid, threads, spread ? one_more_does_not_fit : 0, stream, p);
+  bool const few = p.problem.m <= kDecodeTokens;
+  int const unused = int(device.shared_memory / std::max<int64_t>(each + 1, few ? 0 : 4));
+  bool const spread =
+      p.start.spread && device.architecture >= 90 && each <= kFew && (!few || 2 * blocks >= device.multiprocessors);
+  return launch(kernel, grid, threads, spread ? unused : 0, stream, p);
 }
 
 bool starts_on_16_bytes(void const* data, int64_t stride, int element) {
