@@ -48,11 +48,10 @@ struct WgmmaDecodeShape {
     int64_t least = 0;
     for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
       int const places = cluster_places(device, c);
-      int const units = (all_units + places - 1) / places, clusters = (all_units + units - 1) / units;
+      int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
       int const tiles = (all_tiles + c - 1) / c, of_slab = kRowsPerSlab / unit;
       // Where clusters do not begin with slabs they have a part of one more.
-      int const slabs =
-          units % of_slab == 0 && all_units % clusters == 0 ? units / of_slab : (units + 2 * of_slab - 2) / of_slab;
+      int const slabs = units % of_slab == 0 && all_units % needed == 0 ? units / of_slab : (units + 2 * of_slab - 2) / of_slab;
       if (slabs > groups * most) continue;
       // From what was measured on an H200: a chunk of weights counts 2, x of a tile 1; to quantise it, 3 beside 2 for 4 bits.
       int const tile_time = quantizes ? slabs * w.bits / 2 + 3 : 2 * slabs + 1;
@@ -61,7 +60,7 @@ struct WgmmaDecodeShape {
       WgmmaDecodeShape shape = *this;
       shape.cluster = c;
       shape.most_slabs = slabs;
-      shape.clusters = clusters;
+      shape.clusters = needed;
       shape.sets = slabs <= most && tiles >= groups ? groups : 1;
       shape.scales = slabs * chunk_bytes(w.bits);
       shape.zeros = shape.scales + slabs * kRowsPerSlab * scale_bytes * (w.group_size == 64 ? 2 : 1);
