@@ -85,7 +85,7 @@ Status launch_reduce_splits(GemmProblem const& problem, int splits, float const*
 // quantize_activations.cu
 struct QuantizerStart {
   bool early = false;  // the next kernel may start before those before this one have ended
-  bool spread = true;  // few blocks each take a multiprocessor's shared memory, so that they share none
+  bool spread = true;  // few blocks take shared memory that they do not use, so that not many share a multiprocessor
 };
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 

@@ -420,7 +420,7 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 // all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
 // to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too. For more tokens a quarter is enough, which
 // fits beside two blocks of mma_gemm_a8: given half, 24 tokens' blocks outnumber the multiprocessors that hold no two of these and wait for others to end.
-// (W4A8 28672 x 4096 takes 23.8 us so, else 30; 32 tokens x 4096 x 4096 between kernels of others 10.2 and 12.3.)
+// (W4A8 28672 x 4096 takes 23.8 us so, else 30; 32 tokens x 4096 x 4096 between kernels of others 10.2, else 12.2.)
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
