@@ -17,6 +17,7 @@ struct Tile {
   int shared_bytes;      // shared memory of a block, at most
   int blocks = 1;        // that compute the tile together, as a cluster
   int cost = 0;          // tenths of a microsecond that the tile takes for K = 4096 (measured); 0 where M alone decides
+  int end_cost = 0;      // and besides whatever K is, where that is not in it; twice for one whose K is cut
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
 };
 

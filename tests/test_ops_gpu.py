@@ -332,6 +332,14 @@ LARGE = [
     Case(Format(4, "zeros", 256), 16832, 392, "floats", BFLOAT, FLOAT, (144,)),
     Case(Format(8, "symmetric", -1, BFLOAT), 16832, 392, "floats", BFLOAT, BFLOAT, (144,)),
     Case(Format(8, "zeros", 128, FLOAT), 16832, 392, "floats", HALF, FLOAT, (129,)),
+    # Tiles of 208 tokens, in halves: one wave, of features and tokens that are none; a second half of 12 tokens, and of none;
+    # tiles of a last wave whose K is cut.
+    Case(Format(4), 16832, 392, "floats", HALF, HALF, (200,)),
+    Case(Format(8, "zeros", 128, FLOAT), 16832, 392, "floats", HALF, FLOAT, (190,)),
+    Case(Format(8), 4060, 1032, "floats", HALF, HALF, (700, 740, 832)),
+    Case(Format(4, "zeros", 256), 4060, 1032, "floats", BFLOAT, BFLOAT, (700, 740, 832)),
+    Case(Format(8, "symmetric", -1, BFLOAT), 8150, 4104, "floats", BFLOAT, BFLOAT, (1030,)),
+    Case(Format(4, "zeros", 128), 8192, 4104, "floats", HALF, FLOAT, (1030,)),
     # A tied head: Q8_0 is 8 bits in groups of 32 with fp16 scales.
     Case(Format(8, "symmetric", 32), 49152, 576, "floats", HALF, FLOAT, (1, 65)),
     Case(Format(8, "symmetric", 32), 49152, 576, "block", HALF, FLOAT, (1, 65)),

@@ -82,13 +82,16 @@ struct TileConfig {
   static constexpr int kStageBytes =
       (kStepFactors + (kFactors ? kGroups * kTokens * 8 : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
-  static constexpr int kStoreTokens = kTokens % 32 ? kTokens / 2 : 32;  // that leave through shared memory at a time
+  // Tokens that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy. Stages of more than 176 tokens leave
+  // little room.
+  static constexpr bool kManyTokens = kTokens > 176;
+  static constexpr int kStoreTokens = kManyTokens ? 16 : kTokens % 32 ? kTokens / 2 : 32;
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
-  static constexpr int kLineBytes = kRowsPerSlab * 2;    // a token's 16-bit outputs
-  static constexpr int kLineTokens = kTokens;            // that leave so at a time
-  static constexpr int kStoreBytes =
-      kWarpgroups *
-      ((kStoreStride * 4 * kStoreTokens > kLineBytes * kTokens ? kStoreStride * 4 * kStoreTokens : kLineBytes * kTokens));
+  static constexpr int kLineBytes = kRowsPerSlab * 2;
+  static constexpr int kLineTokens = !kManyTokens ? kTokens : kBits == 8 ? 64 : 112;
+  static constexpr int kBoxTokens = kManyTokens ? 16 : kTokens;
+  static constexpr int kStagedFloats = kStoreStride * 4 * kStoreTokens, kStagedLines = kLineBytes * kLineTokens;  // bytes
+  static constexpr int kStoreBytes = kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
   // Behind the staged outputs: int8 tokens' one zero point, 16 times where it is an operand, for each warpgroup, and then their one scale, which is applied
   // at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice its length: so much lies behind the last.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kTokens : 0;
@@ -408,7 +411,7 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     int matrix = (at.lane / 16 * 8 + at.lane % 8) * C::kLineBytes + ((at.warp * 2 + at.lane / 8 % 2) ^ at.lane % 8) * 16;
     auto const stage = [&](auto type) {
 #pragma unroll
-      for (int j = 0; j < C::kLineTokens / 16; ++j) {
+      for (int j = 0; j < C::kLineTokens / 16 && first + 16 * j < C::kTokens; ++j) {
         uint32_t pairs[4];
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
@@ -427,7 +430,9 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     cute::tma_store_fence();
     cutlass::arch::NamedBarrier::sync(128, barrier);
     if (copies && n < e.n) {
-      cute::SM90_TMA_STORE_2D::copy(&map, lines, n, m0 + first);
+#pragma unroll
+      for (int i = 0; i < C::kLineTokens && first + i < C::kTokens; i += C::kBoxTokens)
+        cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
       cute::tma_store_arrive();
     }
   }
@@ -629,7 +634,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
                    e.activation != Activation::kGelu && e.activation != Activation::kSilu;
   CUtensorMap out_map = {};
   if (p.store_halves) {
-    if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kLineTokens, &out_map); !status.ok())
+    if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kBoxTokens, &out_map); !status.ok())
       return status;
   }
   int const work = p.whole_tiles + p.cut_tiles * (p.cut.parts - 1) + p.cut.last;

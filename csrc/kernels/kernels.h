@@ -38,9 +38,10 @@ template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
-// floats with scales of their type; 144 tokens for floats beside groups of 128 or more.
+// floats with scales of their type; 144 and 208 tokens for floats beside groups of 128 or more.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
   int cost = warpgroups == 4 ? 291
+             : tokens == 208 ? (bits == 8 ? 359 : 340)
              : tokens == 160 ? (bits == 8 ? 279 : 269)
              : tokens == 144 ? (bits == 8 ? 265 : 252)
              : tokens == 128 ? (bits == 8 ? 240 : 231)
@@ -52,7 +53,8 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
           1,
           227 * 1024,
           2,
-          cost};
+          cost,
+          tokens == 208 ? 15 : 0};
 }
 template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
@@ -64,18 +66,18 @@ Status launch_wgmma_book_gemm(GemmProblem const& problem, Plan const& plan, floa
 
 // decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.
 constexpr Tile decode_gemm_tile(int tokens) {
-  return {64, tokens, tokens == 8 ? 3 : 2, tokens == 8 ? 2 : 1, 99 * 1024, 1, 0, true};
+  return {64, tokens, tokens == 8 ? 3 : 2, tokens == 8 ? 2 : 1, 99 * 1024, 1, 0, 0, true};
 }
 template <int Bits, int Tokens, bool Int8, bool Book = false>
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_decode.cu: up to 16 tokens on Hopper (sm_90a alone), clusters that share K, two blocks a multiprocessor. A code book's groups are of 64 columns or
 // more, and its scales fp32 or of x's type.
-constexpr Tile wgmma_decode_tile() { return {64, 16, 3, 2, 227 * 1024, 1, 0, true}; }
+constexpr Tile wgmma_decode_tile() { return {64, 16, 3, 2, 227 * 1024, 1, 0, 0, true}; }
 template <int Bits, bool Book = false, bool Quantizes = false>
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 // The same with a block for each multiprocessor, and as much memory for it, beside large weights of 8 bits.
-constexpr Tile wgmma_decode_alone_tile() { return {64, 16, 4, 1, 227 * 1024, 1, 0, true}; }
+constexpr Tile wgmma_decode_alone_tile() { return {64, 16, 4, 1, 227 * 1024, 1, 0, 0, true}; }
 template <int Bits, bool Quantizes = false>
 Status launch_wgmma_decode_alone(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 

@@ -40,7 +40,7 @@ struct Config {
   static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
   static constexpr int kStaging = kTable + decode::Int4Book::kTableBytes;
   static constexpr int kStoreTokens = 16, kStoreStride = kRowsPerSlab + 4;  // as in hopper::TileConfig
-  static constexpr int kLineTokens = 64, kLineBytes = kRowsPerSlab * 2;
+  static constexpr int kLineTokens = 64, kBoxTokens = 64, kLineBytes = kRowsPerSlab * 2;
   static constexpr int kStoreBytes = kWarpgroups * kLineTokens * kLineBytes;
   static constexpr int kSharedBytes = kStaging + kStoreBytes + 256;
   // Of token tiles that are computed together: a token's bytes are four times a feature's, so that fewer of them pass through the cache (on an H200 2 %

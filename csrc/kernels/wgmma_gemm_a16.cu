@@ -6,6 +6,8 @@
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
 //
+// 208 tokens are multiplied and promoted in halves, which share the weights and a set of registers for products.
+//
 // And int8 activations whose weights have short groups, or zero points or offsets that wgmma_gemm_a8 does not take, as integers in fp16
 // (widen_activations.cu): sums of products are exact. A token's one scale comes at the end; scales of its blocks, and offsets, in the promotion:
 //   sum = fma(the step's sum * weight scale, token scale, sum);  sum = fma(offset, the token's scale * its sum of codes, sum)
@@ -38,13 +40,21 @@ struct Config
   static constexpr bool kBook = kBook_;
   static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
+  // Of tokens, multiplied one after the other: two where two sets of sums of all would not fit in registers. Then the next stage's weights are decoded as
+  // soon as the second is through with this one's.
+  static constexpr int kHalves = kTokens > 160 ? 2 : 1;
+  static constexpr int kColumns = kTokens / kHalves, kProducts = kColumns / 2;
+  static_assert(kHalves == 1 || (kGroups == 1 && !kFactors && kWarpgroups == 2));
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few tokens'
   // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding, unless the promotion is long. In four where
   // registers are few.
-  static constexpr int kSteps = kGroups > 1 ? kGroups : kWarpgroups == 4 ? 4 : kTokens > 64 && kFactors ? 2 : 1;
+  static constexpr int kSteps = kGroups > 1                                  ? kGroups
+                                : kWarpgroups == 4                           ? 4
+                                : kHalves == 2 || (kTokens > 64 && kFactors) ? 2
+                                                                             : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
   // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
-  static constexpr bool kInTurn = kSteps == 1 && kTokens >= 128;
+  static constexpr bool kInTurn = (kSteps == 1 || kHalves == 2) && kTokens >= 128;
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
@@ -167,7 +177,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     int row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
-    float products[C::kSums], sums[C::kSums] = {};
+    float products[C::kProducts], sums[C::kSums] = {};
     StoredWeights<C> weights;
     uint32_t a[C::kSteps > 1 ? 2 : 1][C::kPieces][4];
     uint8_t const* base = stages + ring.stage * C::kStageBytes;
@@ -189,86 +199,141 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           weights.load(next_base, p, at);
         }
       };
-#pragma unroll
-      for (int step = 0; step < C::kSteps; ++step) {
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
-        fence_registers(products);
+      auto const begin_turn = [&] {
         if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
-        cute::warpgroup_arrive();
+      };
+      auto const end_turn = [&] {
+        if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
+      };
+      auto const multiply = [&](int step, int half) {
 #pragma unroll
         for (int piece = 0; piece < C::kPieces; ++piece) {
           constexpr int kInPanel = C::kPanelColumns / 16;
-          int const column = step * C::kPieces + piece;
-          wgmma_float<Element, C::kTokens>(a[step % 2][piece],
-                                           tokens + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2, products,
-                                           step % C::kGroupSteps > 0 || piece > 0);
+          int const column = step * C::kPieces + piece, token = half * C::kColumns;
+          wgmma_float<Element, C::kColumns>(
+              a[step % 2][piece],
+              tokens + (column / kInPanel * C::kPanelBytes + token * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
+              step % C::kGroupSteps > 0 || piece > 0);
         }
         cute::warpgroup_commit_batch();
-        if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
-        fence_registers(products);
-        StoredScales scales = next_scales;
-        if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
-          cute::warpgroup_wait<1>();
+      };
+      auto const fence_operands = [&](int step) {
 #pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[(step + 1) % 2][piece]);
-        }
-        if (step + 1 < C::kSteps) {
-          if ((step + 1) % C::kGroupSteps == 0) {
-            int const group = (step + 1) / C::kGroupSteps;
-            weights.load_zeros(base, p, at, group);
-            next_scales.load(base + at.scales + group * group_scales, scale_type);
-          }
-          weights.decode(step + 1, table, a[(step + 1) % 2]);
-          if (step + 2 == C::kSteps) load_next();
-        } else {
-          if (C::kSteps == 1) load_next();
-          if (i + 1 < count) {
-            next_scales.load(next_base + at.scales, scale_type);
-            if (C::kSteps > 1) weights.decode(0, table, a[0]);
-          }
-        }
-        if ((step + 1) % C::kGroupSteps) continue;
-        auto release = [&] {
-          if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
-        };
+        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
+      };
+      auto const release = [&] {
+        if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+      };
+      auto const promote = [&](StoredScales const& scales, int half) {
         float scale[2];
-        if constexpr (kFactors) {
-          int const group = step / C::kGroupSteps;
-          uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
-          StepFactors<C> token_scales(address);
+        scales.values(scale_type, scale);
+#pragma unroll
+        for (int j = 0; j < C::kProducts; ++j) {
+          float& sum = sums[half * C::kProducts + j];
+          sum = fmaf(products[j], scale[j % 4 / 2], sum);
+        }
+      };
+      if constexpr (C::kHalves == 2) {
+        // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
+        // products and its next turn a warpgroup has nothing to do but to promote.
+        StoredScales const scales = next_scales;
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          begin_turn();
+#pragma unroll
+          for (int step = 0; step < 2; ++step) {
+            if (half == 0 && step == 1) weights.decode(1, table, a[1]);
+            fence_operands(step);
+            fence_registers(products);
+            cute::warpgroup_arrive();
+            multiply(step, half);
+            fence_registers(products);
+          }
+          end_turn();
+          if (half == 0) {
+            load_next();
+          } else if (i + 1 < count) {
+            next_scales.load(next_base + at.scales, scale_type);
+            cute::warpgroup_wait<1>();
+            fence_operands(0);
+            weights.decode(0, table, a[0]);
+          }
           cute::warpgroup_wait<0>();
           fence_registers(products);
-          scales.values(scale_type, scale);
+          if (half == 1) {
+            fence_operands(1);
+            release();
+          }
+          promote(scales, half);
+        }
+      } else {
 #pragma unroll
-          for (int j = 0; j < C::kTokens / 8; ++j) {
-            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-#pragma unroll
-            for (int e = 0; e < 4; ++e) {
-              float const token_scale = token_scales.sixteens[j / 2][j % 2 * 2 + e % 2];
-              sums[4 * j + e] = fmaf(products[4 * j + e] * scale[e / 2], token_scale, sums[4 * j + e]);
+        for (int step = 0; step < C::kSteps; ++step) {
+          fence_operands(step);
+          fence_registers(products);
+          begin_turn();
+          cute::warpgroup_arrive();
+          multiply(step, 0);
+          end_turn();
+          fence_registers(products);
+          StoredScales scales = next_scales;
+          if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
+            cute::warpgroup_wait<1>();
+            fence_operands(step + 1);
+          }
+          if (step + 1 < C::kSteps) {
+            if ((step + 1) % C::kGroupSteps == 0) {
+              int const group = (step + 1) / C::kGroupSteps;
+              weights.load_zeros(base, p, at, group);
+              next_scales.load(base + at.scales + group * group_scales, scale_type);
+            }
+            weights.decode(step + 1, table, a[(step + 1) % 2]);
+            if (step + 2 == C::kSteps) load_next();
+          } else {
+            if (C::kSteps == 1) load_next();
+            if (i + 1 < count) {
+              next_scales.load(next_base + at.scales, scale_type);
+              if (C::kSteps > 1) weights.decode(0, table, a[0]);
             }
           }
-          if (p.weight.offsets) {
-            float offset[2];
-            StoredScales(base + at.offsets + group * group_offsets, p.weight.offset_type).values(p.weight.offset_type, offset);
-            StepFactors<C> token_sums(address + 64);
+          if ((step + 1) % C::kGroupSteps) continue;
+          if constexpr (kFactors) {
+            int const group = step / C::kGroupSteps;
+            uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
+            StepFactors<C> token_scales(address);
+            cute::warpgroup_wait<0>();
+            fence_registers(products);
+            float scale[2];
+            scales.values(scale_type, scale);
 #pragma unroll
             for (int j = 0; j < C::kTokens / 8; ++j) {
-              if (j % 2 == 0) token_sums.load(j / 2 + token_sums.kAhead);
+              if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
 #pragma unroll
-              for (int e = 0; e < 4; ++e)
-                sums[4 * j + e] = fmaf(token_sums.sixteens[j / 2][j % 2 * 2 + e % 2], offset[e / 2], sums[4 * j + e]);
+              for (int e = 0; e < 4; ++e) {
+                float const token_scale = token_scales.sixteens[j / 2][j % 2 * 2 + e % 2];
+                sums[4 * j + e] = fmaf(products[4 * j + e] * scale[e / 2], token_scale, sums[4 * j + e]);
+              }
             }
-          }
-          release();
-        } else {
-          cute::warpgroup_wait<0>();
-          fence_registers(products);
-          release();
-          scales.values(scale_type, scale);
+            if (p.weight.offsets) {
+              float offset[2];
+              StoredScales(base + at.offsets + group * group_offsets, p.weight.offset_type)
+                  .values(p.weight.offset_type, offset);
+              StepFactors<C> token_sums(address + 64);
 #pragma unroll
-          for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
+              for (int j = 0; j < C::kTokens / 8; ++j) {
+                if (j % 2 == 0) token_sums.load(j / 2 + token_sums.kAhead);
+#pragma unroll
+                for (int e = 0; e < 4; ++e)
+                  sums[4 * j + e] = fmaf(token_sums.sixteens[j / 2][j % 2 * 2 + e % 2], offset[e / 2], sums[4 * j + e]);
+              }
+            }
+            if (step + 1 == C::kSteps) release();
+          } else {
+            cute::warpgroup_wait<0>();
+            fence_registers(products);
+            if (step + 1 == C::kSteps) release();
+            promote(scales, 0);
+          }
         }
       }
     }
@@ -360,7 +425,7 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, int kBits, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kTokens == 144) {
+  if constexpr (kTokens == 144 || kTokens == 208) {
     return launch_long_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
   } else {
     return launch_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
@@ -390,5 +455,6 @@ template Status launch_wgmma_gemm_a16<64, 4>(GemmProblem const&, Plan const&, fl
 template Status launch_wgmma_gemm_a16<128, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<160, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a16<208, 2>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

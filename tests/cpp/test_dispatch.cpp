@@ -165,9 +165,9 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
     EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
   }
-  // Beside floats 7 waves of 128 tokens beat 7 of 160, but 14 do not 12 (of int4 those whose last tiles share their K do), nor do 12 of 160 those of 144.
+  // Beside floats 7 waves of 128 tokens beat 7 of 160, 12 of 144 nine of 208, the last of which is cut, nine of 208 12 of 160, and 44 of 160 34 of 208.
   for (int bits : {4, 8})
-    for (auto const& [m, tokens] : {std::pair(512, 128), std::pair(1000, 144), std::pair(1024, bits == 8 ? 160 : 128)}) {
+    for (auto const& [m, tokens] : {std::pair(512, 128), std::pair(1000, 144), std::pair(1024, 208), std::pair(4096, 160)}) {
       Row const* row = nullptr;
       ASSERT_TRUE(select(problem(m, 28672, 4096, bits), kHopper, &row).ok());
       EXPECT_EQ(row->tile.tokens, tokens) << m << ", " << bits;
@@ -229,9 +229,9 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
   }
   // Beside floats and a long K clusters take the last parts of several tiles where there are too few of them.
   for (auto const& [m, cut_tiles, splits] :
-       {std::tuple(1000, 26, 3),   // of 144 tokens: two parts each, and 13 clusters with two last ones
-        std::tuple(1024, 58, 2),   // of 128: eight with eight
-        std::tuple(4096, 40, 2),   // of 160: 20 with two
+       {std::tuple(1024, 28, 3),   // of 208 tokens: two parts each, and 10 clusters with three last ones
+        std::tuple(4096, 46, 2),   // 16 with three
+        std::tuple(8192, 26, 3),   // 13 with two
         std::tuple(512, 0, 1)}) {  // 62 of 128, for four with sixteen: these would take too long
     Plan chosen;
     ASSERT_TRUE(plan(problem(m, 8192, 28672, 8), kHopper, &chosen).ok());
