@@ -129,16 +129,12 @@ bool has_blocks(GemmProblem const& problem) {
 bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
   return !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) || !has_blocks(problem);
 }
-// Whether 17 to 32 int8 tokens were measured to take less time by wgmma_gemm_a8's tiles of 64 tokens than by mma_gemm_a8. The tiles must be no more than
-// the clusters that run at a time, and leave few of these idle, where K is cut into as many parts as there is room for.
-bool fills_a_wave(GemmProblem const& problem, Device const& device) {
-  PackedWeight const& w = problem.weight;
-  int64_t const clusters = device.multiprocessors / 2, tiles = ceil_div(w.n, wgmma_gemm_a8_tile(64).rows);
-  int64_t const parts = clusters / tiles;
-  if (tiles > clusters || 5 * tiles * parts < 3 * clusters) return false;
-  if (activations_have_zeros(problem)) return padded_size(w) >= 40 << 20 && (w.k <= 8192 || (w.bits == 4 && !w.zeros));
-  bool const nearly_all = 5 * tiles >= 4 * clusters;
-  return parts == 1 && (w.bits == 8 || !has_blocks(problem) || (problem.m > 24 && nearly_all));
+// Whether the weight has as many elements as few int8 tokens were measured to want for wgmma_gemm_a8, or as they want beside zero points: of smaller ones,
+// whose K it cuts into more parts, mma_gemm_a8 takes less time.
+template <int64_t kLeast, int64_t kLeastWithZeros = kLeast>
+bool is_large(GemmProblem const& problem, Device const&) {
+  bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
+  return padded_size(problem.weight) >= (zeros ? kLeastWithZeros : kLeast);
 }
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
@@ -208,28 +204,34 @@ constexpr Row kTable[] = {
      "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<0, int64_t(256) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
      "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<0, int64_t(32) << 20>},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 144), LAUNCHER((launch_wgmma_gemm_a8<4, 144, 2>)),
+     "where 176 or 128 would compute more tokens that are none: 288 of them x 8192 x 8192 take 47.6 us instead of 53.6, 129 32.9 instead of 36.1; but 720 x 4096 x 4096 37.7 instead of 36.7"},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a8<4, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<4, 96, 2>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 96), LAUNCHER((launch_wgmma_gemm_a8<4, 96, 2>)),
      "where 128 would leave a wave of blocks less full", small_tiles_have_the_bits},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give", small_tiles_have_the_bits},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
      "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points", small_tiles_have_the_bits},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8<8, 144, 2>)),
+     "where 176 or 128 would compute more tokens that are none: 288 of them x 8192 x 8192 take 45.4 us instead of 52.6, 129 33.4 instead of 36.4"},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(96), LAUNCHER((launch_wgmma_gemm_a8<8, 96, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8<8, 96, 2>)),
      "where 128 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
-    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 2>)),
-     "the time of 64 tokens, where the tiles are a wave: 14336 x 4096 and 32 tokens by 16.7 us, 17.3 by mma_gemm_a8; with zero points of x 18.3 and 23.0, x 8192 x 8192 20.8 and 27.8; but 17 x 11008 x 4096 by 16.1 and 14.1; and with those of the weight x 8192 x 28672 62.3 and 57.4", fills_a_wave},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
-     "likewise: 14336 x 4096 and 32 tokens by 21.8 us, 23.1 by mma_gemm_a8; with zero points of x 22.4 and 26.9; but 8192 x 28672 by 72.7 and 66.4, 28672 x 4096, which is two waves, 38.7 and 35.0", fills_a_wave},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(4, 32), LAUNCHER((launch_wgmma_gemm_a8<4, 32, 2>)),
+     "few tokens: 32 x 14336 x 4096 take 13.6 us, 17.2 by mma_gemm_a8, x 8192 x 8192 16.4 and 18.0, with zero points of x 19.0 and 27.8; but x 2048 x 4096 8.5 and 7.9", is_large<int64_t(16) << 20, int64_t(24) << 20>},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(4, 32, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 32, 4>)),
+     "few tokens and many rows: 28672 x 4096, which is one wave so, by 20.9 us, 23.7 by tiles of 256 rows, 24.0 by mma_gemm_a8; no registers for the activations' zero points", is_large<int64_t(16) << 20, int64_t(24) << 20>},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(8, 32), LAUNCHER((launch_wgmma_gemm_a8<8, 32, 2>)),
+     "as for int4: 32 tokens x 8192 x 28672 take 61.9 us, 64.9 by mma_gemm_a8, x 14336 x 4096 19.2 and 23.1, with zero points of x 19.9 and 26.7; but x 6144 x 4096 13.1 and 12.9", is_large<int64_t(32) << 20>},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "codes less zero points as fp16, exact, at half the rate of int8: groups of 64 at 4096 tokens take 234 us for 4096 x 4096, 518 by mma_gemm_a8", widened_takes<false>},
     {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
@@ -252,6 +254,8 @@ constexpr Row kTable[] = {
      "many tokens in halves that share a set of registers for products: fewer bytes and decoded weights a token, less power; 1024 of them x 8192 x 28672 take 588 us instead of 613, 192 130 instead of 156; but 4096 x 28672 x 4096 1211 by 208 and 1207"},
     {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 144), LAUNCHER((launch_wgmma_gemm_a16<144>)),
      "where 160 would compute more tokens that are none: 129 of them beside 28672 x 4096 in int4 take 49.6 us instead of 52.9, 1000 292 instead of 307"},
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 96), LAUNCHER((launch_wgmma_gemm_a16<96>)),
+     "likewise between 64 and 128: 72 of them x 14336 x 4096 take 20.0 us instead of 29.8, 96 20.1 instead of 24.8, 192 x 8192 x 8192, where they are one wave, 38.6 instead of 46.2"},
     {"wgmma_book_gemm", kCodeBook, kFloatInput, kShortGroups, 90, 90, 385, kAnyM, wgmma_book_gemm_tile(), LAUNCHER(launch_wgmma_book_gemm),
      "weights rounded to x's type leave registers for 256 tokens, in one set of sums: 4096 x 8192 x 28672 take 2430 us, 2660 by dequantize and torch's product, 3050 by wgmma_gemm_a16", rounds_weights},
     {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
@@ -268,6 +272,8 @@ constexpr Row kTable[] = {
      "as for int4: 1024 tokens x 8192 x 28672 take 629 us instead of 659, 8192 5042 instead of 5134; but 4096 x 28672 x 4096 1289 by 208 and 1270"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a16<144>)),
      "where 160 would compute more tokens that are none: 1000 of them beside 28672 x 4096 take 313 us instead of 327"},
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a16<96>)),
+     "likewise between 64 and 128: 72 of them x 14336 x 4096 take 23.7 us instead of 33.1, 96 22.7 instead of 29.3, 192 x 8192 x 8192 42.9 instead of 49.9"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
      "where 160 would leave a wave of blocks less full"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),

@@ -523,6 +523,7 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
 template <class C>
 __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUtensorMap const& out_map, Params const& p) {
   auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
+  static_assert(sizeof(Barriers<C>) <= 256);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
   if (threadIdx.x == 0) {

@@ -29,27 +29,38 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* p
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two blocks.
 // Costs: tenths of a microsecond for K = 4096 on an H200.
-// `warpgroups`: of a block, that multiply. Four have half the registers of two, for no more than 64 tokens.
-constexpr Tile wgmma_gemm_a8_tile(int tokens, int warpgroups = 2) {
-  int cost = warpgroups == 4 ? 234 : tokens == 176 ? 255 : tokens == 128 ? 203 : tokens == 96 ? 172 : 130;
-  return {128 * warpgroups, tokens, tokens < 128 ? 6 : 4, 1, 227 * 1024, 2, cost};
+// `warpgroups`: of a block, that multiply. Four have half the registers of two, for no more than 64 tokens. 144 tokens are for activations without zero points.
+constexpr Tile wgmma_gemm_a8_tile(int bits, int tokens, int warpgroups = 2) {
+  int cost = warpgroups == 4 ? (tokens == 32 ? 190 : 234)
+             : tokens == 176 ? 255
+             : tokens == 144 ? 220
+             : tokens == 128 ? 203
+             : tokens == 96  ? 172
+             : tokens == 64  ? 130
+                             : 100;
+  int stages = tokens >= 128 ? 4 : tokens >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
+  return {128 * warpgroups, tokens, stages, 1, 227 * 1024, 2, cost};
 }
 template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
-// floats with scales of their type; 144 and 208 tokens for floats beside groups of 128 or more.
+// floats with scales of their type; 96, 144 and 208 tokens for floats beside groups of 128 or more.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
   int cost = warpgroups == 4 ? 291
              : tokens == 208 ? (bits == 8 ? 359 : 340)
              : tokens == 160 ? (bits == 8 ? 279 : 269)
              : tokens == 144 ? (bits == 8 ? 265 : 252)
              : tokens == 128 ? (bits == 8 ? 240 : 231)
+             : tokens == 96  ? (bits == 8 ? 206 : 195)
              : tokens == 64  ? 162
                              : 122;
   return {128 * warpgroups,
           tokens,
-          tokens == 32 ? 6 : tokens == 64 ? 5 : tokens < 160 && bits == 4 ? 4 : 3,
+          tokens == 32                                  ? 6
+          : tokens == 64                                ? 5
+          : tokens == 96 || (tokens < 160 && bits == 4) ? 4
+                                                        : 3,
           1,
           227 * 1024,
           2,

@@ -54,7 +54,7 @@ struct Config
                                                                              : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
   // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
-  static constexpr bool kInTurn = (kSteps == 1 || kHalves == 2) && kTokens >= 128;
+  static constexpr bool kInTurn = (kSteps == 1 || kHalves == 2) && kTokens >= 96;
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
@@ -425,7 +425,7 @@ Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, int kBits, int kTokens>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kTokens == 144 || kTokens == 208) {
+  if constexpr (kTokens == 96 || kTokens == 144 || kTokens == 208) {
     return launch_long_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
   } else {
     return launch_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
@@ -452,6 +452,7 @@ Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float
 template Status launch_wgmma_gemm_a16<32, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<64, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<64, 4>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a16<96, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<128, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a16<160, 2>(GemmProblem const&, Plan const&, float*, Stream);

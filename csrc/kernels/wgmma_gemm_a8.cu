@@ -27,7 +27,7 @@ enum class Promotion {
 template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2>
 struct Config
     : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
-                         kZeros, wgmma_gemm_a8_tile(kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
+                         kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;                               // activations with zero points
   static constexpr bool kStart = kAsymmetric && kPromotion == Promotion::kBlock;  // where a stage's sums start from shifts
@@ -43,7 +43,7 @@ struct Config
   // weights and those with zero points take as long or up to 8 % longer. (Measured on an H200.)
   static constexpr bool kMeetAtEnd =
       kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
-  static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kTokens, kWarpgroups).shared_bytes,
+  static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
@@ -389,7 +389,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
         // needs registers, and time.
         constexpr int kSixteens = C::kTokens / 16, kLate = 2;
-        constexpr int kWeightsAt = kTokens == 176 ? 4 : 2, kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
+        constexpr int kWeightsAt = kTokens == 176 ? 4 : kTokens == 32 ? 0 : 2, kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
         float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
         uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
 #pragma unroll
@@ -410,11 +410,13 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         }
         start_sums<C>(codes, integers);
       } else {
+        constexpr int kEvery = kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights a piece of weights is loaded
 #pragma unroll
         for (int j = 0; j < C::kTokens / 8; ++j) {
           if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
           // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
-          if (j % 2 == 1 && j / 2 < RawWeights<C>::kLoads && i + 1 < count) raw.load_piece(next, at, j / 2);
+          if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
+            raw.load_piece(next, at, j / kEvery);
           if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
         }
       }
@@ -503,7 +505,7 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* par
 
 template <int kBits, int kTokens, int kWarpgroups, bool kZeros>
 Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kWarpgroups == 2) {
+  if constexpr (kWarpgroups == 2 && kTokens != 144) {
     if (problem.quantized.zeros) {
       return launch_promotion<kBits, kTokens, kWarpgroups, kZeros, true>(problem, plan, partials, stream);
     }
@@ -521,14 +523,19 @@ Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float*
   return launch_zeros<kBits, kTokens, kWarpgroups, false>(problem, plan, partials, stream);
 }
 
+template Status launch_wgmma_gemm_a8<4, 32, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<4, 32, 4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 64, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 64, 4>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 96, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<4, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<8, 32, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 64, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 96, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<8, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops
