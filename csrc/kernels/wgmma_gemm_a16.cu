@@ -199,57 +199,37 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           weights.load(next_base, p, at);
         }
       };
-      auto const begin_turn = [&] {
-        if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
-      };
-      auto const end_turn = [&] {
-        if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
-      };
-      auto const multiply = [&](int step, int half) {
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) {
-          constexpr int kInPanel = C::kPanelColumns / 16;
-          int const column = step * C::kPieces + piece, token = half * C::kColumns;
-          wgmma_float<Element, C::kColumns>(
-              a[step % 2][piece],
-              tokens + (column / kInPanel * C::kPanelBytes + token * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
-              step % C::kGroupSteps > 0 || piece > 0);
-        }
-        cute::warpgroup_commit_batch();
-      };
-      auto const fence_operands = [&](int step) {
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
-      };
-      auto const release = [&] {
-        if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
-      };
-      auto const promote = [&](StoredScales const& scales, int half) {
-        float scale[2];
-        scales.values(scale_type, scale);
-#pragma unroll
-        for (int j = 0; j < C::kProducts; ++j) {
-          float& sum = sums[half * C::kProducts + j];
-          sum = fmaf(products[j], scale[j % 4 / 2], sum);
-        }
-      };
       if constexpr (C::kHalves == 2) {
+        auto const fence_operands = [&](int step) {
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step][piece]);
+        };
+        auto const multiply = [&](int step, int half) {
+          fence_operands(step);
+          fence_registers(products);
+          cute::warpgroup_arrive();
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) {
+            constexpr int kInPanel = C::kPanelColumns / 16;
+            int const column = step * C::kPieces + piece, token = half * C::kColumns;
+            wgmma_float<Element, C::kColumns>(
+                a[step][piece],
+                tokens + (column / kInPanel * C::kPanelBytes + token * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
+                step > 0 || piece > 0);
+          }
+          cute::warpgroup_commit_batch();
+          fence_registers(products);
+        };
+        StoredScales const scales = next_scales;
         // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
         // products and its next turn a warpgroup has nothing to do but to promote.
-        StoredScales const scales = next_scales;
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          begin_turn();
-#pragma unroll
-          for (int step = 0; step < 2; ++step) {
-            if (half == 0 && step == 1) weights.decode(1, table, a[1]);
-            fence_operands(step);
-            fence_registers(products);
-            cute::warpgroup_arrive();
-            multiply(step, half);
-            fence_registers(products);
-          }
-          end_turn();
+          cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
+          multiply(0, half);
+          if (half == 0) weights.decode(1, table, a[1]);
+          multiply(1, half);
+          cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
           if (half == 0) {
             load_next();
           } else if (i + 1 < count) {
@@ -262,24 +242,40 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           fence_registers(products);
           if (half == 1) {
             fence_operands(1);
-            release();
+            if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
           }
-          promote(scales, half);
+          float scale[2];
+          scales.values(scale_type, scale);
+#pragma unroll
+          for (int j = 0; j < C::kProducts; ++j) {
+            float& sum = sums[half * C::kProducts + j];
+            sum = fmaf(products[j], scale[j % 4 / 2], sum);
+          }
         }
       } else {
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {
-          fence_operands(step);
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
           fence_registers(products);
-          begin_turn();
+          if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
           cute::warpgroup_arrive();
-          multiply(step, 0);
-          end_turn();
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) {
+            constexpr int kInPanel = C::kPanelColumns / 16;
+            int const column = step * C::kPieces + piece;
+            wgmma_float<Element, C::kTokens>(a[step % 2][piece],
+                                             tokens + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
+                                             products, step % C::kGroupSteps > 0 || piece > 0);
+          }
+          cute::warpgroup_commit_batch();
+          if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
           fence_registers(products);
           StoredScales scales = next_scales;
           if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
             cute::warpgroup_wait<1>();
-            fence_operands(step + 1);
+#pragma unroll
+            for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[(step + 1) % 2][piece]);
           }
           if (step + 1 < C::kSteps) {
             if ((step + 1) % C::kGroupSteps == 0) {
@@ -297,13 +293,16 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
             }
           }
           if ((step + 1) % C::kGroupSteps) continue;
+          auto release = [&] {
+            if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+          };
+          float scale[2];
           if constexpr (kFactors) {
             int const group = step / C::kGroupSteps;
             uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
             StepFactors<C> token_scales(address);
             cute::warpgroup_wait<0>();
             fence_registers(products);
-            float scale[2];
             scales.values(scale_type, scale);
 #pragma unroll
             for (int j = 0; j < C::kTokens / 8; ++j) {
@@ -327,12 +326,14 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
                   sums[4 * j + e] = fmaf(token_sums.sixteens[j / 2][j % 2 * 2 + e % 2], offset[e / 2], sums[4 * j + e]);
               }
             }
-            if (step + 1 == C::kSteps) release();
+            release();
           } else {
             cute::warpgroup_wait<0>();
             fence_registers(products);
-            if (step + 1 == C::kSteps) release();
-            promote(scales, 0);
+            release();
+            scales.values(scale_type, scale);
+#pragma unroll
+            for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
           }
         }
       }
