@@ -1,7 +1,7 @@
 // The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what they do here.
 #pragma once
 
-#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 104, 160 and 176 columns
+#define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 104, 144, 160 and 176 columns
 
 #include <cutlass/arch/barrier.h>
 #include <cutlass/arch/reg_reconfig.h>

@@ -222,7 +222,8 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
         };
         StoredScales const scales = next_scales;
         // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
-        // products and its next turn a warpgroup has nothing to do but to promote.
+        // products and its next turn a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where they share code, the compiler
+        // orders those of short groups and of 32 tokens anew.)
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);

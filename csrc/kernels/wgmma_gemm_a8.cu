@@ -410,7 +410,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         }
         start_sums<C>(codes, integers);
       } else {
-        constexpr int kEvery = kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights a piece of weights is loaded
+        constexpr int kEvery =
+            kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights of tokens between one piece of weights and the next
 #pragma unroll
         for (int j = 0; j < C::kTokens / 8; ++j) {
           if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);

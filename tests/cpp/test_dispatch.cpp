@@ -786,7 +786,7 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
       }
 }
 
-// 17 to 32 int8 tokens: wgmma_gemm_a8 where its tiles, or parts of them, are nearly a wave, as far as it was measured to win.
+// 17 to 32 int8 tokens: wgmma_gemm_a8 beside weights as large as it was measured to win with.
 TEST(Dispatch, GivesFewInt8TokensTilesOf32BesideLargeWeights) {
   auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
     Row const* row = nullptr;
