@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
@@ -403,7 +404,13 @@ PYBIND11_MODULE(_C, m) {
       .def(py::init(&make_weight), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("offsets_ptr"),
            py::arg("perm_ptr"), py::arg("book_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"), py::arg("group_size"),
            py::arg("scale_type"), py::arg("offset_type"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("device"),
-           py::arg("gpu"));
+           py::arg("gpu"))
+      .def(
+          "set_sums",
+          [](Weight& weight, Pointer sums, Pointer scales) {
+            weight.sums = as<uint8_t>(sums), weight.sum_scales = as<void>(scales);
+          },
+          py::arg("sums_ptr"), py::arg("scales_ptr"), "Give it PackedWeight::sums and sum_scales (corrections.h).");
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
@@ -419,6 +426,15 @@ PYBIND11_MODULE(_C, m) {
   for (PyMethodDef& method : kMethods)
     m.add_object(method.ml_name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
 
+  m.def("sums_bytes", &sums_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), "Bytes that sum_weights writes to sums.");
+  m.def(
+      "sum_weights",
+      [](Weight const& weight, Pointer sums, Pointer scales, Pointer stream) {
+        DeviceGuard guard(weight.gpu);
+        check(sum_weights(weight, as<void>(sums), as<void>(scales), as<void>(stream)));
+      },
+      py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("stream"),
+      "The sums of a weight's codes and [n_pad] scales of the weight's scale_type, for PackedWeight.set_sums.");
   m.def(
       "quantize_activations",
       [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,
@@ -534,6 +550,7 @@ PYBIND11_MODULE(_C, m) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = weight;
+        if (!weight.sums) problem.weight.sums = weight.codes;  // any address: mixed_gemm would have them made
         problem.out_type = out_type;
         problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "cut_tiles.h"
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "decode_shape.h"
 #include "kernels/kernels.h"
@@ -136,6 +137,15 @@ bool is_large(GemmProblem const& problem, Device const&) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return padded_size(problem.weight) >= (zeros ? kLeastWithZeros : kLeast);
 }
+// Whether zero points of activations are corrected for many blocks at once: the sums of the weight's codes are there; the result is rounded by more than fp32
+// sums lose that held zero points for a while; and the product is so large that it gains more than a launch takes, which K of less than a window doubles. (W8A8,
+// 2048 tokens x 2048 x 2048: 31.5 us, 30.5 by sums that start from zero points; 512 x 4096 x 4096 27.2 and 28.6.)
+bool corrects(GemmProblem const& problem, Device const&) {
+  PackedWeight const& w = problem.weight;
+  int64_t const least = int64_t(w.k < 4096 ? 12 : 6) << 30;
+  return w.sums && !is_wide(w) && activations_have_zeros(problem) && has_blocks(problem) && !problem.batch_invariant &&
+         problem.out_type != DataType::kFloat32 && padded_size(w) * problem.m >= least;
+}
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
 
 // clang-format off
@@ -204,6 +214,22 @@ constexpr Row kTable[] = {
      "as for fp16, after the quantiser: 6.0 us for 4096 x 4096, 8.5 by mma_gemm_a8; 20.9 for 28672 x 4096, 22.1; 32.7 for 8192 x 28672, 36.7", wgmma_decode_takes<0, int64_t(256) << 20>},
     {"wgmma_decode", kWeights8, kInt8Input, kActivationZeros, 90, 90, 5, 16, wgmma_decode_tile(), LAUNCHER((launch_wgmma_decode<8>)),
      "where the weight is small: 8.3 us for 4096 x 4096, 9.0 by mma_gemm_a8", wgmma_decode_takes<0, int64_t(32) << 20>},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input | kCorrects, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(4, 176), LAUNCHER((launch_wgmma_gemm_a8_corrected<4, 176>)),
+     "corrections of zero points for 16 tiles of K at once, beside fp16 and bf16 results: 1024 tokens x 28672 x 4096 take 280 us, 309 with sums that start from them; 4096 1072 and 1192", corrects},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input | kCorrects, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(4, 144), LAUNCHER((launch_wgmma_gemm_a8_corrected<4, 144>)),
+     "tiles of 144 with such corrections: 288 tokens x 28672 x 4096 take 89.1 us, 110.9 by tiles of 176 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input | kCorrects, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a8_corrected<4, 128>)),
+     "tiles of 128 with such corrections: 256 tokens x 28672 x 4096 take 79.4 us, 85.3 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input | kCorrects, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(4, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<4, 96>)),
+     "tiles of 96 with such corrections: 192 tokens x 8192 x 28672 take 124.5 us, 128.4 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 176>)),
+     "corrections of zero points for 32 tiles of K at once, beside fp16 and bf16 results: 1024 tokens x 28672 x 4096 take 271 us, 307 with sums that start from them; 4096 1038 and 1190", corrects},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 144>)),
+     "tiles of 144 with such corrections: 288 tokens x 28672 x 4096 take 87.5 us, 110.1 by tiles of 176 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 128>)),
+     "tiles of 128 with such corrections: 256 tokens x 28672 x 4096 take 80.2 us, 90.0 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 96>)),
+     "tiles of 96 with such corrections: 192 tokens x 8192 x 28672 take 122.2 us, 130.1 with sums that start from zero points", corrects},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 144), LAUNCHER((launch_wgmma_gemm_a8<4, 144, 2>)),
@@ -430,6 +456,12 @@ Status check_quantize(QuantizeProblem const& p) {
   return {};
 }
 
+Status check_sums(PackedWeight const& w) {
+  if (Status status = check_weight(w); !status.ok()) return status;
+  if (!is_wide(w) && !w.book) return {};
+  return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
+}
+
 Status check_dequantize(DequantizeProblem const& p) {
   if (Status status = check_weight(p.weight); !status.ok()) return status;
   return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
@@ -555,6 +587,12 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, u
     layout.factors = layout.wide + align_256(size_t(problem.m) * k_pad * 2);
     size_t const steps = layout.has_factors ? k_pad / activation_block(w.group_size) : 0;
     layout.partials = layout.factors + align_256(steps * stride * 2 * sizeof(float));
+  }
+  if (inputs & kCorrects) {
+    int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
+    layout.corrects = true, layout.zero_values = layout.partials;
+    layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
+    layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
   }
   layout.total = layout.partials;
   if (plan.cut_tiles > 0) {

@@ -30,6 +30,7 @@ constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
 constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
 constexpr unsigned kQuantizes = 4;                               // beside kInt8Input: the kernel quantises floats itself
 constexpr unsigned kWidens = 8;                                  // beside kInt8Input: it takes the codes as fp16 integers
+constexpr unsigned kCorrects = 16;  // beside kInt8Input: it makes zero points good at once for many blocks
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
 constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
@@ -75,6 +76,7 @@ inline bool activations_have_zeros(GemmProblem const& problem) {
 
 // Whether the other operators take their arguments.
 Status check_quantize(QuantizeProblem const& problem);
+Status check_sums(PackedWeight const& weight);
 Status check_dequantize(DequantizeProblem const& problem);
 Status check_flat(FlatProblem const& problem);
 Status check_awq(AwqWeight const& weight);
@@ -84,10 +86,11 @@ Row const* table(size_t* count);
 
 // Where the parts of a call's workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, wide = 0, factors = 0, partials = 0, total = 0;
+  size_t codes = 0, scales = 0, zeros = 0, wide = 0, factors = 0, zero_values = 0, zero_scales = 0, partials = 0, total = 0;
   int stride = 0;            // QuantizedActivations::stride
   int block = 0;             // QuantizedActivations::block; 0: nothing is quantised
   bool widens = false;       // the row is kWidens: there are no codes where floats are quantised
+  bool corrects = false;     // the row is kCorrects
   bool has_factors = false;  // beside wide codes: where the promotion takes more than the weight's scale
 };
 // `inputs`: of the row.

@@ -102,6 +102,10 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.quantized.step = activation_block(problem.weight.group_size);
     ready.x = ready.quantized.wide, ready.x_type = DataType::kFloat16, ready.x_stride = padded_k(problem.weight.k);
   }
+  if (layout.corrects) {
+    ready.quantized.zero_values = base + layout.zero_values;
+    ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
+  }
   Status status;
   if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
@@ -115,6 +119,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);
   }
+  if (status.ok() && layout.corrects) status = launch_correct_zeros(ready, stream);
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
   if (status.ok()) status = chosen.row->launch(ready, chosen, partials, stream);
   if (status.ok() && partials && chosen.cut_tiles == 0) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
@@ -125,6 +130,11 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
   return launch_quantize_activations(problem, stream);
+}
+
+Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, Stream stream) {
+  if (Status status = check_sums(weight); !status.ok()) return status;
+  return launch_sum_weights(weight, static_cast<uint8_t*>(sums), sum_scales, stream);
 }
 
 Status dequantize(DequantizeProblem const& problem, Stream stream) {
@@ -175,6 +185,7 @@ DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
+Status sum_weights(PackedWeight const&, void*, void*, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
 Status quantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
 Status dequantize_flat(FlatProblem const&, Stream) { return no_cuda(); }

@@ -39,6 +39,8 @@ _MAX_M = 1 << 24
 #: than by the other kernels but wgmma_book_gemm (measured on an H200).
 _MOST_WGMMA_BOOK_ROWS, _MOST_BOOK_ROWS = 640, 192
 _MAX_NORM_K = 1 << 22
+#: Rows of activations with zero points from which a weight's sums are made: those from which dispatch.cpp has kernels for them.
+_SUMS_FROM_ROWS = 129
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
@@ -521,6 +523,17 @@ def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
     return x.k
 
 
+def _wants_sums(x: Any, weight: PackedWeight, act_quant: str) -> bool:
+    """Whether the weight's sums serve this product, whose floats are to get zero points, and are to be made."""
+    if weight.gpu < 0 or is_dynamo_compiling() or weight.has_sums():
+        return False
+    if isinstance(x, QuantizedActivations):
+        blocks, rows = x.zeros is not None and x.block != -1, x.codes.shape[0]
+    else:
+        blocks, rows = act_quant == "block", x.numel() // weight.k if isinstance(x, Tensor) else 0
+    return blocks and rows >= _SUMS_FROM_ROWS and not torch.cuda.is_current_stream_capturing()
+
+
 def mixed_gemm(
     x: Tensor | QuantizedActivations,
     weight: PackedWeight,
@@ -542,6 +555,9 @@ def mixed_gemm(
     on, if the result is of x's dtype and the weight large enough (the book's values, and then their products with the scale);
     otherwise from 193 rows on (641 where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with
     :func:`dequantize`'s values. Such sums of long rows lose a few more of fp32's last bits than others.
+    Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
+    corrected for those of many blocks at once, as far as fp32 sums go. The first such product has the weight's codes summed,
+    for which it waits (:meth:`PackedWeight.sum_codes`).
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
     No gradient flows through it.
 
@@ -575,6 +591,8 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if (not act_symmetric or type(x) is QuantizedActivations) and _wants_sums(x, weight, act_quant):
+        weight.sum_codes()
     plain = bias is None and activation is None and residual is None and out_dtype is None
     plain = plain and not (saturate or batch_invariant or architecture or is_dynamo_compiling())
     if plain and type(x) in _TENSORS and weight.gpu >= 0:
@@ -790,10 +808,10 @@ def explain(
 
 _WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
-    "int n, int k, int bits, int group_size, Tensor? book"
+    "int n, int k, int bits, int group_size, Tensor? book, Tensor? sums, Tensor? sum_scales"
 )
 #: How many of an operator's arguments they are.
-_WEIGHT = 11
+_WEIGHT = 13
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
 _CHOICE_SCHEMA = "bool batch_invariant, int architecture"
 
@@ -812,11 +830,21 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.bits,
         weight.group_size,
         weight.book,
+        *(weight.sums or (None, None)),
     )
 
 
+def _weight(fields: tuple[Any, ...]) -> PackedWeight:
+    """The inverse."""
+    *parts, sums, sum_scales = fields
+    weight = PackedWeight(*parts)
+    if sums is not None:
+        weight.keep_sums((sums, sum_scales))
+    return weight
+
+
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    weight = PackedWeight(*args[:_WEIGHT])
+    weight = _weight(args[:_WEIGHT])
     *end, act_quant, act_symmetric, batch_invariant, architecture = args[_WEIGHT:]
     m = x.shape[0]
     return _gemm_floats(
@@ -829,7 +857,7 @@ def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
-    weight = PackedWeight(*args[:_WEIGHT])
+    weight = _weight(args[:_WEIGHT])
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, torch.float32, weight.perm)
     return _gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(_End, args[_WEIGHT:]))
@@ -867,7 +895,7 @@ def _silu_mul_quantize_fake(
 
 
 def _dequantize_op(*args: Any) -> Tensor:
-    return _dequantize(PackedWeight(*args[:_WEIGHT]), args[_WEIGHT])
+    return _dequantize(_weight(args[:_WEIGHT]), args[_WEIGHT])
 
 
 def _dequantize_fake(*args: Any) -> Tensor:

@@ -10,6 +10,7 @@ Before each call torch's allocator is left with blocks full of NaN of the sizes 
 
 from __future__ import annotations
 
+import copy
 import math
 import os
 import random
@@ -519,6 +520,147 @@ def test_zero_points_leave_what_is_small_beside_outliers(fmt: Format, act_quant:
     qw.codes[:, 3::128] = qw.zeros if fmt.kind == "zeros" else 1 << (fmt.bits - 1)  # they are zero beside the outliers
     y = multiply(x, co.reorder(qw), act_quant=act_quant, act_symmetric=False, out_dtype=FLOAT)
     assert_close(y, oracle(x, qw, act_quant, False))
+
+
+# ---- zero points that are corrected for many blocks at once (csrc/include/cutlass_ops/corrections.h)
+
+
+@pytest.fixture
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("corrections are for sm_90a")
+
+
+def corrects(m: int, packed: co.PackedWeight) -> bool:
+    return "correction" in co.explain(m, packed, "block", act_symmetric=False).why
+
+
+@pytest.mark.usefixtures("hopper")
+# Tiles of K: fewer than a window has; one window; one and one more tile; two windows of int4 and one of int8; short last ones.
+# All tiles of tokens: 96, 128, 144 and 176. The K of the last is cut.
+@pytest.mark.parametrize(
+    ("k", "m"),
+    [
+        (1920, 400),
+        (1920, 1000),
+        (2048, 530),
+        (2176, 700),
+        (4096, 130),
+        (4096, 192),
+        (4096, 200),
+        (4096, 300),
+        (4224, 192),
+        (4300, 130),
+        (4300, 200),
+        (8320, 192),
+        (8320, 300),
+    ],
+)
+@pytest.mark.parametrize(
+    "fmt",
+    [
+        Format(4),
+        Format(8),
+        Format(4, "zeros", 256, BFLOAT),
+        Format(8, "symmetric", -1, FLOAT),
+        Format(4, "symmetric", 512, FLOAT),
+    ],
+    ids=str,
+)
+def test_corrections_of_zero_points(fmt: Format, k: int, m: int) -> None:
+    packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=True))
+    assert corrects(m, packed)
+    x = make_exact_floats(m, k, HALF, "block", False, 128)
+    asymmetric: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
+    want = oracle(x, qw, "block", False)
+    for dtype in (HALF, BFLOAT):
+        assert_same(multiply(x, packed, out_dtype=dtype, **asymmetric), want.to(dtype))
+    qw = make_weight(fmt, 17000, k, exact=False)
+    packed = co.reorder(qw)
+    for x in (make_floats(m, k, HALF), torch.nn.functional.gelu(make_floats(m, k, BFLOAT) * 1e-3)):
+        want = oracle(x, qw, "block", False)
+        y = multiply(x, packed, **asymmetric)
+        assert_close(y, want)
+        assert same_bits(y, multiply(x, packed, **asymmetric))
+        qa = co.quantize_activations(x, 128, False)
+        assert same_bits(y, co.mixed_gemm(qa, packed))
+        residual = make_floats(m, 17000, FLOAT)
+        y = multiply(x, packed, activation="relu", residual=residual, **asymmetric)
+        assert_close(y, want.relu() + residual.double())
+
+
+@pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("bits", [4, 8])
+def test_corrections_hold_fp32s_precision(bits: int) -> None:
+    """Where nothing but the zero points is left of y, results of 16 bits show all of it."""
+    n, k, m = 17000, 4096, 300
+    fmt = Format(bits, "symmetric", 128, FLOAT)
+    qw = make_weight(fmt, n, k, exact=False)
+    x = make_floats(m, k, HALF).abs() * 0.01
+    x[:, ::128], x[:, 1::128] = 30, 30  # nearly all codes are the zero point
+    opposite = qw.codes[:, ::128].int().clamp(min=1)  # and what the others are multiplied by adds up to nothing
+    qw.codes[:, ::128], qw.codes[:, 1::128] = opposite, (1 << bits) - opposite
+    packed = co.reorder(qw)
+    assert corrects(m, packed)
+    want = oracle(x, qw, "block", False)
+    y = multiply(x, packed, act_quant="block", act_symmetric=False, out_dtype=HALF).double()
+    # What zero points come to where all weights of a row have one sign; sums of random ones come to a sixtieth.
+    most = 30 / 255 * 128 * reference.dequantize_weight(qw, torch.float64).abs().sum(1).max()
+    assert (y - want).abs().max() <= 2.0**-10 * want.abs().max() + 3e-8 * most
+
+
+@pytest.mark.usefixtures("hopper")
+def test_corrections_beside_rows_with_nan() -> None:
+    packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
+    x = make_floats(300, 4096, HALF)
+    want = multiply(x, packed, act_quant="block", act_symmetric=False)
+    x[7, 5], x[200, 2000] = NAN, math.inf
+    y = multiply(x, packed, act_quant="block", act_symmetric=False)
+    want[7], want[200] = NAN, NAN
+    assert corrects(300, packed)
+    assert_same(y, want)
+
+
+@pytest.mark.usefixtures("hopper")
+def test_sums_of_codes_are_made_when_they_are_wanted() -> None:
+    x = make_floats(300, 4096, HALF)
+    few = make_floats(16, 4096, HALF)
+    asymmetric: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
+    packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
+    graph = torch.cuda.CUDAGraph()
+    for _ in range(2):
+        co.mixed_gemm(few, packed, **asymmetric)
+        co.mixed_gemm(x, packed, act_quant="block")
+    with torch.cuda.graph(graph):
+        captured = co.mixed_gemm(x, packed, **asymmetric)
+    assert packed.sums is None  # few rows, no zero points, or a capture, in which nothing can be waited for
+    graph.replay()
+    y = co.mixed_gemm(x, packed, **asymmetric)
+    assert packed.sums is not None
+    assert_close(y, captured.double())
+    prepared = copy.deepcopy(packed)
+    assert prepared.sums is None
+    prepared.sum_codes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = co.mixed_gemm(x, prepared, **asymmetric)
+    graph.replay()
+    assert same_bits(captured, y)
+
+    layer = co.MixedLinear(packed, "block", act_symmetric=False)
+    assert same_bits(layer(x), y)
+    same_format = co.MixedLinear(co.reorder(make_weight(Format(8), 17000, 4096, exact=True)), "block", act_symmetric=False)
+    layer.load_state_dict(same_format.state_dict())
+    assert same_bits(layer(x), same_format(x))  # the sums of the codes that it had are gone
+    written = co.mixed_gemm(x, packed, **asymmetric)  # whose tensors were the layer's
+    assert same_bits(written, same_format(x))
+    for unfit in (Format(4, "offsets"), Format(8, "zeros"), Format(4, "symmetric", 64)):
+        weight = co.reorder(make_weight(unfit, 200, 576, exact=False))
+        weight.sum_codes()
+        assert weight.sums is None
+
+    compiled = torch.compile(lambda x: co.mixed_gemm(x, packed, **asymmetric), fullgraph=True, backend="aot_eager")
+    assert same_bits(compiled(x), written)
 
 
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
@@ -1200,7 +1342,7 @@ def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     library = torch.ops.cutlass_ops
     packed = co.reorder(make_weight(Format(4, "zeros", 64), 200, 700, exact=False, perm=True))
     parts = (packed.codes, packed.scales, packed.zeros, packed.offsets, packed.bias, packed.perm)
-    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book)
+    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book, None, None)
     x = make_floats(5, 700, HALF)
     bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
     qa = co.quantize_activations(x, 64, False, packed.perm)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
+import pickle
 import signal
 import stat
 import struct
@@ -205,6 +207,13 @@ def test_weights_of_other_act_orders_or_biases_are_not_packed_as_one() -> None:
         reorder([])
     with pytest.raises(TypeError, match=r"weights\[1\] is a PackedWeight"):
         reorder([first, reorder(first)])  # type: ignore[list-item]
+
+
+def test_sums_of_codes_are_made_on_a_gpu_alone() -> None:
+    packed = reorder(random_weight(64, 256, bits=8))
+    packed.sum_codes()
+    for weight in (packed, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
+        assert (weight.sums, weight.takes_sums, weight.has_sums()) == (None, False, False)
 
 
 @pytest.mark.gpu

@@ -27,6 +27,7 @@
 #include <chrono>
 
 #include "cut_tiles.h"
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
 #include "device/hopper.cuh"
@@ -36,6 +37,7 @@
 namespace cutlass_ops::hopper {
 
 struct Work;
+struct Params;
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
@@ -54,6 +56,8 @@ struct TileConfig {
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_tokens() prepares the weights' too
   using Work = hopper::Work;                     // how clusters share tiles
+  using Params = hopper::Params;                 // of the kernel
+  static constexpr int kWindow = 0;              // tiles of K between one correction (corrections.h) and the next; 0: none
   static constexpr int kGroups = kGroups_;
   static constexpr bool kFactors = kFactors_;
   static constexpr bool kAlwaysZeros = kZeros && kGroups == 1 && !kFactors;  // otherwise the weight may have none
@@ -121,6 +125,21 @@ struct Params {
   int scale_bytes;             // of one weight scale
   int offset_bytes;            // of one offset
   bool store_halves;           // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+};
+
+// Of kernels whose stages of K are its tiles and, after each window of these, a correction (corrections.h). Params::k_tiles counts both.
+struct CorrectedParams : Params {
+  CUtensorMap zero_values;
+  int weight_tiles;  // of K
+};
+
+// Where stage k of K lies among windows of kWindow tiles, of which the last may be short.
+template <int kWindow>
+struct WindowPlace {
+  int window, correction;  // the stage that ends the window
+  int tile;                // the next one, where this stage is the correction
+  __device__ __forceinline__ WindowPlace(int k, Params const& p)
+      : window(k / (kWindow + 1)), correction(min(window * (kWindow + 1) + kWindow, p.k_tiles - 1)), tile(k - window) {}
 };
 
 // The stage and phase of a ring's position.
@@ -216,7 +235,7 @@ struct Barriers {
 
 // One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
 template <class C>
-__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, Params const& p, int rank) {
+__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
   bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kAlwaysZeros || p.weight.zeros);
@@ -230,20 +249,41 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
     int bytes = slabs * (kChunk + groups * kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (zeros ? 1 : 0)));
     if (C::kFactors && p.weight.offsets) bytes += slabs * groups * kRowsPerSlab * p.offset_bytes;
     // 32-bit indices, not pointers: this role has 40 registers.
-    int chunk = row0 / kRowsPerSlab * p.k_tiles + k, group = k / p.group_tiles, until_next = (group + 1) * p.group_tiles - k;
-    int vector = group * groups * p.n_pad + row0;
+    int weight_tiles = p.k_tiles, tile = k;
+    if constexpr (C::kWindow > 0) weight_tiles = p.weight_tiles, tile = WindowPlace<C::kWindow>(k, p).tile;
+    int chunk = row0 / kRowsPerSlab * weight_tiles + tile, group = tile / p.group_tiles;
+    int until_next = (group + 1) * p.group_tiles - tile, vector = group * groups * p.n_pad + row0;
 #pragma unroll 1
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       uint64_t* full = &barriers.full[ring.stage];
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      if constexpr (C::kWindow > 0) {
+        WindowPlace<C::kWindow> const at(k, p);
+        if (k == at.correction) {
+          if (leader) {
+            int const windows = p.k_tiles - weight_tiles;
+            TransactionBarrier::arrive_and_expect_tx(full, slabs * (kChunk + kRowsPerSlab * p.scale_bytes));
+#pragma unroll
+            for (int slab = 0; slab < C::kWarpgroups; ++slab) {
+              if (slab < slabs)
+                Copy::copy(p.weight.sums + (int64_t(row0 / kRowsPerSlab + slab) * windows + at.window) * kChunk, full,
+                           stage + C::kWeights + slab * kChunk, kChunk);
+            }
+            if (slabs > 0)
+              Copy::copy(static_cast<uint8_t const*>(p.weight.sum_scales) + int64_t(row0) * p.scale_bytes, full,
+                         stage + C::kScales, slabs * kRowsPerSlab * p.scale_bytes);
+          }
+          continue;
+        }
+      }
       if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int slab = 0; slab < C::kWarpgroups; ++slab) {
           if (slab < slabs)
-            Copy::copy(p.weight.codes + int64_t(chunk + slab * p.k_tiles) * kChunk, full, stage + C::kWeights + slab * kChunk,
-                       kChunk);
+            Copy::copy(p.weight.codes + int64_t(chunk + slab * weight_tiles) * kChunk, full,
+                       stage + C::kWeights + slab * kChunk, kChunk);
         }
 #pragma unroll 1
         for (int g = 0; g < groups; ++g) {
@@ -267,8 +307,8 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
 
 // Another starts those of the tokens, this block's half of the tile for both blocks, and of their scales.
 template <class C>
-__device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& barriers, Params const& p, CUtensorMap const& map,
-                                               int rank) {
+__device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
+                                               CUtensorMap const& map, int rank) {
   constexpr int kHalf = C::kTokens / C::kCluster;
   constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
   wait_for_predecessor();
@@ -286,7 +326,20 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
       uint64_t* full = &barriers.full[ring.stage];
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
-      if (leader) {
+      if constexpr (C::kWindow > 0) {
+        WindowPlace<C::kWindow> const at(k, p);
+        bool const corrects = k == at.correction;
+        int const row = corrects ? at.window * C::kWindow / kTilesPerZeroRow : at.tile;
+        if (leader) {
+          TransactionBarrier::arrive_and_expect_tx(full, bytes);
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(corrects ? &p.zero_values : &map, full, kEveryBlock,
+                                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                                 stage + C::kActivations + rank * kHalf * C::kSwizzleBytes,
+                                                 row * (corrects ? kZeroRow : kKPerTile), m0 + rank * kHalf);
+          cute::SM90_BULK_COPY_G2S::copy((corrects ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
+                                         stage + C::kTokenScales, scaled * 4);
+        }
+      } else if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int panel = 0; panel < C::kColumnPanels; ++panel) {
@@ -521,7 +574,8 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
 
 // The body of a kernel; `stages` is its dynamic shared memory.
 template <class C>
-__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUtensorMap const& out_map, Params const& p) {
+__device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUtensorMap const& out_map,
+                                    typename C::Params const& p) {
   auto* staging = reinterpret_cast<float*>(stages + C::kStages * C::kStageBytes);
   static_assert(sizeof(Barriers<C>) <= 256);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
@@ -595,13 +649,15 @@ inline uint64_t new_mark() {
 }
 
 template <class C>
-Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmProblem const& problem, Plan const& plan,
-                         float* partials, CUtensorMap const& map, Stream stream, int band_tiles = 16) {
+Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Params), GemmProblem const& problem,
+                         Plan const& plan, float* partials, CUtensorMap const& map, Stream stream, int band_tiles = 16) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   PackedWeight const& w = problem.weight;
   int const clusters = device.multiprocessors / C::kCluster;
-  int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
+  int k_tiles = weight_tiles;
+  if constexpr (C::kWindow > 0) k_tiles += (weight_tiles + C::kWindow - 1) / C::kWindow;
   bool short_groups = w.group_size > 0 && w.group_size < kKPerTile;
   Params p{w,
            problem.quantized,
@@ -620,7 +676,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
            0,
            0,
            band_tiles,
-           w.group_size == -1 ? k_tiles
+           w.group_size == -1 ? weight_tiles
            : short_groups     ? 1
                               : w.group_size / kKPerTile,
            short_groups ? kKPerTile / w.group_size : 1,
@@ -642,7 +698,16 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, Params), GemmP
   p.clusters = std::min(work, clusters);
   p.work_end = p.cut.gathered > 1 ? p.whole_tiles + p.cut.gathered * p.clusters : work;
   dim3 const grid(p.clusters * C::kCluster);
-  return launch_clusters(kernel, grid, C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
+  if constexpr (C::kWindow > 0) {
+    CorrectedParams corrected{p, {}, weight_tiles};
+    int const columns = int(zero_columns(w.k));
+    Status status = encode_tokens(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
+                                  C::kTokens / C::kCluster, &corrected.zero_values);
+    if (!status.ok()) return status;
+    return launch_clusters(kernel, grid, C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, corrected);
+  } else {
+    return launch_clusters(kernel, grid, C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
+  }
 }
 
 }  // namespace cutlass_ops::hopper

@@ -26,6 +26,8 @@ struct Config {
   using Element = Element_;
   using Scale = Scale_;
   using Work = hopper::Work;
+  using Params = hopper::Params;
+  static constexpr int kWindow = 0;
   static constexpr int kBits = 4, kTokens = 256, kCluster = 2, kWarpgroups = 2;
   static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   static constexpr int kLoadingRegisters = 40, kRegisters = 232;  // of a thread of the warpgroup that loads, and of the others

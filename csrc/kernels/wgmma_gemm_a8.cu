@@ -7,6 +7,7 @@
 //   shift    with zero points za of the activations: I -= za * (sum of the weights' codes). With one of them for a token and block, the sums of a stage
 //            start from that instead of zero; with one a token, it is a product of 32 more columns, which takes less time there. In every stage,
 //            even so: beside outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
+//   correct  instead, where results are rounded to 16 bits: of 16 or 32 tiles of K at once, in a stage that follows them (corrections.h)
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -24,10 +25,13 @@ enum class Promotion {
   kChannel,  // none: int32 sums run over all of K
 };
 
-template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2>
+template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
+          bool kCorrects = false>
 struct Config
     : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
                          kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
+  using Params = std::conditional_t<kCorrects, hopper::CorrectedParams, hopper::Params>;
+  static constexpr int kWindow = kCorrects ? correction_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;                               // activations with zero points
   static constexpr bool kStart = kAsymmetric && kPromotion == Promotion::kBlock;  // where a stage's sums start from shifts
@@ -40,14 +44,15 @@ struct Config
   static constexpr bool kPrepareScales = kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kTokens >= 128;
   // Whether a warp's lanes wait for each other before they give a stage back. They need not, but the compiler then schedules the main loop of these another
   // way: 4096 tokens x 28672 x 4096 in W4A8 take 810 us instead of 899 with one scale a token, 1003 instead of 1014 with one a block. Other tiles, int8
-  // weights and those with zero points take as long or up to 8 % longer. (Measured on an H200.)
+  // weights and those with zero points take as long or up to 8 % longer. Where zero points are corrected it is int8 weights that gain, 1038 us instead of 1064, and int4
+  // that lose, 1096 and 1072. (Measured on an H200.)
   static constexpr bool kMeetAtEnd =
-      kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
+      kCorrects ? kBits == 8 : kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                 CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
+                                 CUtensorMap const& out_map, hopper::Params const& p, hopper::Place<Config> const& at);
 };
 
 // With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its binade the unit is 1, so that
@@ -279,9 +284,58 @@ class ZeroShift {
   bool any_beyond_;
 };
 
-template <int kBits, int kTokens, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups>
-__device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsymmetric, kWarpgroups>::consume(
-    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
+// A stage that corrects a window of tiles: products of 16-bit floats, whose weights are operands as they are loaded, promoted like others.
+template <class C>
+__device__ __forceinline__ void correct(int window, RawWeights<C>& raw, uint8_t* stages, hopper::Ring<C::kStages>& ring,
+                                        hopper::Barriers<C>& barriers, Params const& p, hopper::Place<C> const& at,
+                                        bool is_last, uint32_t (&integers)[C::kSums], float (&sums)[C::kSums]) {
+  constexpr int kLoads = RawWeights<C>::kLoads, kSixteens = kLoads / 2;
+  uint8_t const* stage = stages + ring.stage * C::kStageBytes;
+  auto& products = reinterpret_cast<float (&)[C::kSums]>(integers);
+  uint64_t zeros = operand_descriptor(cute::cast_smem_ptr_to_uint(stage) + C::kActivations);
+  if (kSixteens == 1) zeros += window % 2 * 4;  // a row has two windows' zero values, 64 bytes each
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) fence_registers(raw.words[i]);
+  fence_registers(products);
+  cute::warpgroup_arrive();
+#pragma unroll
+  for (int i = 0; i < kSixteens; ++i) {
+    wgmma_float<__half, C::kTokens>(raw.words[2 * i], zeros + 4 * i, products, i > 0);
+    wgmma_float<__half, C::kTokens>(raw.words[2 * i], zeros + 4 * i + 2, products, true);
+    wgmma_float<__half, C::kTokens>(raw.words[2 * i + 1], zeros + 4 * i, products, true);
+  }
+  cute::warpgroup_commit_batch();
+  fence_registers(products);
+  ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+  if constexpr (C::kPrepareScales) raw.load_prepared_scales(stage, at);
+  constexpr float kUnit = C::kPrepareScales ? 1.0f : C::kUnit;
+  float const scale[2] = {raw.scale[0] * kUnit, raw.scale[1] * kUnit};
+  uint64_t* const empty = &barriers.empty[ring.stage];
+  ring.advance();
+  uint8_t const* next = stages + ring.stage * C::kStageBytes;
+  if (!is_last) {
+    TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+    raw.load_vectors(next, p, at);
+  }
+  TokenFactors<C> token_scales(cute::cast_smem_ptr_to_uint(stage) + at.token_factors);
+  cute::warpgroup_wait<0>();
+  fence_registers(products);
+  if (!is_last) raw.load_words(next, at);
+#pragma unroll
+  for (int j = 0; j < C::kTokens / 8; ++j) {
+    if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& sum = sums[4 * j + e];
+      sum = fmaf(products[4 * j + e] * scale[e / 2], token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+    }
+  }
+  if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
+}
+
+template <int kBits, int kTokens, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCorrects>
+__device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCorrects>::consume(
+    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, hopper::Params const& p,
     hopper::Place<Config> const& at) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
@@ -337,93 +391,113 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       sum_codes(a, codes);
       start_sums<C>(codes, integers);
     }
-    for (int i = 0; i < count; ++i) {
-      uint8_t const* stage = stages + ring.stage * C::kStageBytes;
-      if constexpr (!C::kStart) decode_weights<C>(raw, a);
-      float scale[2];
-      if (!C::kPrepareScales) scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
-      uint64_t tokens = operand_descriptor(
-          (C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes : cute::cast_smem_ptr_to_uint(stage)) +
-          C::kActivations);
-      [[maybe_unused]] ZeroShift<C> shift;
-      if constexpr (C::kShift) shift.add(a);
+    // Tiles up to the next correction, and that, in turn. The same in all lanes, as the compiler can see.
+    int i = 0;
+    [[maybe_unused]] int correction = 0, window = 0;
+    if constexpr (kCorrects) {
+      hopper::WindowPlace<C::kWindow> const first(work.first_k(p), p);
+      window = __shfl_sync(~0u, first.window, 0), correction = __shfl_sync(~0u, first.correction - work.first_k(p), 0);
+    }
+    do {
+      int const until = kCorrects ? min(count, correction) : count;
+      for (; i < until; ++i) {
+        uint8_t const* stage = stages + ring.stage * C::kStageBytes;
+        if constexpr (!C::kStart) decode_weights<C>(raw, a);
+        float scale[2];
+        if (!C::kPrepareScales) scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
+        uint64_t tokens = operand_descriptor(
+            (C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes : cute::cast_smem_ptr_to_uint(stage)) +
+            C::kActivations);
+        [[maybe_unused]] ZeroShift<C> shift;
+        if constexpr (C::kShift) shift.add(a);
 #pragma unroll
-      for (int piece = 0; piece < 4; ++piece) fence_registers(a[piece]);
-      fence_registers(integers);
-      cute::warpgroup_arrive();
-#pragma unroll
-      for (int piece = 0; piece < 4; ++piece) {
-        wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, C::kStart || piece > 0 || (kChannel && i > 0));
-      }
-      cute::warpgroup_commit_batch();
-      fence_registers(integers);
-      // While the products run.
-      if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
-      if constexpr (C::kShift) shift.spread();
-      if (kBlock && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-      if constexpr (C::kPrepareScales) {
-        raw.load_prepared_scales(stage, at);
-        scale[0] = raw.scale[0], scale[1] = raw.scale[1];
-      }
-      if constexpr (C::kShift) {
-        fence_registers(shift.operand);
+        for (int piece = 0; piece < 4; ++piece) fence_registers(a[piece]);
+        fence_registers(integers);
         cute::warpgroup_arrive();
-        wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(end_zeros), integers, true);
+#pragma unroll
+        for (int piece = 0; piece < 4; ++piece) {
+          wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, C::kStart || piece > 0 || (kChannel && i > 0));
+        }
         cute::warpgroup_commit_batch();
         fence_registers(integers);
-      }
-      uint64_t* empty = &barriers.empty[ring.stage];
-      ring.advance();
-      uint8_t const* next = stages + ring.stage * C::kStageBytes;
-      if (i + 1 < count) {
-        TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-        raw.load_vectors(next, p, at);
-        if (C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
-      }
-      uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
-      TokenFactors<C> token_scales(factors);
-      cute::warpgroup_wait<0>();
-      fence_registers(integers);
-      if constexpr (C::kShift) shift.subtract(end_zeros, integers);
-      if constexpr (C::kStart) {
-        // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
-        // needs registers, and time.
-        constexpr int kSixteens = C::kTokens / 16, kLate = 2;
-        constexpr int kWeightsAt = kTokens == 176 ? 4 : kTokens == 32 ? 0 : 2, kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
-        float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
-        uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
+        // While the products run.
+        if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
+        if constexpr (C::kShift) shift.spread();
+        if (kBlock && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        if constexpr (C::kPrepareScales) {
+          raw.load_prepared_scales(stage, at);
+          scale[0] = raw.scale[0], scale[1] = raw.scale[1];
+        }
+        if constexpr (C::kShift) {
+          fence_registers(shift.operand);
+          cute::warpgroup_arrive();
+          wgmma_int8<C::kTokens>(shift.operand, repeated_descriptor(end_zeros), integers, true);
+          cute::warpgroup_commit_batch();
+          fence_registers(integers);
+        }
+        uint64_t* empty = &barriers.empty[ring.stage];
+        ring.advance();
+        uint8_t const* next = stages + ring.stage * C::kStageBytes;
+        if (i + 1 < count) {
+          TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+          raw.load_vectors(next, p, at);
+          if (C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        }
+        uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
+        TokenFactors<C> token_scales(factors);
+        cute::warpgroup_wait<0>();
+        fence_registers(integers);
+        if constexpr (C::kShift) shift.subtract(end_zeros, integers);
+        if constexpr (C::kStart) {
+          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
+          // needs registers, and time.
+          constexpr int kSixteens = C::kTokens / 16, kLate = 2;
+          constexpr int kWeightsAt = kTokens == 176  ? 4
+                                     : kTokens == 32 ? 0
+                                                     : 2,
+                        kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
+          float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
+          uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
 #pragma unroll
-        for (int j = 0; j < kSixteens + kLate; ++j) {
-          if (j < kSixteens) {
-            token_scales.load(j + token_scales.kAhead);
+          for (int j = 0; j < kSixteens + kLate; ++j) {
+            if (j < kSixteens) {
+              token_scales.load(j + token_scales.kAhead);
 #pragma unroll
-            for (int piece = 0; piece < RawWeights<C>::kLoads; ++piece) {
-              if (j == kWeightsAt + piece / 2 && i + 1 < count) raw.load_piece(next, at, piece);
+              for (int piece = 0; piece < RawWeights<C>::kLoads; ++piece) {
+                if (j == kWeightsAt + piece / 2 && i + 1 < count) raw.load_piece(next, at, piece);
+              }
+              promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
             }
-            promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
+            if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
+            if (j == kCodesAt) {
+              decode_weights<C>(raw, a);
+              sum_codes(a, codes);
+            }
           }
-          if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
-          if (j == kCodesAt) {
-            decode_weights<C>(raw, a);
-            sum_codes(a, codes);
+          start_sums<C>(codes, integers);
+        } else {
+          constexpr int kEvery =
+              kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights of tokens between one piece of weights and the next
+#pragma unroll
+          for (int j = 0; j < C::kTokens / 8; ++j) {
+            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+            // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
+            if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
+              raw.load_piece(next, at, j / kEvery);
+            if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
           }
         }
-        start_sums<C>(codes, integers);
-      } else {
-        constexpr int kEvery =
-            kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights of tokens between one piece of weights and the next
-#pragma unroll
-        for (int j = 0; j < C::kTokens / 8; ++j) {
-          if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-          // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
-          if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
-            raw.load_piece(next, at, j / kEvery);
-          if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+        if (C::kMeetAtEnd) __syncwarp();
+        if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
+      }
+      if constexpr (kCorrects) {
+        if (i < count) {
+          correct<C>(window, raw, stages, ring, barriers, p, at, i + 1 == count, integers, sums);
+          ++i, ++window;
+          correction = min(correction + C::kWindow + 1, p.k_tiles - 1 - work.first_k(p));
         }
       }
-      if (C::kMeetAtEnd) __syncwarp();
-      if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
-    }
+    } while (kCorrects && i < count);
     if constexpr (kBlock) {
       // With these pinned, the main loop of this tile is scheduled as well as can be: 4 % (measured on an H200).
       if (C::kStart && C::kBits == 8 && C::kTokens == 176) asm volatile("" : "+r"(row0), "+r"(m0));
@@ -470,7 +544,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     wgmma_gemm_a8(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
-                  __grid_constant__ Params const p) {
+                  __grid_constant__ typename C::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];
   hopper::run<C>(stages, map, out_map, p);
@@ -516,6 +590,16 @@ Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partial
 
 }  // namespace
 
+template <int kBits, int kTokens>
+Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) {
+      return launch_config<Config<4, kTokens, Promotion::kBlock, true, false, 2, true>>(problem, plan, partials, stream);
+    }
+  }
+  return launch_config<Config<kBits, kTokens, Promotion::kBlock, false, false, 2, true>>(problem, plan, partials, stream);
+}
+
 template <int kBits, int kTokens, int kWarpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   if constexpr (kBits == 4) {
@@ -538,5 +622,13 @@ template Status launch_wgmma_gemm_a8<8, 96, 2>(GemmProblem const&, Plan const&, 
 template Status launch_wgmma_gemm_a8<8, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<4, 96>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<4, 128>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<4, 144>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<4, 176>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<8, 96>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<8, 128>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<8, 144>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8_corrected<8, 176>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

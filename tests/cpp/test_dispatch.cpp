@@ -75,6 +75,9 @@ std::vector<Named> inputs(GemmProblem const& p) {
     for (bool symmetric : {true, false}) {
       all.push_back({name + " token", quantized_on_the_way(typed, ActQuant::kToken, symmetric), true});
       all.push_back({name + " block", quantized_on_the_way(typed, ActQuant::kBlock, symmetric), true});
+      if (symmetric) continue;
+      all.push_back(all.back());
+      all.back().name += ", sums of codes", all.back().problem.weight.sums = &some_byte;
     }
   }
   if (p.weight.bits == 4) {
@@ -93,7 +96,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 4097, kMaxM})
+        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 192, 256, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1},
                                                                      {192, 576},
                                                                      {1000, 10944},
@@ -266,6 +269,50 @@ TEST(Dispatch, GivesWidenedCodesTheTileThatHoldsTheirFactors) {
     EXPECT_EQ(row->tile.tokens, c.tokens) << c.bits << ", " << c.group_size << ", " << c.block;
     EXPECT_EQ(workspace_layout(p, plan_of(1), row->inputs).has_factors, c.factors);
   }
+}
+
+// Zero points of activations are corrected for many blocks at once where the weight's sums are there and the result is rounded to 16 bits.
+TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
+  auto const corrects = [](GemmProblem const& p) {
+    Row const* row = nullptr;
+    Plan chosen;
+    Status const status = select(p, kHopper, &row, &chosen);
+    EXPECT_TRUE(status.ok()) << status.text;
+    WorkspaceLayout const layout = workspace_layout(p, chosen, row->inputs);
+    EXPECT_EQ(layout.corrects, bool(row->inputs & kCorrects));
+    return layout.corrects;
+  };
+  for (int bits : {4, 8})
+    for (int group_size : {-1, 128, 512}) {
+      GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size), ActQuant::kBlock, false);
+      EXPECT_FALSE(corrects(base));
+      base.weight.sums = &some_byte;
+      EXPECT_TRUE(corrects(base));
+      struct Change {
+        char const* name;
+        void (*make)(GemmProblem&);
+        bool corrected;
+      };
+      for (Change const& change :
+           {Change{"few tokens", [](GemmProblem& p) { p.m = 128; }, false},
+            Change{"symmetric", [](GemmProblem& p) { p.act_symmetric = true; }, false},
+            Change{"token", [](GemmProblem& p) { p.act_quant = ActQuant::kToken; }, false},
+            Change{"fp32", [](GemmProblem& p) { p.out_type = DataType::kFloat32; }, false},
+            Change{"bf16", [](GemmProblem& p) { p.out_type = DataType::kBFloat16; }, true},
+            Change{"batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; }, false},
+            Change{"sm_89", [](GemmProblem& p) { p.architecture = 89; }, false},
+            Change{"offsets", [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; },
+                   false}}) {
+        GemmProblem changed = base;
+        change.make(changed);
+        EXPECT_EQ(corrects(changed), change.corrected) << bits << " bits, groups of " << group_size << ": " << change.name;
+      }
+      GemmProblem codes = already_quantized(base, 128);
+      codes.act_quant = ActQuant::kNone;
+      EXPECT_FALSE(corrects(codes));
+      codes.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
+      EXPECT_TRUE(corrects(codes));
+    }
 }
 
 // Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory goes to another kernel.
@@ -881,6 +928,22 @@ TEST(Quantize, RefusesFunctionsThatMeanNothing) {
   refuses(p, "a norm of at most 4194304 columns");
 }
 
+TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
+  for (int bits : {4, 8})
+    for (int group_size : {-1, 32, 64, 128, 256})
+      for (bool zeros : {false, true})
+        for (bool offsets : {false, true}) {
+          PackedWeight w = problem(1, 200, 576, bits, group_size).weight;
+          if (zeros) w.zeros = reinterpret_cast<int8_t*>(&some_byte);
+          if (offsets) w.offsets = &some_byte, w.offset_type = DataType::kFloat16;
+          bool const fits = !offsets && !(zeros && bits == 8) && group_size != 32 && group_size != 64;
+          EXPECT_EQ(check_sums(w).ok(), fits) << bits << " bits, groups of " << group_size << ", " << zeros << offsets;
+        }
+  PackedWeight book = problem(1, 200, 576).weight;
+  book.book = some_book;
+  EXPECT_EQ(check_sums(book).code, Status::kUnsupported);
+}
+
 struct Part {
   size_t begin, bytes;
 };
@@ -927,6 +990,23 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
             }
 }
 
+TEST(Workspace, HasZeroValuesForCorrections) {
+  for (int k : {1, 4096, 4224})
+    for (bool codes : {true, false}) {
+      GemmProblem p = problem(129, 200, k);
+      p = codes ? already_quantized(p, 128) : quantized_on_the_way(p, ActQuant::kBlock, false);
+      size_t const before = workspace_layout(p, plan_of(1)).total;
+      WorkspaceLayout const layout = workspace_layout(p, plan_of(3), kInt8Input | kCorrects);
+      size_t const rows = (k + 4095) / 4096;
+      EXPECT_EQ(layout.zero_values, before);
+      EXPECT_EQ(layout.zero_values % 256, 0u);
+      EXPECT_EQ(layout.zero_scales % 256, 0u);
+      EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
+      EXPECT_GE(layout.partials, layout.zero_scales + rows * 144 * 4);
+      EXPECT_EQ(layout.total, layout.partials + 3u * 129 * 256 * 4);
+    }
+}
+
 TEST(Workspace, IsOnlyPartsOfKForActivationsThatAreQuantizedAlready) {
   GemmProblem const p = quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
   EXPECT_EQ(workspace_layout(p, plan_of(1)).total, 0u);
@@ -942,8 +1022,9 @@ TEST(Workspace, IsCountedIn64Bits) {
 #if !CUTLASS_OPS_CUDA
 TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
-  for (Status const& status : {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
-                               quantize_activations({}, nullptr), dequantize({}, nullptr)}) {
+  for (Status const& status :
+       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
+        sum_weights({}, nullptr, nullptr, nullptr), dequantize({}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

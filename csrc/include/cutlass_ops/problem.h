@@ -37,6 +37,10 @@ struct PackedWeight {
   int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
+
+  // For products of int8 activations with zero points (corrections.h), or null: each row's sums of 128 weights, and the scales of these.
+  uint8_t const* sums = nullptr;
+  void const* sum_scales = nullptr;  // [n_pad] of scale_type
 };
 
 // int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
@@ -52,6 +56,10 @@ struct QuantizedActivations {
   void* wide = nullptr;      // codes less zero points in fp16, [m][k_pad] in the order of columns
   float* factors = nullptr;  // of steps along K; null where a token has one scale and the weight no offsets
   int step = 0;              // columns of a step: 32, 64 or 128
+
+  // What mixed_gemm makes of zero points for a kernel that makes these good at once for many blocks (corrections.h).
+  void* zero_values = nullptr;
+  float* zero_scales = nullptr;
 };
 
 // What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All matrices are of x_type.

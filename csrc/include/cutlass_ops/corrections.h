@@ -1,0 +1,40 @@
+// How one product a window of tiles of K makes good the zero points of activations: for dispatch.cpp, correct_zeros.cu and wgmma_gemm_a8.cu.
+//
+// Meanwhile fp32 sums hold zero points, and round by some 2^-24 of what these come to. A zero point is at most 128 steps of its block's scale, and codes are
+// rounded to one: beside weights of both signs the sums' rounding is about 1e-4 of what that costs y. It may be more than the last bits of a result in fp32,
+// which is made in another way (wgmma_gemm_a8.cu).
+//
+// Of a tile of K, 128 columns, y lacks -(zA sA) (sW sum of the codes): an outer product of what tokens and rows have there, so that those of many tiles are one
+// matrix product over these. Both factors are split into two fp16 numbers, the second of which holds what the first rounds off, and three products of these
+// are as good as one in fp32. Powers of two, one for each row and one for each token and kTilesPerZeroRow tiles, bring them into fp16's range.
+//
+//   rows     PackedWeight::sums: of each slab of 64 and window a chunk as large as a tile's codes, in the order of wgmma's fragments: [warp][16 tiles][first,
+//            second][lane][8 halves]; sum_scales: the powers of two, a group vector of scale_type
+//   tokens   QuantizedActivations::zero_values [m][zero_columns(k)]: of 16 tiles the first parts, then the second, and so on; zero_scales [zero rows][stride]
+#pragma once
+
+#include <cstdint>
+
+#include "cutlass_ops/layout.h"
+
+namespace cutlass_ops {
+
+constexpr int kTilesPerZeroRow = 32;  // tiles of K whose zero values of a token take 128 bytes
+constexpr int kZeroRow = 64;          // halves in these
+
+// Tiles of K in a window: the sums of 64 rows take as many bytes as a tile's codes.
+constexpr int correction_window(int bits) { return 4 * bits; }
+
+constexpr int64_t zero_rows(int64_t k) {
+  int64_t const tiles = padded_k(k) / kKPerTile;
+  return (tiles + kTilesPerZeroRow - 1) / kTilesPerZeroRow;
+}
+constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
+
+// Bytes of the sums of a weight.
+constexpr int64_t sums_bytes(int64_t n, int64_t k, int bits) {
+  int64_t const window = correction_window(bits), tiles = padded_k(k) / kKPerTile;
+  return padded_rows(n) / kRowsPerSlab * ((tiles + window - 1) / window) * chunk_bytes(bits);
+}
+
+}  // namespace cutlass_ops
