@@ -119,7 +119,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   } else if (layout.widens) {
     status = launch_widen_activations(ready, stream);
   }
-  if (status.ok() && layout.corrects) status = launch_correct_zeros(ready, stream);
+  if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
   if (status.ok()) status = chosen.row->launch(ready, chosen, partials, stream);
   if (status.ok() && partials && chosen.cut_tiles == 0) status = launch_reduce_splits(ready, chosen.splits, partials, stream);

@@ -1,9 +1,7 @@
-// The zero points and scales of int8 activations -> QuantizedActivations::zero_values and zero_scales (corrections.h). A product waits for it: a block takes 32
-// tokens and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is under way at once.
-#include <cuda_fp16.h>
-
-#include "cutlass_ops/corrections.h"
+// The zero points and scales of int8 activations that are quantised already -> their zero values (corrections.h). A product waits for it: a block takes 32 tokens
+// and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is under way at once.
 #include "device/launch.cuh"
+#include "device/zero_values.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -39,23 +37,18 @@ __global__ void __launch_bounds__(kTokens* kWarps) correct_zeros(__grid_constant
   __syncthreads();
 #pragma unroll
   for (int i = 0; i < kWarps; ++i) most = fmaxf(most, largest[i][lane]);
-  // Powers of two by which values come below 2^14: the second parts of all that counts are normal numbers then.
-  int const exponent = max(int(__float_as_uint(most) >> 23) - 127 - 13, -126);
-  float const inverse = __uint_as_float(uint32_t(127 - exponent) << 23);
   if (!there) return;
-  if (warp == 0) p.x.zero_scales[int64_t(row) * p.x.stride + token] = __uint_as_float(uint32_t(exponent + 127) << 23);
-  __half2 parts[2][2];
+  ZeroScale const by(most);
+  if (warp == 0) p.x.zero_scales[int64_t(row) * p.x.stride + token] = by.scale;
+  __half first_parts[kTiles], second_parts[kTiles];
 #pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float const low = values[2 * i] * inverse, high = values[2 * i + 1] * inverse;
-    parts[0][i] = __floats2half2_rn(low, high);
-    parts[1][i] = __floats2half2_rn(low - __low2float(parts[0][i]), high - __high2float(parts[0][i]));
+  for (int i = 0; i < kTiles; ++i) {
+    ZeroParts const parts(values[i], by);
+    first_parts[i] = parts.first, second_parts[i] = parts.second;
   }
-  // Of 16 tiles the first parts, then the second: 32 bytes each.
-  auto* to =
-      static_cast<uint8_t*>(p.x.zero_values) + (int64_t(token) * p.rows + row) * (kZeroRow * 2) + warp / 4 * 64 + warp % 4 * 8;
-#pragma unroll
-  for (int part = 0; part < 2; ++part) *reinterpret_cast<uint2*>(to + part * 32) = reinterpret_cast<uint2 const&>(parts[part]);
+  __half* to = zero_value_of(p.x, token, p.rows, row, warp * kTiles);
+  *reinterpret_cast<uint2*>(to) = reinterpret_cast<uint2 const&>(first_parts);
+  *reinterpret_cast<uint2*>(to + 16) = reinterpret_cast<uint2 const&>(second_parts);
 }
 
 }  // namespace

@@ -12,7 +12,8 @@
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
-// For a product that takes the codes of x as fp16 integers they are written as such (device/widen.cuh).
+// For a product that takes the codes of x as fp16 integers they are written as such (device/widen.cuh); for one that corrects zero points for many blocks at
+// once, their zero values too (device/zero_values.cuh).
 //
 // One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
 // before they are used.
@@ -30,6 +31,7 @@
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
 #include "device/widen.cuh"
+#include "device/zero_values.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -37,7 +39,9 @@ namespace {
 
 constexpr int kBlockThreads = 128;  // of quantize_blocks, at most
 constexpr int kLeastThreads = 16;
-constexpr int kBlockRows = 2;  // rows of a thread of quantize_blocks
+constexpr int kZeroRowThreads =
+    kTilesPerZeroRow * kKPerTile / kLaneColumns;  // where it writes zero values: the pieces of a zero row
+constexpr int kBlockRows = 2;                     // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeTokens = 16;
@@ -176,8 +180,40 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 // ---- blocks of 32, 64 or 128 columns
 
+// Those of kBlockRows rows and the columns of this block's threads, which are a zero row. All of them come here.
+template <class T>
+__device__ __forceinline__ void store_zero_values(Params const& p, Span<T, false> (&spans)[kBlockRows], int row) {
+  __shared__ float largest[kBlockRows][kZeroRowThreads / 32];
+  QuantizedActivations const& out = p.problem.out;
+  int const thread = threadIdx.x, piece = blockIdx.x * kZeroRowThreads + thread, pieces_of_tile = kKPerTile / kLaneColumns;
+  float values[kBlockRows];
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    Quantizer<false> const quantizer(spans[i].range());
+    values[i] = piece < p.pieces ? quantizer.scale * quantizer.zero : 0.0f;
+    float most = fabsf(values[i]);
+#pragma unroll
+    for (int distance = pieces_of_tile; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+    if (thread % 32 == 0) largest[i][thread / 32] = most;
+  }
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kBlockRows; ++i) {
+    if (row + i >= p.problem.m || thread % pieces_of_tile) continue;
+    float most = 0.0f;
+#pragma unroll
+    for (float v : largest[i]) most = fmaxf(most, v);
+    ZeroScale const by(most);
+    if (thread == 0) out.zero_scales[int64_t(blockIdx.x) * out.stride + row + i] = by.scale;
+    ZeroParts const parts(values[i], by);
+    __half* to = zero_value_of(out, row + i, gridDim.x, blockIdx.x, thread / pieces_of_tile);
+    to[0] = parts.first, to[16] = parts.second;
+  }
+}
+
 template <class T, bool kSymmetric, Function kFunction>
-__global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(kSymmetric ? kBlockThreads : kZeroRowThreads)
+    quantize_blocks(__grid_constant__ Params const p) {
   if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
   QuantizeProblem const& q = p.problem;
@@ -199,6 +235,9 @@ __global__ void __launch_bounds__(kBlockThreads) quantize_blocks(__grid_constant
   for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) {
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
+  }
+  if constexpr (!kSymmetric && kFunction == Function::kNone) {
+    if (q.out.zero_values) store_zero_values(p, spans, row);
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
@@ -447,6 +486,11 @@ Status launch_blocks(Params const& p, Stream stream) {
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
   int const threads =
       p.problem.m > kDecodeTokens ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
+  if (p.problem.out.zero_values) {
+    int const y = std::min(groups, kMaxGridY), z = (groups + kMaxGridY - 1) / kMaxGridY;
+    dim3 const grid((p.pieces + kZeroRowThreads - 1) / kZeroRowThreads, y, z);
+    return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(kZeroRowThreads), stream, p);
+  }
   int const chunks = (p.pieces + threads - 1) / threads;
   int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
