@@ -541,6 +541,7 @@ def corrects(m: int, packed: co.PackedWeight) -> bool:
 @pytest.mark.parametrize(
     ("k", "m"),
     [
+        (576, 130),
         (1920, 400),
         (1920, 1000),
         (2048, 530),
