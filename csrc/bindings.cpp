@@ -407,10 +407,10 @@ PYBIND11_MODULE(_C, m) {
            py::arg("gpu"))
       .def(
           "set_sums",
-          [](Weight& weight, Pointer sums, Pointer scales) {
-            weight.sums = as<uint8_t>(sums), weight.sum_scales = as<void>(scales);
+          [](Weight& weight, Pointer sums, Pointer scales, Pointer rows) {
+            weight.sums = as<uint8_t>(sums), weight.sum_scales = as<void>(scales), weight.row_sums = as<float>(rows);
           },
-          py::arg("sums_ptr"), py::arg("scales_ptr"), "Give it PackedWeight::sums and sum_scales (corrections.h).");
+          py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), "Give it what sum_weights made.");
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
@@ -429,12 +429,12 @@ PYBIND11_MODULE(_C, m) {
   m.def("sums_bytes", &sums_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), "Bytes that sum_weights writes to sums.");
   m.def(
       "sum_weights",
-      [](Weight const& weight, Pointer sums, Pointer scales, Pointer stream) {
+      [](Weight const& weight, Pointer sums, Pointer scales, Pointer rows, Pointer stream) {
         DeviceGuard guard(weight.gpu);
-        check(sum_weights(weight, as<void>(sums), as<void>(scales), as<void>(stream)));
+        check(sum_weights(weight, as<void>(sums), as<void>(scales), as<float>(rows), as<void>(stream)));
       },
-      py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("stream"),
-      "The sums of a weight's codes and [n_pad] scales of the weight's scale_type, for PackedWeight.set_sums.");
+      py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), py::arg("stream"),
+      "The sums of a weight's codes, [n_pad] scales of the weight's scale_type, and [n_pad] floats.");
   m.def(
       "quantize_activations",
       [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,

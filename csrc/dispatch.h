@@ -90,7 +90,7 @@ struct WorkspaceLayout {
   int stride = 0;            // QuantizedActivations::stride
   int block = 0;             // QuantizedActivations::block; 0: nothing is quantised
   bool widens = false;       // the row is kWidens: there are no codes where floats are quantised
-  bool corrects = false;     // the row is kCorrects
+  bool corrects = false;     // the row is kCorrects, and there are zero values
   bool has_factors = false;  // beside wide codes: where the promotion takes more than the weight's scale
 };
 // `inputs`: of the row.

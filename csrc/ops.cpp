@@ -132,9 +132,9 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   return launch_quantize_activations(problem, stream);
 }
 
-Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, Stream stream) {
+Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, float* row_sums, Stream stream) {
   if (Status status = check_sums(weight); !status.ok()) return status;
-  return launch_sum_weights(weight, static_cast<uint8_t*>(sums), sum_scales, stream);
+  return launch_sum_weights(weight, static_cast<uint8_t*>(sums), sum_scales, row_sums, stream);
 }
 
 Status dequantize(DequantizeProblem const& problem, Stream stream) {
@@ -185,7 +185,7 @@ DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
-Status sum_weights(PackedWeight const&, void*, void*, Stream) { return no_cuda(); }
+Status sum_weights(PackedWeight const&, void*, void*, float*, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
 Status quantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
 Status dequantize_flat(FlatProblem const&, Stream) { return no_cuda(); }

@@ -528,10 +528,11 @@ def _wants_sums(x: Any, weight: PackedWeight, act_quant: str) -> bool:
     if weight.gpu < 0 or is_dynamo_compiling() or weight.has_sums():
         return False
     if isinstance(x, QuantizedActivations):
-        blocks, rows = x.zeros is not None and x.block != -1, x.codes.shape[0]
+        wanted, blocks, rows = x.zeros is not None, x.block != -1, x.codes.shape[0]
     else:
-        blocks, rows = act_quant == "block", x.numel() // weight.k if isinstance(x, Tensor) else 0
-    return blocks and rows >= _SUMS_FROM_ROWS and not torch.cuda.is_current_stream_capturing()
+        wanted, blocks, rows = act_quant != "none", act_quant == "block", x.numel() // weight.k if isinstance(x, Tensor) else 0
+    wanted = wanted and (blocks or weight.group_size != -1 or weight.zeros is not None)
+    return wanted and rows >= _SUMS_FROM_ROWS and not torch.cuda.is_current_stream_capturing()
 
 
 def mixed_gemm(
@@ -556,8 +557,8 @@ def mixed_gemm(
     otherwise from 193 rows on (641 where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with
     :func:`dequantize`'s values. Such sums of long rows lose a few more of fp32's last bits than others.
     Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
-    corrected for those of many blocks at once, as far as fp32 sums go. The first such product has the weight's codes summed,
-    for which it waits (:meth:`PackedWeight.sum_codes`).
+    corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. The first such product has the weight's
+    codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
     No gradient flows through it.
 
@@ -808,10 +809,11 @@ def explain(
 
 _WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
-    "int n, int k, int bits, int group_size, Tensor? book, Tensor? sums, Tensor? sum_scales"
+    "int n, int k, int bits, int group_size, Tensor? book, Tensor? sums, Tensor? sum_scales, "
+    "Tensor? row_sums"
 )
 #: How many of an operator's arguments they are.
-_WEIGHT = 13
+_WEIGHT = 14
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
 _CHOICE_SCHEMA = "bool batch_invariant, int architecture"
 
@@ -830,16 +832,16 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.bits,
         weight.group_size,
         weight.book,
-        *(weight.sums or (None, None)),
+        *(weight.sums or (None, None, None)),
     )
 
 
 def _weight(fields: tuple[Any, ...]) -> PackedWeight:
     """The inverse."""
-    *parts, sums, sum_scales = fields
+    *parts, sums, sum_scales, row_sums = fields
     weight = PackedWeight(*parts)
     if sums is not None:
-        weight.keep_sums((sums, sum_scales))
+        weight.keep_sums((sums, sum_scales, row_sums))
     return weight
 
 

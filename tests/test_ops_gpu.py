@@ -531,8 +531,8 @@ def hopper() -> None:
         pytest.skip("corrections are for sm_90a")
 
 
-def corrects(m: int, packed: co.PackedWeight) -> bool:
-    return "correction" in co.explain(m, packed, "block", act_symmetric=False).why
+def corrects(m: int, packed: co.PackedWeight, act_quant: str) -> bool:
+    return "correction" in co.explain(m, packed, act_quant, act_symmetric=False).why
 
 
 @pytest.mark.usefixtures("hopper")
@@ -557,6 +557,7 @@ def corrects(m: int, packed: co.PackedWeight) -> bool:
         (8320, 300),
     ],
 )
+@pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize(
     "fmt",
     [
@@ -568,22 +569,23 @@ def corrects(m: int, packed: co.PackedWeight) -> bool:
     ],
     ids=str,
 )
-def test_corrections_of_zero_points(fmt: Format, k: int, m: int) -> None:
+def test_corrections_of_zero_points(fmt: Format, act_quant: str, k: int, m: int) -> None:
     packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=True))
-    assert corrects(m, packed)
-    x = make_exact_floats(m, k, HALF, "block", False, 128)
-    asymmetric: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
-    want = oracle(x, qw, "block", False)
+    has_blocks = act_quant == "block" or fmt.group_size != -1
+    assert corrects(m, packed, act_quant) == has_blocks
+    x = make_exact_floats(m, k, HALF, act_quant, False, 128)
+    asymmetric: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}
+    want = oracle(x, qw, act_quant, False)
     for dtype in (HALF, BFLOAT):
         assert_same(multiply(x, packed, out_dtype=dtype, **asymmetric), want.to(dtype))
     qw = make_weight(fmt, 17000, k, exact=False)
     packed = co.reorder(qw)
-    for x in (make_floats(m, k, HALF), torch.nn.functional.gelu(make_floats(m, k, BFLOAT) * 1e-3)):
-        want = oracle(x, qw, "block", False)
+    for x in (make_floats(m, k, HALF), torch.nn.functional.gelu(make_floats(m, k, BFLOAT)) * 1e-3):
+        want = oracle(x, qw, act_quant, False)
         y = multiply(x, packed, **asymmetric)
         assert_close(y, want)
         assert same_bits(y, multiply(x, packed, **asymmetric))
-        qa = co.quantize_activations(x, 128, False)
+        qa = co.quantize_activations(x, block_of(act_quant, 128), False)
         assert same_bits(y, co.mixed_gemm(qa, packed))
         residual = make_floats(m, 17000, FLOAT)
         y = multiply(x, packed, activation="relu", residual=residual, **asymmetric)
@@ -591,8 +593,9 @@ def test_corrections_of_zero_points(fmt: Format, k: int, m: int) -> None:
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_corrections_hold_fp32s_precision(bits: int) -> None:
+def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
     """Where nothing but the zero points is left of y, results of 16 bits show all of it."""
     n, k, m = 17000, 4096, 300
     fmt = Format(bits, "symmetric", 128, FLOAT)
@@ -602,24 +605,24 @@ def test_corrections_hold_fp32s_precision(bits: int) -> None:
     opposite = qw.codes[:, ::128].int().clamp(min=1)  # and what the others are multiplied by adds up to nothing
     qw.codes[:, ::128], qw.codes[:, 1::128] = opposite, (1 << bits) - opposite
     packed = co.reorder(qw)
-    assert corrects(m, packed)
-    want = oracle(x, qw, "block", False)
-    y = multiply(x, packed, act_quant="block", act_symmetric=False, out_dtype=HALF).double()
+    assert corrects(m, packed, act_quant)
+    want = oracle(x, qw, act_quant, False)
+    y = multiply(x, packed, act_quant=act_quant, act_symmetric=False, out_dtype=HALF).double()
     # What zero points come to where all weights of a row have one sign; sums of random ones come to a sixtieth.
     most = 30 / 255 * 128 * reference.dequantize_weight(qw, torch.float64).abs().sum(1).max()
     assert (y - want).abs().max() <= 2.0**-10 * want.abs().max() + 3e-8 * most
 
 
 @pytest.mark.usefixtures("hopper")
-def test_corrections_beside_rows_with_nan() -> None:
+@pytest.mark.parametrize("act_quant", ["token", "block"])
+def test_corrections_beside_rows_with_nan(act_quant: str) -> None:
     packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
+    assert corrects(300, packed, act_quant)
     x = make_floats(300, 4096, HALF)
-    want = multiply(x, packed, act_quant="block", act_symmetric=False)
+    want = multiply(x, packed, act_quant=act_quant, act_symmetric=False)
     x[7, 5], x[200, 2000] = NAN, math.inf
-    y = multiply(x, packed, act_quant="block", act_symmetric=False)
     want[7], want[200] = NAN, NAN
-    assert corrects(300, packed)
-    assert_same(y, want)
+    assert_same(multiply(x, packed, act_quant=act_quant, act_symmetric=False), want)
 
 
 @pytest.mark.usefixtures("hopper")
@@ -1343,7 +1346,7 @@ def opcheck_samples() -> Iterator[tuple[Any, tuple[Any, ...]]]:
     library = torch.ops.cutlass_ops
     packed = co.reorder(make_weight(Format(4, "zeros", 64), 200, 700, exact=False, perm=True))
     parts = (packed.codes, packed.scales, packed.zeros, packed.offsets, packed.bias, packed.perm)
-    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book, None, None)
+    fields = (*parts, packed.n, packed.k, packed.bits, packed.group_size, packed.book, None, None, None)
     x = make_floats(5, 700, HALF)
     bias, residual = make_floats(1, 200, FLOAT)[0], make_floats(5, 200, HALF)
     qa = co.quantize_activations(x, 64, False, packed.perm)

@@ -116,7 +116,7 @@ Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream
 Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
 
 // sum_weights.cu
-Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, Stream stream);
+Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream);
 
 // widen_activations.cu: problem.quantized.wide and, where that has a place, .factors
 Status launch_widen_activations(GemmProblem const& problem, Stream stream);

@@ -212,7 +212,7 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Span<T, false
 }
 
 template <class T, bool kSymmetric, Function kFunction>
-__global__ void __launch_bounds__(kSymmetric ? kBlockThreads : kZeroRowThreads)
+__global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
   if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();

@@ -1,4 +1,4 @@
-// A packed weight -> PackedWeight::sums and sum_scales (corrections.h), once in a weight's life. A block takes a slab of 64 rows, a warp 16 of these, and reads
+// A packed weight -> PackedWeight::sums, sum_scales and row_sums (corrections.h), once in a weight's life. A block takes a slab of 64 rows, a warp 16 of these, and reads
 // them twice: for each row's scale, and for the sums.
 #include <cuda_fp16.h>
 
@@ -17,6 +17,7 @@ struct Params {
   PackedWeight weight;
   uint8_t* sums;
   void* sum_scales;
+  float* row_sums;
   int tiles, windows, group_tiles, n_pad;  // group_tiles: tiles of K that share a scale
 };
 
@@ -61,11 +62,12 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
   int const slab = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
   wait_for_predecessor();
   float largest[2] = {};
+  double totals[2] = {};
   for (int tile = 0; tile < p.tiles; ++tile) {
     float sums[2];
     sum_tile<kBits, kZeros>(p, slab, tile, sums);
 #pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], fabsf(sums[h]));
+    for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], fabsf(sums[h])), totals[h] -= sums[h];
   }
   // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 beside the largest fp16 scales).
   float inverse[2];
@@ -76,7 +78,9 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
     int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
     inverse[h] = exp2f(float(-exponent));
     int const position = slab * kRowsPerSlab + lane / 4 * 8 + warp * 2 + h;
-    if (t == 0) store_float(p.sum_scales, p.weight.scale_type, position, exp2f(float(exponent)));
+    if (t != 0) continue;
+    store_float(p.sum_scales, p.weight.scale_type, position, exp2f(float(exponent)));
+    p.row_sums[position] = float(totals[h] / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
   }
   for (int sixteen = 0; sixteen < p.windows * kSixteens; ++sixteen) {
     // Of tiles 2t, 2t + 1, 2t + 8 and 2t + 9.
@@ -112,12 +116,13 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
 
 }  // namespace
 
-Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, Stream stream) {
+Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), window = correction_window(weight.bits),
             n_pad = int(padded_rows(weight.n));
   Params const p{weight,
                  sums,
                  sum_scales,
+                 row_sums,
                  tiles,
                  (tiles + window - 1) / window,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,

@@ -7,7 +7,8 @@
 //   shift    with zero points za of the activations: I -= za * (sum of the weights' codes). With one of them for a token and block, the sums of a stage
 //            start from that instead of zero; with one a token, it is a product of 32 more columns, which takes less time there. In every stage,
 //            even so: beside outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
-//   correct  instead, where results are rounded to 16 bits: of 16 or 32 tiles of K at once, in a stage that follows them (corrections.h)
+//   correct  instead, where results are rounded to 16 bits: of 16 or 32 tiles of K at once, in a stage that follows them (corrections.h), or, with one zero
+//            point a token, of all of K at the end
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -30,8 +31,10 @@ template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsym
 struct Config
     : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
                          kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, 1, false, kWarpgroups> {
-  using Params = std::conditional_t<kCorrects, hopper::CorrectedParams, hopper::Params>;
-  static constexpr int kWindow = kCorrects ? correction_window(kBits) : 0;
+  // Zero points are corrected by the window of K or, where a token has one, at the end.
+  static constexpr bool kWindows = kCorrects && kPromotion_ == Promotion::kBlock;
+  using Params = std::conditional_t<kWindows, hopper::CorrectedParams, hopper::Params>;
+  static constexpr int kWindow = kWindows ? correction_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;                               // activations with zero points
   static constexpr bool kStart = kAsymmetric && kPromotion == Promotion::kBlock;  // where a stage's sums start from shifts
@@ -47,7 +50,7 @@ struct Config
   // weights and those with zero points take as long or up to 8 % longer. Where zero points are corrected it is int8 weights that gain, 1038 us instead of 1064, and int4
   // that lose, 1096 and 1072. (Measured on an H200.)
   static constexpr bool kMeetAtEnd =
-      kCorrects ? kBits == 8 : kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
+      kWindows ? kBits == 8 : kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
@@ -333,6 +336,24 @@ __device__ __forceinline__ void correct(int window, RawWeights<C>& raw, uint8_t*
   if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
 }
 
+// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared memory for a warpgroup's tokens, which nothing waits for.
+template <class C>
+__device__ __forceinline__ void correct_rows(float (&sums)[C::kSums], float* zeros, Params const& p, hopper::Place<C> const& at,
+                                             int row0, int m0) {
+  int const position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2;
+  float2 rows = {};
+  if (position < p.n_pad) rows = __ldg(reinterpret_cast<float2 const*>(p.weight.row_sums + position));
+#pragma unroll
+  for (int token = at.warp * 32 + at.lane; token < C::kTokens; token += 128)
+    zeros[token] = float(__ldg(p.x.zeros + min(m0 + token, p.x.stride - 1)));
+  cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
+#pragma unroll
+  for (int i = 0; i < C::kSums; ++i) {
+    sums[i] = fmaf(-zeros[i / 4 * 8 + at.lane % 4 * 2 + i % 2], i % 4 / 2 ? rows.y : rows.x, sums[i]);
+  }
+  cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
+}
+
 template <int kBits, int kTokens, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCorrects>
 __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCorrects>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, hopper::Params const& p,
@@ -394,12 +415,12 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     // Tiles up to the next correction, and that, in turn. The same in all lanes, as the compiler can see.
     int i = 0;
     [[maybe_unused]] int correction = 0, window = 0;
-    if constexpr (kCorrects) {
+    if constexpr (C::kWindows) {
       hopper::WindowPlace<C::kWindow> const first(work.first_k(p), p);
       window = __shfl_sync(~0u, first.window, 0), correction = __shfl_sync(~0u, first.correction - work.first_k(p), 0);
     }
     do {
-      int const until = kCorrects ? min(count, correction) : count;
+      int const until = C::kWindows ? min(count, correction) : count;
       for (; i < until; ++i) {
         uint8_t const* stage = stages + ring.stage * C::kStageBytes;
         if constexpr (!C::kStart) decode_weights<C>(raw, a);
@@ -490,19 +511,23 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         if (C::kMeetAtEnd) __syncwarp();
         if (at.lane < C::kCluster) ClusterBarrier::arrive(empty, at.lane, true);
       }
-      if constexpr (kCorrects) {
+      if constexpr (C::kWindows) {
         if (i < count) {
           correct<C>(window, raw, stages, ring, barriers, p, at, i + 1 == count, integers, sums);
           ++i, ++window;
           correction = min(correction + C::kWindow + 1, p.k_tiles - 1 - work.first_k(p));
         }
       }
-    } while (kCorrects && i < count);
+    } while (C::kWindows && i < count);
     if constexpr (kBlock) {
       // With these pinned, the main loop of this tile is scheduled as well as can be: 4 % (measured on an H200).
       if (C::kStart && C::kBits == 8 && C::kTokens == 176) asm volatile("" : "+r"(row0), "+r"(m0));
       hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
     } else {
+      if constexpr (kCorrects) {
+        // Of parts of K one does it.
+        if (work.first_k(p) == 0) correct_rows<C>(sums, end_scales, p, at, row0, m0);
+      }
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
         int token = at.warp * 32 + at.lane + i * 128;
@@ -592,12 +617,17 @@ Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partial
 
 template <int kBits, int kTokens>
 Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kBits == 4) {
-    if (problem.weight.zeros) {
-      return launch_config<Config<4, kTokens, Promotion::kBlock, true, false, 2, true>>(problem, plan, partials, stream);
+  auto const launch = [&](auto zeros) {
+    constexpr bool kZeros = decltype(zeros)::value;
+    if (problem.quantized.block == -1) {
+      return launch_config<Config<kBits, kTokens, Promotion::kToken, kZeros, false, 2, true>>(problem, plan, partials, stream);
     }
+    return launch_config<Config<kBits, kTokens, Promotion::kBlock, kZeros, false, 2, true>>(problem, plan, partials, stream);
+  };
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) return launch(std::true_type());
   }
-  return launch_config<Config<kBits, kTokens, Promotion::kBlock, false, false, 2, true>>(problem, plan, partials, stream);
+  return launch(std::false_type());
 }
 
 template <int kBits, int kTokens, int kWarpgroups>

@@ -296,7 +296,6 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
       for (Change const& change :
            {Change{"few tokens", [](GemmProblem& p) { p.m = 128; }, false},
             Change{"symmetric", [](GemmProblem& p) { p.act_symmetric = true; }, false},
-            Change{"token", [](GemmProblem& p) { p.act_quant = ActQuant::kToken; }, false},
             Change{"fp32", [](GemmProblem& p) { p.out_type = DataType::kFloat32; }, false},
             Change{"bf16", [](GemmProblem& p) { p.out_type = DataType::kBFloat16; }, true},
             Change{"batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; }, false},
@@ -307,6 +306,13 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
         change.make(changed);
         EXPECT_EQ(corrects(changed), change.corrected) << bits << " bits, groups of " << group_size << ": " << change.name;
       }
+      // One zero point a token is corrected without zero values, and from int32 sums over all of K taken exactly.
+      GemmProblem token = base;
+      token.act_quant = ActQuant::kToken;
+      Row const* row = nullptr;
+      ASSERT_TRUE(select(token, kHopper, &row).ok());
+      EXPECT_EQ(bool(row->inputs & kCorrects), group_size != -1);
+      EXPECT_FALSE(workspace_layout(token, plan_of(1), row->inputs).corrects);
       GemmProblem codes = already_quantized(base, 128);
       codes.act_quant = ActQuant::kNone;
       EXPECT_FALSE(corrects(codes));
@@ -1024,7 +1030,7 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
   for (Status const& status :
        {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        sum_weights({}, nullptr, nullptr, nullptr), dequantize({}, nullptr)}) {
+        sum_weights({}, nullptr, nullptr, nullptr, nullptr), dequantize({}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

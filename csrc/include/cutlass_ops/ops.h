@@ -59,9 +59,9 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
-// The sums of a weight's codes and their scales (corrections.h): sums_bytes(n, k, bits) bytes and n_pad of scale_type. Of groups of 128 or more, without
+// The sums of a weight's codes (corrections.h): sums_bytes(n, k, bits) bytes, n_pad scales of scale_type, and n_pad floats. Of groups of 128 or more, without
 // offsets or a code book, and without zero points at 8 bits.
-Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, Stream stream);
+Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, float* row_sums, Stream stream);
 
 // Packed codes to floats.
 Status dequantize(DequantizeProblem const& problem, Stream stream);

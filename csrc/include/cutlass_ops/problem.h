@@ -41,6 +41,7 @@ struct PackedWeight {
   // For products of int8 activations with zero points (corrections.h), or null: each row's sums of 128 weights, and the scales of these.
   uint8_t const* sums = nullptr;
   void const* sum_scales = nullptr;  // [n_pad] of scale_type
+  float const* row_sums = nullptr;   // [n_pad]: all of a row's weights
 };
 
 // int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
