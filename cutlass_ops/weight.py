@@ -296,6 +296,7 @@ class PackedWeight:
     gpu: int = field(init=False, repr=False)
     sums: tuple[Tensor, Tensor, Tensor] | None = field(init=False, default=None, repr=False)
     summed: tuple[int, ...] = field(init=False, default=(), repr=False)
+    _stale: tuple[Tensor, Tensor, Tensor] | None = field(init=False, default=None, repr=False)
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -383,21 +384,25 @@ class PackedWeight:
         a row, a fifth.
         :func:`cutlass_ops.mixed_gemm` calls this where it is first asked for such a product, but not while a CUDA graph is
         captured or torch.compile traces: a weight that is first used there can be prepared by this before. It waits for the
-        GPU. What is written into the weight's tensors afterwards is seen by the next eager product alone.
+        GPU. What is written into the weight's tensors afterwards is seen by the next call of this, or the next such product,
+        and then in CUDA graphs too.
         """
         if not self.takes_sums or self.has_sums():
             return
-        sums = self.codes.new_empty(_C.sums_bytes(self.n, self.k, self.bits))
-        scales = self.scales.new_empty(formats.padded_rows(self.n))
-        rows = torch.empty_like(scales, dtype=torch.float32)
+        if (made := self._stale) is None:
+            row_scales = self.scales.new_empty(formats.padded_rows(self.n))
+            of_blocks = self.codes.new_empty(_C.sums_bytes(self.n, self.k, self.bits))
+            made = of_blocks, row_scales, torch.empty_like(row_scales, dtype=torch.float32)
         stream = torch.cuda.current_stream(self.device)
-        _C.sum_weights(self.native, sums.data_ptr(), scales.data_ptr(), rows.data_ptr(), stream.cuda_stream)
+        codes, scales, rows = (t.data_ptr() for t in made)
+        _C.sum_weights(self.native, codes, scales, rows, stream.cuda_stream)
         stream.synchronize()  # other streams may use it
-        self.keep_sums((sums, scales, rows))
+        self.keep_sums(made)
 
     def has_sums(self) -> bool:
-        """Whether there are sums of what the tensors hold now; others are dropped."""
+        """Whether there are sums of what the tensors hold now; others are used no more."""
         if self.sums is not None and self.summed != self._versions():
+            object.__setattr__(self, "_stale", self.sums)  # a captured graph may still read them
             self.keep_sums(None)
         return self.sums is not None
 
@@ -417,11 +422,11 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "sums", "summed", "takes_sums")
+        derived = ("native", "device", "gpu", "sums", "summed", "_stale", "takes_sums")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, sums=None, summed=())
+        self.__dict__.update(state, sums=None, summed=(), _stale=None)
         self._find_device()
 
     def to(self, device: torch.device | str) -> PackedWeight:

@@ -15,6 +15,7 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,6 +24,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cutlass_ops import (
+    _C,
     CheckpointError,
     PackedWeight,
     QuantizedWeight,
@@ -214,6 +216,24 @@ def test_sums_of_codes_are_made_on_a_gpu_alone() -> None:
     packed.sum_codes()
     for weight in (packed, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
         assert (weight.sums, weight.takes_sums, weight.has_sums()) == (None, False, False)
+
+
+def test_sums_of_codes_follow_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(_C, "sum_weights", lambda _, *pointers: made.append(pointers))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
+    packed = reorder(random_weight(64, 256, bits=8, group_size=128))
+    packed.__dict__["takes_sums"] = True
+    packed.sum_codes()
+    packed.sum_codes()
+    assert packed.has_sums()
+    assert len(made) == 1
+    packed.codes[0] ^= 1
+    assert not packed.has_sums()
+    assert packed.sums is None
+    packed.sum_codes()
+    assert packed.has_sums()
+    assert made == [made[0], made[0]]  # in the memory that captured graphs read
 
 
 @pytest.mark.gpu
