@@ -650,7 +650,8 @@ def mixed_gemm(
     if isinstance(x, QuantizedActivations):
         if _direct(x.codes, bias, residual):
             return _gemm_quantized(x, weight, out_shape, end)
-        y = torch.ops.cutlass_ops.gemm_quantized(x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end)
+        sums = weight.sums or ()
+        y = torch.ops.cutlass_ops.gemm_quantized(x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end, *sums)
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if _direct(x, bias, residual):
@@ -658,7 +659,8 @@ def mixed_gemm(
         if m > _MAX_M:
             raise ValueError(f"x has {m} rows; at most {_MAX_M} are supported")
         return _gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
-    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], act_quant, act_symmetric, *end[7:])
+    floats = (act_quant, act_symmetric)
+    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], *floats, *end[7:], *(weight.sums or ()))
     return cast(Tensor, y.view(out_shape))
 
 
@@ -809,13 +811,15 @@ def explain(
 
 _WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
-    "int n, int k, int bits, int group_size, Tensor? book, Tensor? sums, Tensor? sum_scales, "
-    "Tensor? row_sums"
+    "int n, int k, int bits, int group_size, Tensor? book"
 )
 #: How many of an operator's arguments they are.
-_WEIGHT = 14
+_WEIGHT = 11
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
-_CHOICE_SCHEMA = "bool batch_invariant, int architecture"
+#: With the weight's sums, which are left out where there are none: the dispatcher leaves out what is None, too.
+_CHOICE_SCHEMA = "bool batch_invariant, int architecture, Tensor? sums=None, Tensor? sum_scales=None, Tensor? row_sums=None"
+#: How many arguments of mixed_gemm stand between the weight and its sums, and of gemm_quantized.
+_FLOATS_END, _QUANTIZED_END = 11, 9
 
 
 def _fields(weight: PackedWeight) -> tuple[Any, ...]:
@@ -832,21 +836,20 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.bits,
         weight.group_size,
         weight.book,
-        *(weight.sums or (None, None, None)),
     )
 
 
-def _weight(fields: tuple[Any, ...]) -> PackedWeight:
-    """The inverse."""
-    *parts, sums, sum_scales, row_sums = fields
-    weight = PackedWeight(*parts)
-    if sums is not None:
-        weight.keep_sums((sums, sum_scales, row_sums))
+def _weight(fields: tuple[Any, ...], sums: tuple[Any, ...]) -> PackedWeight:
+    """The inverse, with its sums if they are given."""
+    weight = PackedWeight(*fields)
+    if len(sums) == 3 and all(t is not None for t in sums):
+        weight.keep_sums(sums)
     return weight
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    weight = _weight(args[:_WEIGHT])
+    args, sums = args[: _WEIGHT + _FLOATS_END], args[_WEIGHT + _FLOATS_END :]
+    weight = _weight(args[:_WEIGHT], sums)
     *end, act_quant, act_symmetric, batch_invariant, architecture = args[_WEIGHT:]
     m = x.shape[0]
     return _gemm_floats(
@@ -859,7 +862,8 @@ def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
-    weight = _weight(args[:_WEIGHT])
+    args, sums = args[: _WEIGHT + _QUANTIZED_END], args[_WEIGHT + _QUANTIZED_END :]
+    weight = _weight(args[:_WEIGHT], sums)
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, torch.float32, weight.perm)
     return _gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(_End, args[_WEIGHT:]))
@@ -897,7 +901,7 @@ def _silu_mul_quantize_fake(
 
 
 def _dequantize_op(*args: Any) -> Tensor:
-    return _dequantize(_weight(args[:_WEIGHT]), args[_WEIGHT])
+    return _dequantize(PackedWeight(*args[:_WEIGHT]), args[_WEIGHT])
 
 
 def _dequantize_fake(*args: Any) -> Tensor:
