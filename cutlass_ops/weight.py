@@ -348,7 +348,7 @@ class PackedWeight:
             if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
                 raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
         pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
-        native = _C.PackedWeight(
+        return _C.PackedWeight(
             pointers["codes"],
             pointers["scales"],
             pointers.get("zeros", 0),
@@ -366,9 +366,6 @@ class PackedWeight:
             self.device,
             self.gpu,
         )
-        if self.sums is not None:
-            native.set_sums(*(t.data_ptr() for t in self.sums))
-        return native
 
     @cached_property
     def takes_sums(self) -> bool:
