@@ -40,21 +40,29 @@ struct Config
   static constexpr bool kBook = kBook_;
   static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
   using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
-  // Of tokens, multiplied one after the other: two where two sets of sums of all would not fit in registers. Then the next stage's weights are decoded as
-  // soon as the second is through with this one's.
+  // Of tokens, multiplied one after the other: two where two sets of sums of all would not fit in registers.
   static constexpr int kHalves = kTokens > 160 ? 2 : 1;
   static constexpr int kColumns = kTokens / kHalves, kProducts = kColumns / 2;
+  // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the next stage's first half behind
+  // the last. Beside one half of the tokens 144 take 2 % less time so, and with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
+  static constexpr bool kDecodesBehind =
+      kHalves == 2 ||
+      (kGroups == 1 && !kFactors && !kBook && (kTokens == 144 || (kBits == 4 && (kTokens == 96 || kTokens == 128))));
   static_assert(kHalves == 1 || (kGroups == 1 && !kFactors && kWarpgroups == 2));
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few tokens'
   // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding, unless the promotion is long. In four where
   // registers are few.
-  static constexpr int kSteps = kGroups > 1                                  ? kGroups
-                                : kWarpgroups == 4                           ? 4
-                                : kHalves == 2 || (kTokens > 64 && kFactors) ? 2
-                                                                             : 1;
+  static constexpr int kSteps = kGroups > 1                                    ? kGroups
+                                : kWarpgroups == 4                             ? 4
+                                : kDecodesBehind || (kTokens > 64 && kFactors) ? 2
+                                                                               : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
   // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
-  static constexpr bool kInTurn = (kSteps == 1 || kHalves == 2) && kTokens >= 96;
+  static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kTokens >= 96;
+  // Whether scales become floats before the next weights are asked for. The compiler has loads that are under way together count on one scoreboard, so that
+  // the promotion waited for these weights: 208 tokens beside int8 took 4 % more clocks, 64 beside int4 5 % more time, 128 beside int8 in groups of 64
+  // likewise. Beside 160 tokens and short groups there are no registers for it: int4 in groups of 64 takes 5 % more. Four warpgroups take 0.7 % more.
+  static constexpr bool kScalesFirst = kWarpgroups == 2 && (kTokens != 160 || kGroups == 1);
   static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
@@ -111,16 +119,16 @@ struct StoredWeights {
   }
 };
 
-// The scales of a thread's rows as they lie in shared memory. They become floats only where they are used: a load takes long while an MMA reads
-// shared memory, and nothing should wait for it before the MMAs are done.
+// The scales of a thread's rows as they lie in shared memory: a load takes long while an MMA reads shared memory, so that they are loaded a step before they
+// become floats. The second of fp32 is loaded first: the first is what other types wait for, and then none is under way when the next weights are loaded.
 struct StoredScales {
   uint32_t words[2];
 
   __device__ __forceinline__ StoredScales(uint8_t const* from, DataType type) { load(from, type); }
 
   __device__ __forceinline__ void load(uint8_t const* from, DataType type) {
-    words[0] = *reinterpret_cast<uint32_t const*>(from);
     if (type == DataType::kFloat32) words[1] = *reinterpret_cast<uint32_t const*>(from + 4);
+    words[0] = *reinterpret_cast<uint32_t const*>(from);
   }
 
   __device__ __forceinline__ void values(DataType type, float (&out)[2]) const {
@@ -199,7 +207,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           weights.load(next_base, p, at);
         }
       };
-      if constexpr (C::kHalves == 2) {
+      if constexpr (C::kDecodesBehind) {
         auto const fence_operands = [&](int step) {
 #pragma unroll
           for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step][piece]);
@@ -220,33 +228,33 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           cute::warpgroup_commit_batch();
           fence_registers(products);
         };
-        StoredScales const scales = next_scales;
+        float scale[2];
         // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
         // products and its next turn a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where they share code, the compiler
         // orders those of short groups and of 32 tokens anew.)
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
+        for (int half = 0; half < C::kHalves; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
           multiply(0, half);
           if (half == 0) weights.decode(1, table, a[1]);
           multiply(1, half);
           cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
           if (half == 0) {
+            StoredScales(base + at.scales, scale_type).values(scale_type, scale);
             load_next();
-          } else if (i + 1 < count) {
-            next_scales.load(next_base + at.scales, scale_type);
+          }
+          bool const last = half == C::kHalves - 1;
+          if (last && i + 1 < count) {
             cute::warpgroup_wait<1>();
             fence_operands(0);
             weights.decode(0, table, a[0]);
           }
           cute::warpgroup_wait<0>();
           fence_registers(products);
-          if (half == 1) {
+          if (last) {
             fence_operands(1);
             if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
           }
-          float scale[2];
-          scales.values(scale_type, scale);
 #pragma unroll
           for (int j = 0; j < C::kProducts; ++j) {
             float& sum = sums[half * C::kProducts + j];
@@ -272,7 +280,9 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           cute::warpgroup_commit_batch();
           if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
           fence_registers(products);
-          StoredScales scales = next_scales;
+          StoredScales const scales = next_scales;
+          float scale[2];
+          if (C::kScalesFirst) scales.values(scale_type, scale);
           if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
             cute::warpgroup_wait<1>();
 #pragma unroll
@@ -297,14 +307,13 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           auto release = [&] {
             if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
           };
-          float scale[2];
           if constexpr (kFactors) {
             int const group = step / C::kGroupSteps;
             uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
             StepFactors<C> token_scales(address);
             cute::warpgroup_wait<0>();
             fence_registers(products);
-            scales.values(scale_type, scale);
+            if (!C::kScalesFirst) scales.values(scale_type, scale);
 #pragma unroll
             for (int j = 0; j < C::kTokens / 8; ++j) {
               if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
@@ -332,7 +341,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
             cute::warpgroup_wait<0>();
             fence_registers(products);
             release();
-            scales.values(scale_type, scale);
+            if (!C::kScalesFirst) scales.values(scale_type, scale);
 #pragma unroll
             for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
           }
