@@ -50,7 +50,7 @@ struct Config {
   static constexpr int kBand = 4;
   // Of a chunk, for hopper::Place.
   static constexpr int kWeights = 0, kScales = kCodeBytes, kZeroPoints = 0, kOffsets = 0, kStepFactors = 0, kTokenFactors = 0;
-  static constexpr bool kFactors = false, kPrepareScales = false;
+  static constexpr bool kFactors = false, kPrepareScales = false, kShortTiles = false;
   static_assert(kStoreStride * 4 * kStoreTokens <= kLineTokens * kLineBytes);
   static_assert(kStaging % 1024 == 0 && kSharedBytes <= 227 * 1024, "more shared memory than a block may have");
 };

@@ -36,6 +36,7 @@ struct Config
     : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
                          stages_of(kBits, kTokens, kWarpgroups, kGroups, kBook_, kFactors), kGroups, kFactors, kWarpgroups> {
   using Work = hopper::GatheredWork;
+  static constexpr bool kShortTiles = true;
   using Element = Element_;
   static constexpr bool kBook = kBook_;
   static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
@@ -375,8 +376,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   CUtensorMap map;
-  Status status =
-      hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2, C::kTokens / C::kCluster, &map);
+  Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
+                                        hopper::half_tokens<C>(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of tokens are too large for the cache, few features pass through it with them: fewer tokens then, whose bytes are twice a feature's, or
   // four times. (8192 tokens x 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
