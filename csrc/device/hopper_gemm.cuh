@@ -686,7 +686,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
   int const clusters = device.multiprocessors / C::kCluster;
   int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   int k_tiles = weight_tiles;
-  if constexpr (C::kWindow > 0) k_tiles += (weight_tiles + C::kWindow - 1) / C::kWindow;
+  if constexpr (C::kWindow > 0) k_tiles += correction_windows(weight_tiles, C::kBits);
   bool short_groups = w.group_size > 0 && w.group_size < kKPerTile;
   Params p{w,
            problem.quantized,

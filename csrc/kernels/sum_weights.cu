@@ -117,14 +117,13 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
 }  // namespace
 
 Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream) {
-  int const tiles = int(padded_k(weight.k) / kKPerTile), window = correction_window(weight.bits),
-            n_pad = int(padded_rows(weight.n));
+  int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
   Params const p{weight,
                  sums,
                  sum_scales,
                  row_sums,
                  tiles,
-                 (tiles + window - 1) / window,
+                 correction_windows(tiles, weight.bits),
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad};
   void (*kernel)(Params) = sum_slab<8, false>;

@@ -24,6 +24,10 @@ constexpr int kZeroRow = 64;          // halves in these
 
 // Tiles of K in a window: the sums of 64 rows take as many bytes as a tile's codes.
 constexpr int correction_window(int bits) { return 4 * bits; }
+// Windows of so many tiles of K, of which the last may be short.
+constexpr int correction_windows(int64_t tiles, int bits) {
+  return int((tiles + correction_window(bits) - 1) / correction_window(bits));
+}
 
 constexpr int64_t zero_rows(int64_t k) {
   int64_t const tiles = padded_k(k) / kKPerTile;
@@ -33,8 +37,7 @@ constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
 
 // Bytes of the sums of a weight.
 constexpr int64_t sums_bytes(int64_t n, int64_t k, int bits) {
-  int64_t const window = correction_window(bits), tiles = padded_k(k) / kKPerTile;
-  return padded_rows(n) / kRowsPerSlab * ((tiles + window - 1) / window) * chunk_bytes(bits);
+  return padded_rows(n) / kRowsPerSlab * correction_windows(padded_k(k) / kKPerTile, bits) * chunk_bytes(bits);
 }
 
 }  // namespace cutlass_ops
