@@ -120,8 +120,8 @@ struct StoredWeights {
   }
 };
 
-// The scales of a thread's rows as they lie in shared memory: a load takes long while an MMA reads shared memory, so that they are loaded a step before they
-// become floats. The second of fp32 is loaded first: the first is what other types wait for, and then none is under way when the next weights are loaded.
+// The scales of a thread's rows as they lie in shared memory: a load takes long while an MMA reads shared memory, and nothing should wait for one between
+// products and their promotion. The second of fp32 is loaded first: otherwise the compiler let that load wait until the next weights were loaded too.
 struct StoredScales {
   uint32_t words[2];
 
