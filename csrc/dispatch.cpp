@@ -121,14 +121,16 @@ bool wgmma_decode_alone_quantizes(GemmProblem const& problem, Device const& devi
   return quantizes_blocks(problem) && padded_size(problem.weight) >= kLeast && problem.weight.k < 8192 &&
          WgmmaDecodeShape(problem, device, true, true).cluster > 0;
 }
-// Whether int8 activations have a scale a block.
-bool has_blocks(GemmProblem const& problem) {
-  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+// Whether tiles of 256 tokens take the problem, and the last of them has not few: rows beyond the last token come slowly, as zeros, so that 4097 tokens x
+// 28672 x 4096 took 665 us, 622 by tiles of 176.
+bool sums_large_tiles(GemmProblem const& problem, Device const&) {
+  return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
 // Whether wgmma_gemm_a8 gives a row the same bits by tiles of less than 128 tokens beside int4 weights, or may give it others. Larger tiles multiply the
 // integers by the scales in another order, where neither side has zero points and tokens have a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
-  return !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) || !has_blocks(problem);
+  return !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) ||
+         !activations_have_blocks(problem);
 }
 // Whether the weight has as many elements as few int8 tokens were measured to want for wgmma_gemm_a8, or as they want beside zero points: of smaller ones,
 // whose K it cuts into more parts, mma_gemm_a8 takes less time.
@@ -142,7 +144,7 @@ bool is_large(GemmProblem const& problem, Device const&) {
 // longer.) Where neither side has blocks int32 sums run over all of K, from which zero points are taken exactly.
 bool corrects(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
-  bool const blocks = has_blocks(problem) || w.group_size != -1 || w.zeros;
+  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
   return w.sums && blocks && !is_wide(w) && activations_have_zeros(problem) && !problem.batch_invariant &&
          problem.out_type != DataType::kFloat32;
 }
@@ -230,6 +232,8 @@ constexpr Row kTable[] = {
      "tiles of 128 with such corrections: 512 tokens x 4096 x 4096 take 26.3 us, 28.7 with sums that start from zero points", corrects},
     {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 96>)),
      "tiles of 96 with such corrections: 768 tokens x 4096 x 4096 take 39.3 us, 44.5 with sums that start from zero points", corrects},
+    {"wgmma_gemm_a8", kWeights4, kInt8Input, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_tile(4, 256), LAUNCHER((launch_wgmma_gemm_a8<4, 256, 2>)),
+     "sums over all of K need no others beside them: 4096 tokens x 8192 x 28672 take 1056 us instead of 1109, x 4096 x 4096 84.7 instead of 89.8", sums_large_tiles},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 176), LAUNCHER((launch_wgmma_gemm_a8<4, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 144), LAUNCHER((launch_wgmma_gemm_a8<4, 144, 2>)),
@@ -242,6 +246,8 @@ constexpr Row kTable[] = {
      "few tokens, or few rows: more blocks than the larger tiles give", small_tiles_have_the_bits},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
      "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points", small_tiles_have_the_bits},
+    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_tile(8, 256), LAUNCHER((launch_wgmma_gemm_a8<8, 256, 2>)),
+     "sums over all of K need no others beside them: 4096 tokens x 8192 x 28672 take 1120 us instead of 1189, x 4096 x 4096 87.1 instead of 92.1", sums_large_tiles},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8<8, 144, 2>)),
@@ -354,6 +360,10 @@ int split_count(GemmProblem const& problem, int m, Device const& device, Tile co
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
 
+int cost_of(GemmProblem const& problem, Tile const& tile) {
+  return tile.row_cost > 0 && sums_whole_rows(problem) ? tile.row_cost : tile.cost;
+}
+
 // The parts that the K of the tiles is cut into that whole waves of clusters leave over, so that more of them share the end, and the time of the product
 // in 32nds of the unit of Tile::cost. Where a last part for each tile is one too many, a cluster takes those of several, and all others are so much
 // longer: not beside code books, nor int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 tokens x 8192 x 28672), nor of more than eight, which
@@ -364,15 +374,15 @@ struct Tail {
   int64_t time;
 };
 Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile const& tile) {
-  int const n = problem.weight.n;
+  int const n = problem.weight.n, tile_cost = cost_of(problem, tile);
   int64_t const k_tiles = ceil_div(problem.weight.k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
   int64_t const tiles = tile_count(n, m, tile), rest = tiles % clusters;
-  int64_t const whole = tile.cost * k_tiles + tile.end_cost * 32;
+  int64_t const whole = tile_cost * k_tiles + tile.end_cost * 32;
   Tail best{0, 1, ceil_div(tiles, clusters) * whole};
   if (tiles < clusters) {
     int const splits = split_count(problem, m, device, tile);
     if (splits > 1)
-      best.time = ceil_div(k_tiles, splits) * tile.cost + (25 + 2 * tile.end_cost + int64_t(splits) * m * n / 50000) * 32;
+      best.time = ceil_div(k_tiles, splits) * tile_cost + (25 + 2 * tile.end_cost + int64_t(splits) * m * n / 50000) * 32;
     return best;
   }
   if (rest == 0) return best;
@@ -383,7 +393,7 @@ Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile cons
     if (cut.gathered > most_gathered || k_tiles - cut.dealt * (parts - 1) / cut.pieces < 2) continue;
     // Tenths of a microsecond on an H200: to leave parts in the workspace and add them up.
     int64_t const exchange = 25 + 2 * tile.end_cost + 8 * (parts - 1) * tile.tokens / 128;
-    int64_t const time = tiles / clusters * whole + ceil_div(cut.dealt, cut.pieces) * tile.cost + exchange * 32;
+    int64_t const time = tiles / clusters * whole + ceil_div(cut.dealt, cut.pieces) * tile_cost + exchange * 32;
     if (time < best.time) best = {rest, int(parts), time};
   }
   return best;
@@ -531,6 +541,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
   // A row's architectures are the GPU's too: code for sm_90a, say, runs on no later GPU.
   // The best row for m tokens; of `kernel` alone, for any number of them, if that is given.
   auto const choose = [&](int m, char const* kernel) {
+    GemmProblem asked = problem;
+    asked.m = m;
     Row const* best = nullptr;
     int64_t best_cost = 0;
     for (Row const& candidate : kTable) {
@@ -538,13 +550,14 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
                    architecture >= candidate.min_architecture && device.architecture <= candidate.max_architecture &&
                    device.shared_memory >= candidate.tile.shared_bytes && (kernel || m >= candidate.min_m) &&
                    m <= candidate.max_m && (!problem.batch_invariant || candidate.max_m == kAnyM);
-      takes = takes && (!candidate.takes || candidate.takes(problem, seen));
+      takes = takes && (!candidate.takes || candidate.takes(asked, seen));
       char const* same = best ? best->kernel : kernel;
       if (!takes || (same && std::strcmp(same, candidate.kernel) != 0)) continue;
       Tile const& tile = candidate.tile;
       int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
-      int64_t cost = problem.batch_invariant || tile.cost == 0 ? ceil_div(tile_count(w.n, m, tile), places) * tile.cost
-                                                               : cut_tail(problem, m, device, tile).time;
+      int64_t cost = problem.batch_invariant || tile.cost == 0
+                         ? ceil_div(tile_count(w.n, m, tile), places) * cost_of(problem, tile)
+                         : cut_tail(problem, m, device, tile).time;
       if (best && cost >= best_cost) continue;
       best = &candidate;
       best_cost = cost;

@@ -19,6 +19,7 @@ struct Tile {
   int cost = 0;          // tenths of a microsecond that the tile takes for K = 4096 (measured); 0 where M alone decides
   int end_cost = 0;      // and besides whatever K is, where that is not in it; twice for one whose K is cut
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
+  int row_cost = 0;      // instead of `cost` where int32 sums run over all of K (sums_whole_rows()); 0: no other
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
@@ -72,6 +73,18 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 // Whether they have zero points then.
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
+}
+
+// Whether they have a scale a block then.
+inline bool activations_have_blocks(GemmProblem const& problem) {
+  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+}
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes reach 128 on one side, and on
+// the other too or, less their zero points, 255.
+inline bool sums_whole_rows(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
+         w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
 // Whether the other operators take their arguments.

@@ -449,6 +449,24 @@ def test_tiles_of_144_int8_tokens(bits: int, kind: str, group_size: int, scales:
     check_small_batches(Format(bits, kind, group_size, scales), 16832, 392, HALF, (129, 144), act_quant)
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
+@pytest.mark.parametrize(("bits", "scales"), [(4, HALF), (8, BFLOAT), (8, FLOAT)])
+@pytest.mark.parametrize(("n", "k", "ms"), [(16832, 392, (200, 256)), (17000, 4104, (1000,)), (4060, 28680, (200,))])
+def test_tiles_of_256_int8_tokens(
+    n: int, k: int, ms: tuple[int, ...], bits: int, scales: torch.dtype, symmetric: bool
+) -> None:
+    """On an H200 one wave, the last of whose features are none; waves that leave cut tiles over; and K in four parts."""
+    fmt = Format(bits, "symmetric", -1, scales)
+    check_small_batches(fmt, n, k, HALF, ms, "token", symmetric)
+    packed = co.reorder(make_weight(fmt, n, k, exact=False))
+    for m in ms:
+        x = make_floats(m, k, HALF)
+        y = multiply(x, packed, act_quant="token", act_symmetric=symmetric, out_dtype=FLOAT)
+        for out_dtype in (HALF, BFLOAT):
+            rounded = multiply(x, packed, act_quant="token", act_symmetric=symmetric, out_dtype=out_dtype)
+            assert same_bits(rounded, y.to(out_dtype))
+
+
 @pytest.mark.parametrize("case", named(LARGE))
 def test_large_shapes(case: Case) -> None:
     test_any_scales_within_tolerance(case)

@@ -81,26 +81,28 @@ struct TileConfig {
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
-  static constexpr int kZeroPoints = kScales + kGroups * kRows * 4;
+  static constexpr int kZeroPoints = kScales + (kLoadScales ? kGroups * kRows * 4 : 0);
   static constexpr int kOffsets = kZeroPoints + (kZeros ? kGroups * kRows : 0);
   static constexpr int kStepFactors = kOffsets + (kFactors ? kGroups * kRows * 4 : 0);
   static constexpr int kStageBytes =
       (kStepFactors + (kFactors ? kGroups * kTokens * 8 : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
   // Tokens that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy. Stages of more than 176 tokens leave
-  // little room.
-  static constexpr bool kManyTokens = kTokens > 176;
+  // little room: least where these have two bytes.
+  static constexpr bool kManyTokens = kTokens > 176 && kElementBytes == 2;
   static constexpr int kStoreTokens = kManyTokens ? 16 : kTokens % 32 ? kTokens / 2 : 32;
   static constexpr int kStoreStride = kRowsPerSlab + 4;  // floats; keeps the transposing writes off each other's banks
   static constexpr int kLineBytes = kRowsPerSlab * 2;
-  static constexpr int kLineTokens = !kManyTokens ? kTokens : kBits == 8 ? 64 : 112;
-  static constexpr int kBoxTokens = kManyTokens ? 16 : kTokens;
+  static constexpr int kLineTokens = kManyTokens                   ? (kBits == 8 ? 64 : 112)
+                                     : kTokens > 176 && kBits == 8 ? kTokens / 2
+                                                                   : kTokens;
+  static constexpr int kBoxTokens = kManyTokens ? 16 : kLineTokens;
   static constexpr int kStagedFloats = kStoreStride * 4 * kStoreTokens, kStagedLines = kLineBytes * kLineTokens;  // bytes
   static constexpr int kStoreBytes = kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
-  // Behind the staged outputs: int8 tokens' one zero point, 16 times where it is an operand, for each warpgroup, and then their one scale, which is applied
-  // at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice its length: so much lies behind the last.
+  // Behind the staged outputs: int8 tokens' one zero point, 16 times where it is an operand (beside scales of groups), for each warpgroup, and then their one
+  // scale, which is applied at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice its length: so much lies behind the last.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kTokens : 0;
-  static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * 16 : 0;  // bytes
+  static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * (kLoadScales ? 16 : 1) : 0;  // bytes
   static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
   static constexpr int kEndBytes = kWarpgroups * kEndZeros + (kEndScaleBytes > kEndZeros ? kEndScaleBytes : kEndZeros);
   static constexpr int kSharedBytes = kStages * kStageBytes + kStoreBytes + kEndBytes + 256;
@@ -451,6 +453,31 @@ struct Place {
     offsets = C::kOffsets + row * p.offset_bytes;
     token_factors = (C::kFactors ? C::kStepFactors : C::kTokenFactors) + lane % 4 * 16;
     asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(token_factors));
+  }
+};
+
+// The scales of a thread's rows as they are stored: a load from shared memory takes long while an MMA reads shared memory, and nothing should wait for one between
+// products and their promotion. The second of fp32 is loaded first: otherwise the compiler let that load wait until the next weights were loaded too.
+struct StoredScales {
+  uint32_t words[2];
+
+  StoredScales() = default;
+  __device__ __forceinline__ StoredScales(uint8_t const* from, DataType type) { load(from, type); }
+
+  __device__ __forceinline__ void load(uint8_t const* from, DataType type) {
+    if (type == DataType::kFloat32) words[1] = *reinterpret_cast<uint32_t const*>(from + 4);
+    words[0] = *reinterpret_cast<uint32_t const*>(from);
+  }
+
+  __device__ __forceinline__ void values(DataType type, float (&out)[2]) const {
+    if (type == DataType::kFloat32) {
+      out[0] = __uint_as_float(words[0]), out[1] = __uint_as_float(words[1]);
+    } else {
+      float2 half = __half22float2(reinterpret_cast<__half2 const&>(words[0]));
+      bool is_half = type == DataType::kFloat16;
+      out[0] = is_half ? half.x : __uint_as_float(words[0] << 16);
+      out[1] = is_half ? half.y : __uint_as_float(words[0] & 0xffff0000u);
+    }
   }
 };
 

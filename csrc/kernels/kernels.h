@@ -28,8 +28,9 @@ template <int Bits, int Tokens>
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two blocks.
-// Costs: tenths of a microsecond for K = 4096 on an H200.
-// `warpgroups`: of a block, that multiply. Four have half the registers of two, for no more than 64 tokens. 144 tokens are for activations without zero points.
+// Costs: tenths of a microsecond for K = 4096 on an H200; those of sums over all of K are fitted to 264 products, timed by up to six tiles each.
+// `warpgroups`: of a block, that multiply. Four have half the registers of two, for no more than 64 tokens. 144 tokens are for activations without zero points,
+// 256 for int32 sums over all of K, which need no others beside them.
 constexpr Tile wgmma_gemm_a8_tile(int bits, int tokens, int warpgroups = 2) {
   int cost = warpgroups == 4 ? (tokens == 32 ? 190 : 234)
              : tokens == 176 ? 255
@@ -38,8 +39,16 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int tokens, int warpgroups = 2) {
              : tokens == 96  ? 172
              : tokens == 64  ? 130
                              : 100;
+  int row_cost = warpgroups == 4 ? (tokens == 32 ? 106 : 131)
+                 : tokens == 256 ? 201
+                 : tokens == 176 ? 143
+                 : tokens == 144 ? 121
+                 : tokens == 128 ? 114
+                 : tokens == 96  ? 87
+                 : tokens == 64  ? 73
+                                 : 56;
   int stages = tokens >= 128 ? 4 : tokens >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
-  return {128 * warpgroups, tokens, stages, 1, 227 * 1024, 2, cost};
+  return {128 * warpgroups, tokens, stages, 1, 227 * 1024, 2, tokens == 256 ? row_cost : cost, 0, false, row_cost};
 }
 template <int Bits, int Tokens, int Warpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);

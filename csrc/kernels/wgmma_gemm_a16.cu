@@ -21,6 +21,7 @@ namespace cutlass_ops {
 namespace {
 
 using hopper::Params;
+using hopper::StoredScales;
 
 // A code book's table, and the factors of four groups, leave room for one stage less where kernels.h has more than three.
 constexpr int stages_of(int bits, int tokens, int warpgroups, int groups, bool book, bool factors) {
@@ -116,30 +117,6 @@ struct StoredWeights {
       } else {
         C::Decode::fragment(from, a[i]);
       }
-    }
-  }
-};
-
-// The scales of a thread's rows as they lie in shared memory: a load takes long while an MMA reads shared memory, and nothing should wait for one between
-// products and their promotion. The second of fp32 is loaded first: otherwise the compiler let that load wait until the next weights were loaded too.
-struct StoredScales {
-  uint32_t words[2];
-
-  __device__ __forceinline__ StoredScales(uint8_t const* from, DataType type) { load(from, type); }
-
-  __device__ __forceinline__ void load(uint8_t const* from, DataType type) {
-    if (type == DataType::kFloat32) words[1] = *reinterpret_cast<uint32_t const*>(from + 4);
-    words[0] = *reinterpret_cast<uint32_t const*>(from);
-  }
-
-  __device__ __forceinline__ void values(DataType type, float (&out)[2]) const {
-    if (type == DataType::kFloat32) {
-      out[0] = __uint_as_float(words[0]), out[1] = __uint_as_float(words[1]);
-    } else {
-      float2 half = __half22float2(reinterpret_cast<__half2 const&>(words[0]));
-      bool is_half = type == DataType::kFloat16;
-      out[0] = is_half ? half.x : __uint_as_float(words[0] << 16);
-      out[1] = is_half ? half.y : __uint_as_float(words[0] & 0xffff0000u);
     }
   }
 };

@@ -373,7 +373,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     float sums[kChannel ? 1 : C::kSums] = {};
     uint32_t row_sums[2] = {};  // of the weights of rows g and g + 8 over all of K; this lane's part until the end
     RawWeights<C> raw;
-    // One scale a token comes last; it is on its way until then.
+    // One scale a token, and one a row, come last; they are on their way until then.
     float end_scale[(C::kEndScales + 127) / 128 + 1];
     uint32_t end_zero[(C::kEndScales + 127) / 128 + 1];
 #pragma unroll
@@ -381,6 +381,12 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       int token = min(m0 + at.warp * 32 + at.lane + i * 128, p.x.stride - 1);
       end_scale[i] = __ldg(p.x.scales + token);
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + token))) * 0x01010101;
+    }
+    [[maybe_unused]] hopper::StoredScales row_scales;
+    if constexpr (kChannel) {
+      int const position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2;
+      row_scales.load(static_cast<uint8_t const*>(p.weight.scales) + min(position, p.n_pad - 2) * p.scale_bytes,
+                      p.weight.scale_type);
     }
     uint8_t* const ends = reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes;
     uint8_t* const end_zeros = ends + at.warpgroup * C::kEndZeros;
@@ -399,6 +405,11 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
     [[maybe_unused]] auto zeros_address = [&](uint8_t const* stage) {
       return cute::cast_smem_ptr_to_uint(stage) + at.token_factors + C::kTokens * 4;
     };
+    if constexpr (kChannel) {
+      // Were the first product to start from zeros itself, sums of 256 tokens would live from tile to tile, and not all in registers.
+#pragma unroll
+      for (uint32_t& sum : integers) sum = 0;
+    }
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     raw.load(stages + ring.stage * C::kStageBytes, p, at);
     uint32_t a[4][4];
@@ -437,7 +448,7 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         cute::warpgroup_arrive();
 #pragma unroll
         for (int piece = 0; piece < 4; ++piece) {
-          wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, C::kStart || piece > 0 || (kChannel && i > 0));
+          wgmma_int8<C::kTokens>(a[piece], tokens + piece * 2, integers, C::kStart || kChannel || piece > 0);
         }
         cute::warpgroup_commit_batch();
         fence_registers(integers);
@@ -535,14 +546,14 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         end_scales[token] = end_scale[i];
         if (kAsymmetric && kChannel) end_zeros[token] = uint8_t(end_zero[i]);
       }
-      float row_scale[2] = {1.0f, 1.0f};
+      float row_scale[2];
+      if constexpr (kChannel) {
+        row_scales.values(p.weight.scale_type, row_scale);
 #pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        if (!kChannel) continue;
-        if (kAsymmetric) row_sums[h] = sum_of_row(row_sums[h]);
-        int position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2 + h;
-        if (position < p.n_pad) row_scale[h] = load_float(p.weight.scales, p.weight.scale_type, position);
-        row_scale[h] *= C::kUnit;
+        for (int h = 0; h < 2; ++h) {
+          row_scale[h] *= C::kUnit;
+          if (kAsymmetric) row_sums[h] = sum_of_row(row_sums[h]);
+        }
       }
       cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
       float outputs[kChannel ? C::kSums : 1];
@@ -587,20 +598,20 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <int kBits, int kTokens, int kWarpgroups, bool kZeros, bool kAsymmetric>
 Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if (problem.quantized.block != -1) {
-    using C = Config<kBits, kTokens, Promotion::kBlock, kZeros, kAsymmetric, kWarpgroups>;
+  auto const launch = [&](auto promotion) {
+    using C = Config<kBits, kTokens, decltype(promotion)::value, kZeros, kAsymmetric, kWarpgroups>;
     return launch_config<C>(problem, plan, partials, stream);
-  }
-  // int32 sums over all of K must not overflow: codes reach 128 on one side, and on the other too or, less their zero points, 255.
+  };
   if constexpr (!kZeros) {
-    if (w.group_size == -1 && w.k <= (kAsymmetric ? 65535 : 131071)) {
-      using C = Config<kBits, kTokens, Promotion::kChannel, kZeros, kAsymmetric, kWarpgroups>;
-      return launch_config<C>(problem, plan, partials, stream);
-    }
+    if (sums_whole_rows(problem)) return launch(std::integral_constant<Promotion, Promotion::kChannel>());
   }
-  using C = Config<kBits, kTokens, Promotion::kToken, kZeros, kAsymmetric, kWarpgroups>;
-  return launch_config<C>(problem, plan, partials, stream);
+  if constexpr (kTokens > 176) {
+    return {Status::kUnsupported, "tiles of " + std::to_string(kTokens) + " int8 tokens are for sums over all of K"};
+  } else if (problem.quantized.block == -1) {
+    return launch(std::integral_constant<Promotion, Promotion::kToken>());
+  } else {
+    return launch(std::integral_constant<Promotion, Promotion::kBlock>());
+  }
 }
 
 template <int kBits, int kTokens, int kWarpgroups, bool kZeros>
@@ -632,7 +643,7 @@ Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& pl
 
 template <int kBits, int kTokens, int kWarpgroups>
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kBits == 4) {
+  if constexpr (kBits == 4 && kTokens <= 176) {
     if (problem.weight.zeros) return launch_zeros<4, kTokens, kWarpgroups, true>(problem, plan, partials, stream);
   }
   return launch_zeros<kBits, kTokens, kWarpgroups, false>(problem, plan, partials, stream);
@@ -646,12 +657,14 @@ template Status launch_wgmma_gemm_a8<4, 96, 2>(GemmProblem const&, Plan const&, 
 template Status launch_wgmma_gemm_a8<4, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<4, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<4, 256, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 32, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 64, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 96, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8<8, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_wgmma_gemm_a8<8, 256, 2>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8_corrected<4, 96>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8_corrected<4, 128>(GemmProblem const&, Plan const&, float*, Stream);
 template Status launch_wgmma_gemm_a8_corrected<4, 144>(GemmProblem const&, Plan const&, float*, Stream);

@@ -207,6 +207,43 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
   EXPECT_EQ(row->tile.tokens, 32);
 }
 
+// Where int32 sums run over all of K the tiles have costs of their own, and 256 tokens are one.
+TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
+  auto const tokens = [](int m, int n, int k, int bits, bool symmetric = true, int group_size = -1) {
+    Row const* row = nullptr;
+    EXPECT_TRUE(
+        select(quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric), kHopper, &row).ok());
+    return row && std::string(row->kernel) == "wgmma_gemm_a8" ? row->tile.tokens : 0;
+  };
+  for (int bits : {4, 8})
+    for (bool symmetric : {true, false}) {
+      // One wave over 66 clusters; waves and a cut rest; fewer tiles than clusters.
+      for (auto const& [m, n, k] : {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
+                                    std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
+        EXPECT_EQ(tokens(m, n, k, bits, symmetric), 256) << m << " x " << n << " x " << k;
+      EXPECT_EQ(tokens(1280, 4096, 4096, bits, symmetric), 176);  // two waves, three of 256
+      EXPECT_EQ(tokens(512, 4096, 4096, bits, symmetric), 128);
+      // Few tokens in the last tile.
+      EXPECT_NE(tokens(4096 + 63, 28672, 4096, bits, symmetric), 256);
+      EXPECT_EQ(tokens(4096 + 64, 28672, 4096, bits, symmetric), 256);
+      // Longer rows could overflow, and groups have scales.
+      int const longest = symmetric ? 131071 : 65535;
+      EXPECT_EQ(tokens(1024, 4096, longest, bits, symmetric), 256);
+      EXPECT_NE(tokens(1024, 4096, longest + 1, bits, symmetric), 256);
+      EXPECT_NE(tokens(1024, 4096, 4096, bits, symmetric, 128), 256);
+    }
+  // A batch-invariant product has one kernel and as many parts of K for every m, whichever tile m chooses.
+  std::set<std::pair<std::string, int>> kept;
+  for (int m : {1, 100, 256, 300, 1000, 4096}) {
+    GemmProblem p = quantized_on_the_way(problem(m, 8192, 28672, 8, -1), ActQuant::kToken, true);
+    p.batch_invariant = true;
+    Plan chosen;
+    ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
+    kept.emplace(chosen.kernel, chosen.splits);
+  }
+  EXPECT_EQ(kept.size(), 1u);
+}
+
 // The tiles that whole waves leave over have their K cut by as many clusters as go round, where that is worth the exchange.
 TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
   struct Case {
