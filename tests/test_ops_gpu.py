@@ -452,9 +452,7 @@ def test_tiles_of_144_int8_tokens(bits: int, kind: str, group_size: int, scales:
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("bits", "scales"), [(4, HALF), (8, BFLOAT), (8, FLOAT)])
 @pytest.mark.parametrize(("n", "k", "ms"), [(16832, 392, (200, 256)), (17000, 4104, (1000,)), (4060, 28680, (200,))])
-def test_tiles_of_256_int8_tokens(
-    n: int, k: int, ms: tuple[int, ...], bits: int, scales: torch.dtype, symmetric: bool
-) -> None:
+def test_tiles_of_256_int8_tokens(n: int, k: int, ms: tuple[int, ...], bits: int, scales: torch.dtype, symmetric: bool) -> None:
     """On an H200 one wave, the last of whose features are none; waves that leave cut tiles over; and K in four parts."""
     fmt = Format(bits, "symmetric", -1, scales)
     check_small_batches(fmt, n, k, HALF, ms, "token", symmetric)
