@@ -74,7 +74,7 @@ function(cutlass_ops_cuda_options target)
     $<$<COMPILE_LANGUAGE:CUDA>:--threads=0;--split-compile=0>)
 endfunction()
 
-# For the kernels of the library, in addition: a register spill or a serialised wgmma is an error.
+# For the kernels of the library, in addition: a register spill, a serialised wgmma or a lost operand is an error.
 function(cutlass_ops_check_kernels target)
   target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:-Xptxas=-v>)
   set_property(TARGET ${target} PROPERTY CUDA_COMPILER_LAUNCHER

@@ -176,6 +176,58 @@ ptxas info    : Used 255 registers, used 0 barriers
 SERIALISED = "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized\n"
 
 
+# What cuobjdump 13.0 prints with -sass: a loop of two groups of products, each waited for before the next operands come.
+LOOP = """\
+		Function : _Z4gemmPf
+        /*0100*/                   LDS.128 R152, [R15] ;                              /* 0x1 */
+        /*0110*/                   IGMMA.64x256x32.S8.S8 R24, R152, gdesc[UR20], R24 ;
+        /*0120*/                   IGMMA.64x256x32.S8.S8 R24, R156, gdesc[UR20], R24, gsb0 ;
+{}
+        /*0140*/                   WARPGROUP.DEPBAR.LE gsb0, {} ;
+        /*0150*/                   LDS.64 R158, [R15+0x200] ;
+        /*0160*/              @!P1 BRA 0x{} ;
+        /*0170*/                   EXIT ;
+        /*0180*/                   MOV R152, R2 ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "left", "to", "lost"),
+    [
+        ("/*0130*/ LDS.128 R160, [R15] ;", "0x0", "110", []),
+        ("/*0130*/ STS.128 [R15], R152 ;", "0x0", "100", []),
+        ("/*0130*/ ISETP.NE.AND P0, PT, R152, RZ, PT ;", "0x0", "100", []),
+        ("/*0130*/ LDS.128 R156, [R15] ;", "0x0", "110", ["LDS.128 R156, [R15]"]),
+        ("/*0130*/ @P0 IMAD.WIDE R150, R2, R3, R4 ;", "0x0", "110", []),
+        ("/*0130*/ @P0 IMAD.WIDE R151, R2, R3, R4 ;", "0x0", "110", ["@P0 IMAD.WIDE R151, R2, R3, R4"]),
+        ("/*0130*/ LDS R160, [R15] ;", "0x1", "110", ["LDS.64 R158, [R15+0x200]"]),
+        # The next turn's load comes before the wait for this turn's group.
+        ("/*0130*/ LDS R160, [R15] ;", "0x1", "100", ["LDS.128 R152, [R15]", "LDS.64 R158, [R15+0x200]"]),
+    ],
+)
+def test_operands_in_flight_stay(nvcc_checked: ModuleType, between: str, left: str, to: str, lost: list[str]) -> None:
+    """Registers that a product reads may be written once its group was waited for."""
+    [(name, body)] = nvcc_checked.kernels(LOOP.format(between, left, to).splitlines(keepends=True))
+    assert name == "_Z4gemmPf"
+    assert nvcc_checked.lost_operands(body) == lost
+
+
+def test_an_object_that_loses_operands_fails_the_build(
+    nvcc_checked: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuobjdump is asked where there is one."""
+    sass = LOOP.format("/*0130*/ LDS.128 R156, [R15] ;", "0x0", "110")
+    tool = tmp_path / "cuobjdump"
+    tool.write_text(f"#!{sys.executable}\nprint({sass!r})\n")
+    tool.chmod(0o755)
+    output = tmp_path / "kernel.cu.o"
+    command = [sys.executable, "-c", "import sys; open(sys.argv[-1], 'w').close()", "-o", str(output)]
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert nvcc_checked.main(command) == 1
+    assert "LDS.128 R156, [R15]: a product in flight reads what this writes" in capfd.readouterr().err
+    assert not output.exists()
+
+
 @pytest.mark.parametrize(
     ("printed", "nvcc_status", "status", "told"),
     [
