@@ -940,6 +940,25 @@ def test_fused_quantisers_are_the_unfused_ones_bit_for_bit(dtype: torch.dtype, b
             assert_same_activations(co.silu_mul_quantize(x, other, **options), co.quantize_activations(y, **options))
 
 
+@pytest.mark.parametrize("symmetric", [True, False], ids=["sym", "asym"])
+@pytest.mark.parametrize("block", [64, 128, -1])
+def test_an_x_that_leaves_the_cache_first_is_quantised_as_its_parts_are(block: int, symmetric: bool) -> None:
+    m, k = 1700, 4096
+    x, other, weight = make_floats(m, k, HALF), make_floats(m + 1, k, HALF)[1:], make_floats(1, k, HALF)[0]
+    options: dict[str, Any] = {"block": block, "symmetric": symmetric}
+    functions: list[Callable[[Tensor, Tensor], co.QuantizedActivations]] = [
+        lambda x, other: co.quantize_activations(x, **options),
+        lambda x, other: co.silu_mul_quantize(x, other, **options),
+        lambda x, other: co.rms_norm_quantize(x, weight, 1e-6, other, **options)[0],
+    ]
+    for quantize in functions:
+        whole = quantize(x, other)
+        parts = [quantize(*rows) for rows in zip(x.split(m // 2), other.split(m // 2), strict=True)]
+        for found, *expected in zip(whole.natural(), *(part.natural() for part in parts), strict=True):
+            if found is not None:
+                assert_same(found, torch.cat(expected))
+
+
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=TYPE_NAMES.get)
 def test_silu_of_every_value(dtype: torch.dtype) -> None:
     values = torch.arange(-(1 << 15), 1 << 15, device=GPU, dtype=torch.int16).view(dtype)

@@ -24,6 +24,7 @@
 //   quantize_any_rows the same for rows of any length, alignment and order of columns, read again for each pass
 #include <algorithm>
 #include <cstdint>
+#include <cuda/annotated_ptr>
 #include <type_traits>
 
 #include "cutlass_ops/layout.h"
@@ -45,6 +46,9 @@ constexpr int kBlockRows = 2;                     // rows of a thread of quantiz
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeTokens = 16;
+// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of 4096 tokens x 4096 x 4096. A smaller one
+// may be found there, where whatever made it left it: 1 to 2 % of up to 1024 tokens.
+constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
 
@@ -53,19 +57,21 @@ struct Params {
   int pieces;      // of 16 columns in a padded row
   int log2_lanes;  // of a block; 31 where the row is one
   QuantizerStart start;
+  cuda::access_property cached;  // how the cache keeps x, up and the residual
 };
 
 // ---- values of x's type
 
 // Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float takes rows that do not
-// start on 16 bytes, and numbers of columns that are no multiple of 16.
+// start on 16 bytes, and numbers of columns that are no multiple of 16, and it leaves the cache its way.
 template <class T>
 __device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data, int64_t stride, int row,
-                                     int column, int32_t const* perm) {
+                                     int column, int32_t const* perm, cuda::access_property cached = {}) {
   if constexpr (std::is_same_v<T, float>) {
     load_columns(FloatRows(data, q.x_type, stride, q.k, perm), row, column, to.values);
   } else {
     uint4 const* source = reinterpret_cast<uint4 const*>(static_cast<uint16_t const*>(data) + row * stride + column);
+    source = cuda::associate_access_property(source, cached);
     uint4 halves[2] = {};
     if (column < q.k) halves[0] = source[0], halves[1] = source[1];
 #pragma unroll
@@ -223,8 +229,8 @@ __global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? k
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     int const limit = row + i < q.m ? column : q.k;  // nothing from K on is read
-    load(c[i], q, q.x, q.x_stride, row + i, limit, q.perm);
-    if constexpr (kFunction == Function::kSiluMul) load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm);
+    load(c[i], q, q.x, q.x_stride, row + i, limit, q.perm, p.cached);
+    if constexpr (kFunction == Function::kSiluMul) load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm, p.cached);
   }
   Span<T, kSymmetric> spans[kBlockRows];
 #pragma unroll
@@ -325,8 +331,8 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
       int const column = (first + i * step) * kLaneColumns;
-      load(x[i], q, q.x, q.x_stride, row, column, nullptr);
-      if (kTwo && other_rows) load(other[i], q, other_rows, other_stride, row, column, nullptr);
+      load(x[i], q, q.x, q.x_stride, row, column, nullptr, p.cached);
+      if (kTwo && other_rows) load(other[i], q, other_rows, other_stride, row, column, nullptr, p.cached);
     }
   };
   load_row(blockIdx.x);
@@ -550,9 +556,11 @@ Status launch_typed(Params const& p, Stream stream) {
 }  // namespace
 
 Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
-  int const block = q.out.block;
-  Params const p{q, int(padded_k(q.k) / kLaneColumns), block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31, start};
-  int const element = size_of(q.x_type);
+  int const block = q.out.block, element = size_of(q.x_type);
+  bool const streamed = int64_t(q.m) * q.k * element > kStreamedBytes;
+  int const log2_lanes = block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31;
+  Params const p{q, int(padded_k(q.k) / kLaneColumns), log2_lanes, start,
+                 streamed ? cuda::access_property::streaming{} : cuda::access_property{}};
   bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&
                     starts_on_16_bytes(q.residual, q.residual_stride, element) && starts_on_16_bytes(q.sum, q.k, element) &&
