@@ -54,8 +54,8 @@ Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets
           gpu};
 }
 
-QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride) {
-  return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride};
+QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros, int block, int stride, int rows) {
+  return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride, rows};
 }
 
 // What happens to a sum on its way out, as GemmProblem has it.
@@ -414,7 +414,7 @@ PYBIND11_MODULE(_C, m) {
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
-           py::arg("stride"));
+           py::arg("stride"), py::arg("rows"));
   py::class_<Epilogue>(m, "Epilogue", "What happens to a sum on its way out; the tensors must outlive it.")
       .def(py::init([](Pointer bias, DataType bias_type, Pointer residual, DataType residual_type, std::int64_t residual_stride,
                        Activation activation, float low, float high, bool saturate) {
@@ -441,7 +441,7 @@ PYBIND11_MODULE(_C, m) {
          Pointer zeros, int block, int stride, int device_index, Pointer stream, Pointer up, std::int64_t up_stride,
          Pointer norm_weight, float norm_eps, Pointer residual, std::int64_t residual_stride, Pointer sum) {
         QuantizeProblem problem{as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), {}};
-        problem.out = make_quantized(codes, scales, zeros, block, stride);
+        problem.out = make_quantized(codes, scales, zeros, block, stride, rows);
         problem.up = as<void>(up), problem.up_stride = up_stride;
         problem.norm_weight = as<void>(norm_weight), problem.norm_eps = norm_eps;
         problem.residual = as<void>(residual), problem.residual_stride = residual_stride, problem.sum = as<void>(sum);

@@ -342,6 +342,8 @@ constexpr Row kTable[] = {
 // clang-format on
 #undef LAUNCHER
 
+constexpr int kPaddedRows = 512;
+
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
@@ -360,8 +362,11 @@ int split_count(GemmProblem const& problem, int m, Device const& device, Tile co
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
 
-int cost_of(GemmProblem const& problem, Tile const& tile) {
-  return tile.row_cost > 0 && sums_whole_rows(problem) ? tile.row_cost : tile.cost;
+int cost_of(GemmProblem const& problem, Row const& row) {
+  Tile const& tile = row.tile;
+  if (tile.row_cost > 0 && sums_whole_rows(problem)) return tile.row_cost;
+  bool const tokens = !activations_have_blocks(problem) && (row.inputs & kCorrects || !activations_have_zeros(problem));
+  return tile.token_cost > 0 && tokens ? tile.token_cost : tile.cost;
 }
 
 // The parts that the K of the tiles is cut into that whole waves of clusters leave over, so that more of them share the end, and the time of the product
@@ -373,8 +378,9 @@ struct Tail {
   int splits;
   int64_t time;
 };
-Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Tile const& tile) {
-  int const n = problem.weight.n, tile_cost = cost_of(problem, tile);
+Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Row const& row) {
+  Tile const& tile = row.tile;
+  int const n = problem.weight.n, tile_cost = cost_of(problem, row);
   int64_t const k_tiles = ceil_div(problem.weight.k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
   int64_t const tiles = tile_count(n, m, tile), rest = tiles % clusters;
   int64_t const whole = tile_cost * k_tiles + tile.end_cost * 32;
@@ -556,8 +562,8 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
       Tile const& tile = candidate.tile;
       int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
       int64_t cost = problem.batch_invariant || tile.cost == 0
-                         ? ceil_div(tile_count(w.n, m, tile), places) * cost_of(problem, tile)
-                         : cut_tail(problem, m, device, tile).time;
+                         ? ceil_div(tile_count(w.n, m, tile), places) * cost_of(problem, candidate)
+                         : cut_tail(problem, m, device, candidate).time;
       if (best && cost >= best_cost) continue;
       best = &candidate;
       best_cost = cost;
@@ -572,7 +578,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
     plan->splits = split_count(problem, m, device, best->tile), plan->cut_tiles = 0;
     if (adds_two_parts(problem, best->tile, plan->splits)) plan->cut_tiles = int(tile_count(w.n, m, best->tile));
     if (plan->splits == 1 && best->tile.cost > 0 && !problem.batch_invariant) {
-      Tail const tail = cut_tail(problem, m, device, best->tile);
+      Tail const tail = cut_tail(problem, m, device, *best);
       plan->splits = tail.splits, plan->cut_tiles = int(tail.tiles);
     }
     return {};
@@ -587,8 +593,10 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, u
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !(inputs & kQuantizes)) {
     layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
     layout.stride = int(ceil_div(problem.m, 16) * 16);
+    // Whole tiles of few tokens: zeros for rows that are not there come slowly, some 8 bytes a clock. Among many tiles that is nothing, and takes less power.
+    layout.rows = problem.m > kPaddedRows ? problem.m : int(ceil_div(problem.m, plan.tile_tokens) * plan.tile_tokens);
     int64_t blocks = layout.block == -1 ? 1 : k_pad / layout.block;
-    layout.scales = inputs & kWidens ? 0 : align_256(size_t(problem.m) * k_pad);
+    layout.scales = inputs & kWidens ? 0 : align_256(size_t(layout.rows) * k_pad);
     layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
     layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
   }

@@ -19,7 +19,9 @@ struct Tile {
   int cost = 0;          // tenths of a microsecond that the tile takes for K = 4096 (measured); 0 where M alone decides
   int end_cost = 0;      // and besides whatever K is, where that is not in it; twice for one whose K is cut
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
-  int row_cost = 0;      // instead of `cost` where int32 sums run over all of K (sums_whole_rows()); 0: no other
+  int token_cost =
+      0;  // instead of `cost` where tokens have one int8 scale a row, and no zero point that is not corrected; 0: no other
+  int row_cost = 0;  // and where int32 sums run over all of K (sums_whole_rows())
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
@@ -101,6 +103,7 @@ Row const* table(size_t* count);
 struct WorkspaceLayout {
   size_t codes = 0, scales = 0, zeros = 0, wide = 0, factors = 0, zero_values = 0, zero_scales = 0, partials = 0, total = 0;
   int stride = 0;            // QuantizedActivations::stride
+  int rows = 0;              // QuantizedActivations::rows
   int block = 0;             // QuantizedActivations::block; 0: nothing is quantised
   bool widens = false;       // the row is kWidens: there are no codes where floats are quantised
   bool corrects = false;     // the row is kCorrects, and there are zero values

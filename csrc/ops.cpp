@@ -92,9 +92,12 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
-    ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes), reinterpret_cast<float*>(base + layout.scales),
-                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros), layout.block,
-                       layout.stride};
+    ready.quantized = {reinterpret_cast<int8_t*>(base + layout.codes),
+                       reinterpret_cast<float*>(base + layout.scales),
+                       problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
+                       layout.block,
+                       layout.stride,
+                       layout.rows};
   }
   if (layout.widens) {
     ready.quantized.wide = base + layout.wide;

@@ -39,6 +39,8 @@ _MAX_M = 1 << 24
 #: than by the other kernels but wgmma_book_gemm (measured on an H200).
 _MOST_WGMMA_BOOK_ROWS, _MOST_BOOK_ROWS = 640, 192
 _MAX_NORM_K = 1 << 22
+#: Rows up to which quantised ones have memory for a power of two of them (as far as dispatch.cpp's own, measured on an H200).
+_MOST_PADDED_ROWS = 512
 #: Rows of activations with zero points from which a weight's sums are made: those from which dispatch.cpp has kernels for them.
 _SUMS_FROM_ROWS = 129
 
@@ -60,7 +62,7 @@ class QuantizedActivations:
 
     Attributes:
         codes: int8 ``[M, k_pad]``, K padded to 128 with each block's zero point; inside each 16 columns in the order
-            0, 8, 1, 9, ..., 7, 15.
+            0, 8, 1, 9, ..., 7, 15. A product may read, and ignores, what the storage holds behind the last row.
         scales: fp32 ``[B, stride]``, the M tokens of a block side by side, stride being M rounded up to 16.
         zeros: int8 ``[B, stride]``, or None if symmetric.
         block: columns a scale covers; -1 for the whole row.
@@ -147,12 +149,15 @@ def _on(device: torch.device) -> AbstractContextManager[object]:
 # ---- quantise activations
 
 
-def _empty_quantized(x: Tensor, block: int, symmetric: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _empty_quantized(x: Tensor, block: int, symmetric: bool, rows: int | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, with memory for ``rows`` of them, scales and zeros of an x ``[M, K]``."""
     m, k_pad = x.shape[0], formats.padded_k(x.shape[1])
     stride = -(-m // 16) * 16
     blocks = 1 if block == -1 else k_pad // block
     device = x.device
-    codes = torch.empty((m, k_pad), dtype=torch.int8, device=device)
+    codes = torch.empty((m if rows is None else rows, k_pad), dtype=torch.int8, device=device)
+    if rows is not None:
+        codes.resize_(m, k_pad)
     scales = torch.empty((blocks, stride), dtype=torch.float32, device=device)
     return codes, scales, None if symmetric else torch.empty((blocks, stride), dtype=torch.int8, device=device)
 
@@ -165,7 +170,9 @@ def _quantize(
     On a GPU ``function`` has the arguments of ``_C.quantize_activations`` that say which function of x is quantised.
     """
     m, k = x.shape
-    codes, scales, zeros = _empty_quantized(x, block, symmetric)
+    # Memory for whole tiles of few rows: products read what lies there sooner than they get zeros for rows that are not there.
+    rows = 1 << max(0, m - 1).bit_length()
+    codes, scales, zeros = _empty_quantized(x, block, symmetric, rows if m < rows <= _MOST_PADDED_ROWS else None)
     if x.is_cpu:
         gathered = (x if perm is None else x[:, perm.long()]).detach()
         plain, scale, zero = reference.quantize_activations(gathered, block, symmetric)
@@ -499,7 +506,9 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
             )
 
         return _row_by_row(run, m, batch_invariant).view(shape)
-    quantized = _C.QuantizedActivations(x.codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1])
+    codes = x.codes
+    rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
+    quantized = _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
     # Tensors without elements have no address: no rows look like floats, which must be of some type.
     return _launch(weight, x.codes, quantized, m, _C.DataType.float16, _C.ActQuant.none, True, shape, end)
 

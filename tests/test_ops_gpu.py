@@ -1000,6 +1000,22 @@ def test_fused_quantisers_read_strided_rows_and_both_halves_of_one_product() -> 
             assert_same_activations(qa, co.quantize_activations(norm.view(x.shape)))
 
 
+@pytest.mark.parametrize("m", [17, 33, 129, 200, 300, 513])
+@pytest.mark.parametrize("block", [128, -1])
+@pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(8, group_size=-1)], ids=str)
+def test_what_lies_behind_the_last_row_changes_nothing(fmt: Format, block: int, m: int) -> None:
+    n, k = 4096, 1024
+    packed = co.reorder(make_weight(fmt, n, k, exact=False))
+    for symmetric in (True, False):
+        qa = co.quantize_activations(make_floats(m, k, HALF), block, symmetric)
+        rows = qa.codes.untyped_storage().nbytes() // k
+        assert rows == (m if m > 512 else 1 << (m - 1).bit_length())
+        alone = co.mixed_gemm(replace(qa, codes=qa.codes.clone()), packed)
+        for left in (0, -128, 127):
+            qa.codes.as_strided((rows, k), (k, 1))[m:] = left
+            assert_same(multiply(qa, packed), alone)
+
+
 # ---- operands of other forms
 
 
@@ -1479,7 +1495,7 @@ def test_explain_tells_what_runs() -> None:
 
 def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
     plain, short = (co.reorder(make_weight(fmt, 1000, 1536, exact=True)) for fmt in (Format(), Format(4, "offsets", 64)))
-    for m, act_quant, packed in ((1, "none", plain), (40, "block", plain), (300, "token", plain), (300, "block", short)):
+    for m, act_quant, packed in ((1, "none", plain), (34, "block", plain), (300, "token", plain), (300, "block", short)):
         x = make_floats(m, 1536, HALF)
         co.mixed_gemm(x, packed, act_quant=act_quant)
         torch.cuda.synchronize()

@@ -9,6 +9,8 @@
 //            even so: beside outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
 //   correct  instead, where results are rounded to 16 bits: of 16 or 32 tiles of K at once, in a stage that follows them (corrections.h), or, with one zero
 //            point a token, of all of K at the end
+#include <algorithm>
+
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -590,9 +592,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   int64_t k_pad = padded_k(problem.weight.k);
+  int const rows = std::max(problem.m, problem.quantized.rows);
   CUtensorMap map;
-  Status status =
-      hopper::encode_tokens(problem.quantized.codes, 1, problem.m, int(k_pad), k_pad, C::kTokens / C::kCluster, &map);
+  Status status = hopper::encode_tokens(problem.quantized.codes, 1, rows, int(k_pad), k_pad, C::kTokens / C::kCluster, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, partials, map, stream) : status;
 }
 

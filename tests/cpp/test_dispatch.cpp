@@ -51,10 +51,11 @@ GemmProblem already_quantized(GemmProblem p, int block) {
   return p;
 }
 
-// Of a kernel that leaves its parts to reduce_splits.
+// Of a kernel with tiles of 48 tokens that leaves its parts to reduce_splits.
 Plan plan_of(int splits) {
   Plan chosen;
   chosen.splits = splits;
+  chosen.tile_tokens = 48;
   return chosen;
 }
 
@@ -159,7 +160,7 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
   struct Case {
     int m, n, tokens;
   };
-  for (Case const& c : {Case{4096, 28672, 176},  // 24 x 112 tiles: 41 waves of 255 beat 55 of 203
+  for (Case const& c : {Case{4096, 28672, 176},  // 24 x 112 tiles: 41 waves of 266 beat 55 of 205
                         Case{1024, 4096, 128},   // 6 x 16 tiles of 176 and 8 x 16 of 128 are both two waves
                         Case{256, 4096, 64},     // 4 x 16 tiles: one wave of the cheapest
                         Case{64, 28672, 64}}) {
@@ -205,6 +206,25 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
   p.m = 32;
   ASSERT_TRUE(select(p, kHopper, &row).ok());
   EXPECT_EQ(row->tile.tokens, 32);
+}
+
+// Scales of tokens are promoted in less time than those of blocks, the more so by small tiles.
+TEST(Dispatch, GivesTokensTilesByTheirOwnCosts) {
+  struct Case {
+    int m, n, k, blocks, tokens;
+  };
+  for (Case const& c : {Case{129, 4096, 4096, 144, 64},   // in four parts of K, 3 x 16 tiles in none
+                        Case{128, 5120, 5120, 128, 64},   // in three, 2 x 20
+                        Case{256, 4096, 14336, 128, 64},  // in two, 4 x 16
+                        Case{160, 8192, 8192, 96, 96},    // 2 x 32
+                        Case{4096, 28672, 4096, 176, 176}})
+    for (int bits : {4, 8})
+      for (int block : {128, -1}) {
+        Row const* row = nullptr;
+        ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, c.k, bits), block), kHopper, &row).ok());
+        EXPECT_STREQ(row->kernel, "wgmma_gemm_a8");
+        EXPECT_EQ(row->tile.tokens, block == -1 ? c.tokens : c.blocks) << c.m << " x " << c.n << " x " << c.k << ", " << block;
+      }
 }
 
 // Where int32 sums run over all of K the tiles have costs of their own, and 256 tokens are one.
@@ -311,12 +331,11 @@ TEST(Dispatch, GivesWidenedCodesTheTileThatHoldsTheirFactors) {
 // Zero points of activations are corrected for many blocks at once where the weight's sums are there and the result is rounded to 16 bits.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   auto const corrects = [](GemmProblem const& p) {
-    Row const* row = nullptr;
     Plan chosen;
-    Status const status = select(p, kHopper, &row, &chosen);
+    Status const status = plan(p, kHopper, &chosen);
     EXPECT_TRUE(status.ok()) << status.text;
-    WorkspaceLayout const layout = workspace_layout(p, chosen, row->inputs);
-    EXPECT_EQ(layout.corrects, bool(row->inputs & kCorrects));
+    WorkspaceLayout const layout = workspace_layout(p, chosen, chosen.row->inputs);
+    EXPECT_EQ(layout.corrects, bool(chosen.row->inputs & kCorrects));
     return layout.corrects;
   };
   for (int bits : {4, 8})
@@ -992,7 +1011,7 @@ struct Part {
 };
 
 TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
-  for (int m : {1, 3, 16, 17, 129, 4097})
+  for (int m : {1, 3, 16, 17, 129, 512, 513, 4097})
     for (int k : {1, 7, 576, 10944})
       for (int group_size : {-1, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
@@ -1008,8 +1027,9 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
                 EXPECT_EQ(layout.block, act_quant == ActQuant::kToken ? -1 : block);
                 EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
+                EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);  // whole tiles of few tokens may be read
                 size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
-                if (!widens) parts.push_back({layout.codes, size_t(m) * size_t(padded_k(k))});
+                if (!widens) parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
                 parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
                 if (!symmetric) parts.push_back({layout.zeros, blocks * size_t(layout.stride)});
                 EXPECT_EQ(layout.widens, widens);

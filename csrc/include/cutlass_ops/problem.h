@@ -52,6 +52,7 @@ struct QuantizedActivations {
   int8_t* zeros = nullptr;  // null when symmetric
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
+  int rows = 0;             // of codes that there is memory for, if more than m: a kernel may read what lies there
 
   // What mixed_gemm makes of them, or has made in the place of codes, for a kernel that multiplies 16-bit floats (device/widen.cuh).
   void* wide = nullptr;      // codes less zero points in fp16, [m][k_pad] in the order of columns
