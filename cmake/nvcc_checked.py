@@ -28,7 +28,6 @@ REGISTERS = re.compile(r"Used (\d+) registers")
 WARNING = re.compile(r"\(C75\d\d\)")  # C7508 to C7514: wgmma serialised, or its registers moved
 VERBOSE = re.compile(r"^(ptxas info\s+: |\s*\d+ bytes (stack frame|gmem))")
 
-
 # What cuobjdump -sass prints: a kernel's name; an address and an instruction.
 KERNEL = re.compile(r"^\s*Function : (\S+)")
 INSTRUCTION = re.compile(r"^\s*/\*([0-9a-f]{4,})\*/\s+(.*?)\s*;", re.MULTILINE)

@@ -342,6 +342,8 @@ constexpr Row kTable[] = {
 // clang-format on
 #undef LAUNCHER
 
+// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there come slowly, some 8 bytes a clock. Among many tiles that is
+// nothing, and takes less power.
 constexpr int kPaddedRows = 512;
 
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
@@ -593,7 +595,6 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, u
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !(inputs & kQuantizes)) {
     layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
     layout.stride = int(ceil_div(problem.m, 16) * 16);
-    // Whole tiles of few tokens: zeros for rows that are not there come slowly, some 8 bytes a clock. Among many tiles that is nothing, and takes less power.
     layout.rows = problem.m > kPaddedRows ? problem.m : int(ceil_div(problem.m, plan.tile_tokens) * plan.tile_tokens);
     int64_t blocks = layout.block == -1 ? 1 : k_pad / layout.block;
     layout.scales = inputs & kWidens ? 0 : align_256(size_t(layout.rows) * k_pad);
