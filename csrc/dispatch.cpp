@@ -355,9 +355,10 @@ bool is_float(DataType type) { return type == DataType::kFloat32 || type == Data
 
 // The parts that K is cut into: enough that every multiprocessor has its `resident` blocks, of weights at least eight tiles of K by 128 rows each (two
 // tiles in clusters). The count depends on shapes and the device alone, so a result's bits do too.
-int split_count(GemmProblem const& problem, int m, Device const& device, Tile const& tile) {
+int split_count(GemmProblem const& problem, Device const& device, Tile const& tile) {
   if (tile.whole_k) return 1;
-  int64_t wanted = int64_t(device.multiprocessors) * tile.resident / (tile_count(problem.weight.n, m, tile) * tile.blocks);
+  int64_t wanted =
+      int64_t(device.multiprocessors) * tile.resident / (tile_count(problem.weight.n, problem.m, tile) * tile.blocks);
   // A cluster's blocks fill a multiprocessor each: fewer tiles of K are enough for them.
   int const least = tile.blocks > 1 ? 2 : 1024 / tile.rows;
   int64_t most = std::max<int64_t>(1, ceil_div(problem.weight.k, kKPerTile) / least);
@@ -380,15 +381,15 @@ struct Tail {
   int splits;
   int64_t time;
 };
-Tail cut_tail(GemmProblem const& problem, int m, Device const& device, Row const& row) {
+Tail cut_tail(GemmProblem const& problem, Device const& device, Row const& row) {
   Tile const& tile = row.tile;
-  int const n = problem.weight.n, tile_cost = cost_of(problem, row);
+  int const m = problem.m, n = problem.weight.n, tile_cost = cost_of(problem, row);
   int64_t const k_tiles = ceil_div(problem.weight.k, kKPerTile), clusters = std::max(1, device.multiprocessors / tile.blocks);
   int64_t const tiles = tile_count(n, m, tile), rest = tiles % clusters;
   int64_t const whole = tile_cost * k_tiles + tile.end_cost * 32;
   Tail best{0, 1, ceil_div(tiles, clusters) * whole};
   if (tiles < clusters) {
-    int const splits = split_count(problem, m, device, tile);
+    int const splits = split_count(problem, device, tile);
     if (splits > 1)
       best.time = ceil_div(k_tiles, splits) * tile_cost + (25 + 2 * tile.end_cost + int64_t(splits) * m * n / 50000) * 32;
     return best;
@@ -547,10 +548,9 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
   Device seen = device;
   seen.architecture = architecture;
   // A row's architectures are the GPU's too: code for sm_90a, say, runs on no later GPU.
-  // The best row for m tokens; of `kernel` alone, for any number of them, if that is given.
-  auto const choose = [&](int m, char const* kernel) {
-    GemmProblem asked = problem;
-    asked.m = m;
+  // The best row for as many tokens as `asked` has; of `kernel` alone, for any number of them, if that is given.
+  auto const choose = [&](GemmProblem const& asked, char const* kernel) {
+    int const m = asked.m;
     Row const* best = nullptr;
     int64_t best_cost = 0;
     for (Row const& candidate : kTable) {
@@ -565,7 +565,7 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
       int64_t places = std::max(1, device.multiprocessors * tile.resident / tile.blocks);
       int64_t cost = problem.batch_invariant || tile.cost == 0
                          ? ceil_div(tile_count(w.n, m, tile), places) * cost_of(problem, candidate)
-                         : cut_tail(problem, m, device, candidate).time;
+                         : cut_tail(asked, device, candidate).time;
       if (best && cost >= best_cost) continue;
       best = &candidate;
       best_cost = cost;
@@ -573,14 +573,15 @@ Status select(GemmProblem const& problem, Device const& device, Row const** row,
     return best;
   };
   // A batch-invariant product has one kernel, and K in so many parts, for every m; m chooses the tile, which changes no bit.
-  int const m = problem.batch_invariant ? kInvariantM : problem.m;
-  if (Row const* best = choose(m, nullptr)) {
-    *row = problem.batch_invariant ? choose(problem.m, best->kernel) : best;
+  GemmProblem asked = problem;
+  if (problem.batch_invariant) asked.m = kInvariantM;
+  if (Row const* best = choose(asked, nullptr)) {
+    *row = problem.batch_invariant ? choose(problem, best->kernel) : best;
     if (!plan) return {};
-    plan->splits = split_count(problem, m, device, best->tile), plan->cut_tiles = 0;
-    if (adds_two_parts(problem, best->tile, plan->splits)) plan->cut_tiles = int(tile_count(w.n, m, best->tile));
+    plan->splits = split_count(asked, device, best->tile), plan->cut_tiles = 0;
+    if (adds_two_parts(asked, best->tile, plan->splits)) plan->cut_tiles = int(tile_count(w.n, asked.m, best->tile));
     if (plan->splits == 1 && best->tile.cost > 0 && !problem.batch_invariant) {
-      Tail const tail = cut_tail(problem, m, device, *best);
+      Tail const tail = cut_tail(asked, device, *best);
       plan->splits = tail.splits, plan->cut_tiles = int(tail.tiles);
     }
     return {};

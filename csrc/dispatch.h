@@ -19,9 +19,8 @@ struct Tile {
   int cost = 0;          // tenths of a microsecond that the tile takes for K = 4096 (measured); 0 where M alone decides
   int end_cost = 0;      // and besides whatever K is, where that is not in it; twice for one whose K is cut
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
-  int token_cost =
-      0;  // instead of `cost` where tokens have one int8 scale a row, and no zero point that is not corrected; 0: no other
-  int row_cost = 0;  // and where int32 sums run over all of K (sums_whole_rows())
+  int token_cost = 0;  // instead of `cost` where int8 tokens have one scale, and zero points are none or corrected; 0: no other
+  int row_cost = 0;    // and where int32 sums run over all of K (sums_whole_rows())
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
