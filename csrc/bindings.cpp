@@ -146,6 +146,7 @@ py::object mixed_gemm(PyObject* const* arguments) {
   problem.out_type = next().cast<DataType>();
   problem.batch_invariant = next().cast<bool>();
   problem.architecture = next().cast<int>();
+  problem.exact = next().cast<bool>();
   DeviceGuard guard(next().cast<int>());
   auto const stream = next().cast<Pointer>();
 
@@ -229,8 +230,8 @@ struct Rows {
   }
 };
 
-// Of more rows a code book's values have another way too, and for so many as kMostRows host time is nothing.
-constexpr std::int64_t kMostBookRows = 16, kMostRows = 1 << 20;
+// For so many rows host time is nothing.
+constexpr std::int64_t kMostRows = 1 << 20;
 
 py::object product(PyObject* const* arguments) {
   if (!CUTLASS_OPS_CUDA) return py::none();
@@ -248,7 +249,7 @@ py::object product(PyObject* const* arguments) {
   if (!get(device).equal(weight.device)) return py::none();
   py::object const sizes = get(shape);
   Rows const rows(sizes, call(x, stride), weight.k);
-  if (rows.count < 1 || rows.count > (weight.book ? kMostBookRows : kMostRows)) return py::none();
+  if (rows.count < 1 || rows.count > kMostRows) return py::none();
 
   problem.weight = weight;
   problem.m = int(rows.count), problem.x_stride = rows.stride;
@@ -292,10 +293,10 @@ PyCFunction as_method(Function* function) {
 }
 
 PyMethodDef kMethods[] = {
-    {"mixed_gemm", as_method(call_by_position<mixed_gemm, 15>), METH_FASTCALL,
+    {"mixed_gemm", as_method(call_by_position<mixed_gemm, 16>), METH_FASTCALL,
      "mixed_gemm(weight: PackedWeight, x: object, quantized: object, m: int, x_type: DataType, act_quant: ActQuant, "
      "symmetric: bool, epilogue: object, shape: tuple[int, ...], dtype: object, out_type: DataType, batch_invariant: bool, "
-     "architecture: int, device_index: int, stream: int) -> Any\n\n"
+     "architecture: int, exact: bool, device_index: int, stream: int) -> Any\n\n"
      "The product [m, n] in a new tensor of this shape and dtype, on a stream of a device. x is a tensor [m, k] of x_type, or "
      "the codes that quantized points to."},
     {"product", as_method(call_by_position<product, 4>), METH_FASTCALL,
@@ -534,6 +535,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("quantizes", &Plan::quantizes)
       .def_readonly("splits", &Plan::splits)
       .def_readonly("cut_tiles", &Plan::cut_tiles)
+      .def_readonly("rounds", &Plan::rounds)
       .def_readonly("workspace", &Plan::workspace);
   m.def(
       "current_device",
@@ -546,7 +548,7 @@ PYBIND11_MODULE(_C, m) {
   m.def(
       "plan",
       [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride, ActQuant act_quant,
-         bool symmetric, bool batch_invariant, int architecture, Device const& device) {
+         bool symmetric, bool batch_invariant, int architecture, bool exact, Device const& device) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = weight;
@@ -554,12 +556,12 @@ PYBIND11_MODULE(_C, m) {
         problem.out_type = out_type;
         problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
-        problem.batch_invariant = batch_invariant, problem.architecture = architecture;
+        problem.batch_invariant = batch_invariant, problem.architecture = architecture, problem.exact = exact;
         Plan chosen;
         check(plan(problem, device, &chosen));
         return chosen;
       },
       py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("device"),
-      "Choose a kernel for what mixed_gemm is asked for; pointers may be null.");
+      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("exact"),
+      py::arg("device"), "Choose a kernel for what mixed_gemm is asked for; pointers may be null.");
 }

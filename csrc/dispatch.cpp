@@ -43,16 +43,10 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
          decode_shape(problem, device, kTokens).cluster > 0;
 }
 
-// Whether products of int8 activations are left to wgmma_gemm_a16: what wgmma_gemm_a8 does not take. With kFactors, its promotion needs more than the
-// weight's scales.
-bool is_wide(PackedWeight const& w) {
-  return w.group_size == 32 || w.group_size == 64 || w.offsets || (w.zeros && w.bits == 8);
-}
-template <bool kFactors, bool kGroupsOf64 = true>
-bool widened_takes(GemmProblem const& problem, Device const&) {
-  PackedWeight const& w = problem.weight;
-  int const block = problem.quantized.codes ? problem.quantized.block : problem.act_quant == ActQuant::kToken ? -1 : 0;
-  return is_wide(w) && (block != -1 || w.offsets) == kFactors && (kGroupsOf64 || w.group_size != 64);
+// Whether wgmma_gemm_a8 takes the weight beside int8 activations: a promotion for each 128 columns or more by the scales alone, and codes less zero points that
+// are int8.
+bool has_int8_products(PackedWeight const& w) {
+  return w.group_size != 32 && w.group_size != 64 && !w.offsets && !(w.zeros && w.bits == 8);
 }
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
@@ -61,19 +55,23 @@ bool is_irregular(GemmProblem const& problem) {
          problem.x_stride < problem.weight.k;
 }
 
-// Whether a code book has what its fastest kernels take: no groups of 32, and scales in fp32 or x's type, which is a constant there.
+// Whether a code book has what wgmma_decode takes: no groups of 32, and scales in fp32 or x's type, which is a constant there.
 bool usual_book(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
   return w.group_size != 32 && (w.scale_type == problem.x_type || w.scale_type == DataType::kFloat32);
 }
 
-// Whether a product with a code book may round weights to x's type, as dequantize() does: where the result has that type too. And whether there are tiles
-// for nearly all of the GPU, or, of so many tokens that wgmma_gemm_a16 is no choice, for two thirds.
-bool rounds_weights(GemmProblem const& problem, Device const& device) {
-  Tile const tile = wgmma_book_gemm_tile();
-  int64_t const blocks = tile_count(problem.weight.n, problem.m, tile) * tile.blocks;
-  return usual_book(problem, device) && problem.out_type == problem.x_type &&
-         (8 * blocks >= 7 * device.multiprocessors || (problem.m > 640 && 3 * blocks >= 2 * device.multiprocessors));
+// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and exactness is not asked for.
+bool may_round(GemmProblem const& problem) {
+  return !problem.exact && problem.out_type != DataType::kFloat32 && problem.out_type == problem.x_type;
+}
+// Whether wgmma_fold16 is the choice: where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, does not take the problem.
+bool folds(GemmProblem const& problem, Device const&) {
+  PackedWeight const& w = problem.weight;
+  bool const long_groups = w.group_size == -1 || w.group_size >= kKPerTile;
+  bool const exact =
+      multiplies_int8(problem) ? has_int8_products(w) : long_groups && !w.offsets && !w.book && !is_irregular(problem);
+  return may_round(problem) && !exact;
 }
 
 // Whether wgmma_decode takes a problem: int8 x, or scales of x's type, or a usual code book; slabs that fit in a block's sums and stages; and as many
@@ -145,7 +143,7 @@ bool is_large(GemmProblem const& problem, Device const&) {
 bool corrects(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return w.sums && blocks && !is_wide(w) && activations_have_zeros(problem) && !problem.batch_invariant &&
+  return w.sums && blocks && has_int8_products(w) && activations_have_zeros(problem) && !problem.batch_invariant &&
          problem.out_type != DataType::kFloat32;
 }
 bool has_scales_of_x(GemmProblem const& problem, Device const&) { return problem.weight.scale_type == problem.x_type; }
@@ -264,23 +262,51 @@ constexpr Row kTable[] = {
      "few tokens and many rows: 28672 x 4096, which is one wave so, by 21.1 us, 23.7 by tiles of 256 rows, 24.0 by mma_gemm_a8; no registers for the activations' zero points", is_large<int64_t(16) << 20, int64_t(24) << 20>},
     {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(8, 32), LAUNCHER((launch_wgmma_gemm_a8<8, 32, 2>)),
      "as for int4: 32 tokens x 8192 x 28672 take 61.9 us, 64.9 by mma_gemm_a8, x 14336 x 4096 19.2 and 23.1, with zero points of x 19.9 and 26.7; but x 6144 x 4096 13.1 and 12.9, and 17 x 28672 x 4096, which is two waves, 33.4 and 31.9", is_large<int64_t(32) << 20>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
-     "codes less zero points as fp16, exact, at half the rate of int8: groups of 64 at 4096 tokens take 234 us for 4096 x 4096, 518 by mma_gemm_a8", widened_takes<false>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
-     "where 160 would leave a wave of blocks less full", widened_takes<false>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
-     "few tokens, or few rows: more blocks than the larger tiles give", widened_takes<false>},
-    {"wgmma_gemm_a16", kWeights4, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
-     "the same with scales of blocks, or offsets, in the promotion: 315 us, 518 by mma_gemm_a8; groups of 64 have no registers for 160 tokens", widened_takes<true, false>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
-     "likewise; for 8 bits the largest tile whose stages fit in shared memory", widened_takes<true>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kInt8Input | kWidens, kAllFeatures, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
-     "few tokens, or few rows: more blocks than the larger tile gives", widened_takes<true>},
-    {"wgmma_gemm_a16", kWeights4 | kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a16_tile(4, 32), LAUNCHER((launch_wgmma_gemm_a16<32>)),
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(32), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(64), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(96), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(128), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(160), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(208), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(256), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
+     "int4, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(32), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(64), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(96), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(128), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(160), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(208), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kWeights8, kFloatInput | kInt8Input | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(256), LAUNCHER((launch_wgmma_fold16<formats::Int8>)),
+     "int8, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(32), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(64), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(96), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(128), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(160), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(208), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_fold16", kCodeBook, kFloatInput | kUpcasts, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(256), LAUNCHER((launch_wgmma_fold16<formats::Codebook>)),
+     "a code book, rounded to x's type: groups of any length, offsets and act order cost no more than none", folds},
+    {"wgmma_gemm_a16", kWeights4 | kWeights8, kFloatInput, kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a16_tile(4, 32), LAUNCHER((launch_wgmma_gemm_a16<32>)),
      "few tokens: 32 take 24 us for 28672 x 4096, 44 by mma_gemm_a16; for 4096 x 4096 7.9 and 8.2, by int8 9.4 and 9.4"},
-    {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 17, 32, wgmma_gemm_a16_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
-     "the time of 64 tokens, which for 8192 x 28672 is 72 us: mma_gemm_a16 takes 86"},
-    {"wgmma_gemm_a16", kWeights4, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
     {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 208), LAUNCHER((launch_wgmma_gemm_a16<208>)),
      "many tokens in halves that share a set of registers for products: fewer bytes and decoded weights a token, less power; 1024 of them x 8192 x 28672 take 588 us instead of 613, 192 130 instead of 156; but 4096 x 28672 x 4096 1211 by 208 and 1207"},
@@ -288,17 +314,13 @@ constexpr Row kTable[] = {
      "where 160 would compute more tokens that are none: 129 of them beside 28672 x 4096 in int4 take 49.6 us instead of 52.9, 1000 292 instead of 307"},
     {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 96), LAUNCHER((launch_wgmma_gemm_a16<96>)),
      "likewise between 64 and 128: 72 of them x 14336 x 4096 take 20.0 us instead of 29.8, 96 20.1 instead of 24.8, 192 x 8192 x 8192, where they are one wave, 38.6 instead of 46.2"},
-    {"wgmma_book_gemm", kCodeBook, kFloatInput, kShortGroups, 90, 90, 385, kAnyM, wgmma_book_gemm_tile(), LAUNCHER(launch_wgmma_book_gemm),
-     "weights rounded to x's type leave registers for 256 tokens, in one set of sums: 4096 x 8192 x 28672 take 2430 us, 2660 by dequantize and torch's product, 3050 by wgmma_gemm_a16", rounds_weights},
-    {"wgmma_gemm_a16", kCodeBook, kFloatInput, kShortGroups, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
-     "likewise, with the scales' type a constant: 640 tokens x 8192 x 28672 take 505 us, 640 by tiles of 128", usual_book},
-    {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
      "where 160 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a16", kWeights4 | kCodeBook, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
+    {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
     {"wgmma_gemm_a16", kWeights4, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(4, 64, 4), LAUNCHER((launch_wgmma_gemm_a16<64, 4>)),
      "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 29.6 us instead of 32.4; no registers for short groups", has_scales_of_x},
-    {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 160), LAUNCHER((launch_wgmma_gemm_a16<160>)),
      "the largest tile whose two sets of fp32 sums fit in registers beside decoded weights"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 208), LAUNCHER((launch_wgmma_gemm_a16<208>)),
      "as for int4: 1024 tokens x 8192 x 28672 take 629 us instead of 659, 8192 5042 instead of 5134; but 4096 x 28672 x 4096 1289 by 208 and 1270"},
@@ -306,9 +328,9 @@ constexpr Row kTable[] = {
      "where 160 would compute more tokens that are none: 1000 of them beside 28672 x 4096 take 313 us instead of 327"},
     {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a16<96>)),
      "likewise between 64 and 128: 72 of them x 14336 x 4096 take 23.7 us instead of 33.1, 96 22.7 instead of 29.3, 192 x 8192 x 8192 42.9 instead of 49.9"},
-    {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a16<128>)),
      "where 160 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a16", kWeights8, kFloatInput, kShortGroups | kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
+    {"wgmma_gemm_a16", kWeights8, kFloatInput, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a16_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a16<64>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
     {"book_gemm_a16", kCodeBook, kFloatInput, kShortGroups | kIrregularInput, 80, kLater, 0, 4, book_gemm_a16_tile(4), LAUNCHER((launch_book_gemm_a16<4>)),
      "the weights are read once, straight to registers, and looked up in shared memory; K is split until the grid fills the GPU"},
@@ -374,7 +396,7 @@ int cost_of(GemmProblem const& problem, Row const& row) {
 
 // The parts that the K of the tiles is cut into that whole waves of clusters leave over, so that more of them share the end, and the time of the product
 // in 32nds of the unit of Tile::cost. Where a last part for each tile is one too many, a cluster takes those of several, and all others are so much
-// longer: not beside code books, nor int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 tokens x 8192 x 28672), nor of more than eight, which
+// longer: not in wgmma_fold16, nor for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 tokens x 8192 x 28672), nor of more than eight, which
 // lost 1 %. Tiles that fill no wave are split_count's; reduce_splits takes 2.5 us, and 2 a million sums.
 struct Tail {
   int64_t tiles;
@@ -396,7 +418,7 @@ Tail cut_tail(GemmProblem const& problem, Device const& device, Row const& row) 
   }
   if (rest == 0) return best;
   constexpr int64_t kMostParts = 16;  // a lane of a warp waits for each
-  int const most_gathered = multiplies_int8(problem) || problem.weight.book ? 1 : 8;
+  int const most_gathered = tile.gathers ? 8 : 1;
   for (int64_t parts = 2; parts <= kMostParts && rest * (parts - 1) < clusters; ++parts) {
     CutTiles const cut{int(rest), int(parts), int(clusters), int(k_tiles)};
     if (cut.gathered > most_gathered || k_tiles - cut.dealt * (parts - 1) / cut.pieces < 2) continue;
@@ -477,7 +499,7 @@ Status check_quantize(QuantizeProblem const& p) {
 
 Status check_sums(PackedWeight const& w) {
   if (Status status = check_weight(w); !status.ok()) return status;
-  if (!is_wide(w) && !w.book) return {};
+  if (has_int8_products(w) && !w.book) return {};
   return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
 }
 
@@ -598,18 +620,13 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, u
     layout.stride = int(ceil_div(problem.m, 16) * 16);
     layout.rows = problem.m > kPaddedRows ? problem.m : int(ceil_div(problem.m, plan.tile_tokens) * plan.tile_tokens);
     int64_t blocks = layout.block == -1 ? 1 : k_pad / layout.block;
-    layout.scales = inputs & kWidens ? 0 : align_256(size_t(layout.rows) * k_pad);
+    layout.scales = inputs & kUpcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
     layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
     layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
   }
-  if (inputs & kWidens) {
-    QuantizedActivations const& x = problem.quantized;
-    int const stride = x.codes ? x.stride : layout.stride;
-    layout.widens = true, layout.has_factors = activations_have_blocks(problem) || w.offsets;
-    layout.wide = layout.partials;
-    layout.factors = layout.wide + align_256(size_t(problem.m) * k_pad * 2);
-    size_t const steps = layout.has_factors ? k_pad / activation_block(w.group_size) : 0;
-    layout.partials = layout.factors + align_256(steps * stride * 2 * sizeof(float));
+  if (inputs & kUpcasts && (multiplies_int8(problem) || is_irregular(problem))) {
+    layout.upcasts = true, layout.upcast = layout.partials;
+    layout.partials = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
   }
   if (inputs & kCorrects && activations_have_blocks(problem)) {
     int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
@@ -636,6 +653,7 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   plan->tile_tokens = row->tile.tokens;
   plan->stages = row->tile.stages;
   plan->quantizes = row->inputs & kQuantizes;
+  plan->rounds = row->inputs & kUpcasts;
   plan->workspace = workspace_layout(problem, *plan, row->inputs).total;
   return {};
 }

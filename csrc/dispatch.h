@@ -21,6 +21,7 @@ struct Tile {
   bool whole_k = false;  // the kernel cuts K itself, where it does: no partial sums leave it
   int token_cost = 0;  // instead of `cost` where int8 tokens have one scale, and zero points are none or corrected; 0: no other
   int row_cost = 0;    // and where int32 sums run over all of K (sums_whole_rows())
+  bool gathers = false;  // a cluster may take the last parts of K of several tiles (hopper::GatheredWork)
 };
 
 // Start the kernel of a row. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves (kQuantizes);
@@ -31,7 +32,8 @@ using Launcher = Status (*)(GemmProblem const& problem, Plan const& plan, float*
 constexpr unsigned kWeights4 = 1, kWeights8 = 2, kCodeBook = 4;  // Row::weights
 constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
 constexpr unsigned kQuantizes = 4;                               // beside kInt8Input: the kernel quantises floats itself
-constexpr unsigned kWidens = 8;                                  // beside kInt8Input: it takes the codes as fp16 integers
+constexpr unsigned kUpcasts =
+    8;  // it takes 16-bit floats alone: the values of int8 activations, and irregular floats copied to regular rows
 constexpr unsigned kCorrects = 16;  // beside kInt8Input: it makes zero points good at once for many blocks
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
@@ -100,13 +102,12 @@ Row const* table(size_t* count);
 
 // Where the parts of a call's workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, wide = 0, factors = 0, zero_values = 0, zero_scales = 0, partials = 0, total = 0;
-  int stride = 0;            // QuantizedActivations::stride
-  int rows = 0;              // QuantizedActivations::rows
-  int block = 0;             // QuantizedActivations::block; 0: nothing is quantised
-  bool widens = false;       // the row is kWidens: there are no codes where floats are quantised
-  bool corrects = false;     // the row is kCorrects, and there are zero values
-  bool has_factors = false;  // beside wide codes: where the promotion takes more than the weight's scale
+  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, partials = 0, total = 0;
+  int stride = 0;         // QuantizedActivations::stride
+  int rows = 0;           // QuantizedActivations::rows
+  int block = 0;          // QuantizedActivations::block; 0: nothing is quantised
+  bool upcasts = false;   // the row is kUpcasts, and needs it: there are no codes where floats are quantised
+  bool corrects = false;  // the row is kCorrects, and there are zero values
 };
 // `inputs`: of the row.
 WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, unsigned inputs = kInt8Input);

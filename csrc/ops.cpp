@@ -99,12 +99,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        layout.stride,
                        layout.rows};
   }
-  if (layout.widens) {
-    ready.quantized.wide = base + layout.wide;
-    if (layout.has_factors) ready.quantized.factors = reinterpret_cast<float*>(base + layout.factors);
-    ready.quantized.step = activation_block(problem.weight.group_size);
-    ready.x = ready.quantized.wide, ready.x_type = DataType::kFloat16, ready.x_stride = padded_k(problem.weight.k);
-  }
+  if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.out_type;
   if (layout.corrects) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
@@ -119,8 +114,12 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     bool const few = problem.m <= 16, decodes = chosen.row->tile.whole_k, fills = chosen.splits > 1 && layout.block != -1;
     QuantizerStart const start{few && (decodes || fills), !few || (decodes && chosen.row->tile.resident > 1 && problem.m > 4)};
     status = launch_quantize_activations(quantize, stream, start);
-  } else if (layout.widens) {
-    status = launch_widen_activations(ready, stream);
+  } else if (layout.upcasts) {
+    status = launch_upcast_activations(ready, stream);
+  }
+  if (layout.upcasts) {
+    ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type, ready.x_stride = padded_k(problem.weight.k);
+    if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values have them
   }
   if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
   float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;

@@ -93,6 +93,8 @@ class Plan:
     @property
     def cut_tiles(self) -> int: ...
     @property
+    def rounds(self) -> bool: ...
+    @property
     def workspace(self) -> int: ...
 
 def packed_bytes(n: int, k: int, bits: int) -> int: ...
@@ -123,6 +125,7 @@ def mixed_gemm(
     out_type: DataType,
     batch_invariant: bool,
     architecture: int,
+    exact: bool,
     device_index: int,
     stream: int,
 ) -> Any: ...  # a tensor
@@ -195,5 +198,6 @@ def plan(
     symmetric: bool,
     batch_invariant: bool,
     architecture: int,
+    exact: bool,
     device: Device,
 ) -> Plan: ...

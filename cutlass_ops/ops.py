@@ -35,9 +35,6 @@ _PLAIN = _TENSORS | {type(None)}
 #: What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time; torch without CUDA has it not.
 _stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 _MAX_M = 1 << 24
-#: Rows beyond which a product with a code book's values takes less time through :func:`dequantize` than by wgmma_gemm_a16, and
-#: than by the other kernels but wgmma_book_gemm (measured on an H200).
-_MOST_WGMMA_BOOK_ROWS, _MOST_BOOK_ROWS = 640, 192
 _MAX_NORM_K = 1 << 22
 #: Rows up to which quantised ones have memory for a power of two of them (as far as dispatch.cpp's own, measured on an H200).
 _MOST_PADDED_ROWS = 512
@@ -373,8 +370,8 @@ def silu_mul_quantize(
 # ---- the product
 
 #: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
-#: batch_invariant, architecture. One tuple, since each argument that is passed on takes host time.
-_End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int]
+#: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
+_End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int, bool]
 
 
 def _launch(
@@ -389,7 +386,7 @@ def _launch(
     end: _End,
 ) -> Tensor:
     """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
     if bias is None:
         bias = weight.bias
     epilogue = None
@@ -421,6 +418,7 @@ def _launch(
         _TYPES[out_dtype],
         batch_invariant,
         architecture,
+        exact,
         weight.gpu,
         _stream(weight.gpu),
     )
@@ -442,7 +440,7 @@ def _gemm_floats(
     x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture = end
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _, _ = end
     if weight.gpu < 0:
         canonical = weight.unpack()
 
@@ -466,28 +464,14 @@ def _gemm_floats(
         if x.data_ptr() % 16:
             x = x.clone()
     x_type, mode = _TYPES[x.dtype], _ACT_QUANT[act_quant]
-    if weight.book is not None and m > _MOST_BOOK_ROWS:
-        plain = bias is None and weight.bias is None and activation is None and residual is None and out_dtype == x.dtype
-        if plain and not (saturate or batch_invariant or architecture):
-            x = _rows(x)
-            floats = (x.data_ptr(), x_type, x.stride(0), mode, act_symmetric)
-            plan = _C.plan(weight.native, m, _TYPES[out_dtype], *floats, False, 0, cast("_C.Device", _device(x.device)))
-            if _dequantizes(plan, m):
-                return x.detach() @ _dequantize(weight, x.dtype).t()
     return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
-
-
-def _dequantizes(plan: _C.Plan, m: int) -> bool:
-    """Whether m rows times a code book's weight take less time through :func:`dequantize` than as planned."""
-    most = {"wgmma_gemm_a16": _MOST_WGMMA_BOOK_ROWS, "wgmma_book_gemm": _MAX_M}
-    return m > most.get(plan.kernel, _MOST_BOOK_ROWS)
 
 
 def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: _End) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
     if weight.gpu < 0:
-        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _ = end
+        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _, _ = end
         codes, scales, zeros = x.natural()
         canonical = weight.unpack()
 
@@ -509,8 +493,9 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
     codes = x.codes
     rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
     quantized = _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
-    # Tensors without elements have no address: no rows look like floats, which must be of some type.
-    return _launch(weight, x.codes, quantized, m, _C.DataType.float16, _C.ActQuant.none, True, shape, end)
+    # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
+    x_type = _TYPES[x.dtype if m else torch.float16]
+    return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
 
 
 def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
@@ -557,14 +542,14 @@ def mixed_gemm(
     saturate: bool = False,
     batch_invariant: bool = False,
     architecture: int = 0,
+    exact: bool = False,
 ) -> Tensor:
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    There a code book's weights are rounded to x's dtype where that takes less time: on Hopper by wgmma_book_gemm from 385 rows
-    on, if the result is of x's dtype and the weight large enough (the book's values, and then their products with the scale);
-    otherwise from 193 rows on (641 where wgmma_gemm_a16 runs), if nothing but the product is asked for, in torch's with
-    :func:`dequantize`'s values. Such sums of long rows lose a few more of fp32's last bits than others.
+    There, from 17 rows on, weights in groups of 32 and 64, with offsets, with a code book or in act order are rounded once to
+    x's dtype if the result has it too; so are the values of int8 activations where one of their blocks is a group of these.
+    ``exact=True`` keeps integers whole. :func:`explain` names the kernel.
     Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
     corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. The first such product has the weight's
     codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
@@ -591,6 +576,8 @@ def mixed_gemm(
             Where K is cut, its parts' fp32 sums take parts x M x N x 4 bytes of scratch memory.
         architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones of its
             own; 0 for the GPU's. For tests and comparisons; unused on a CPU.
+        exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; a
+            CPU never does.
 
     Returns:
         ``[..., N]`` of ``out_dtype``.
@@ -604,7 +591,7 @@ def mixed_gemm(
     if (not act_symmetric or type(x) is QuantizedActivations) and _wants_sums(x, weight, act_quant):
         weight.sum_codes()
     plain = bias is None and activation is None and residual is None and out_dtype is None
-    plain = plain and not (saturate or batch_invariant or architecture or is_dynamo_compiling())
+    plain = plain and not (saturate or batch_invariant or architecture or exact or is_dynamo_compiling())
     if plain and type(x) in _TENSORS and weight.gpu >= 0:
         # What layers ask for. The module sees to it in less time than the checks below take, or leaves it to them.
         product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
@@ -655,12 +642,13 @@ def mixed_gemm(
             "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
         )
 
-    end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture)
+    end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
     if isinstance(x, QuantizedActivations):
         if _direct(x.codes, bias, residual):
             return _gemm_quantized(x, weight, out_shape, end)
         sums = weight.sums or ()
-        y = torch.ops.cutlass_ops.gemm_quantized(x.codes, x.scales, x.zeros, x.block, *_fields(weight), *end, *sums)
+        quantized = (x.codes, x.scales, x.zeros, x.block, x.dtype)
+        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *_fields(weight), *end, *sums)
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if _direct(x, bias, residual):
@@ -725,6 +713,7 @@ class Explanation:
             the GPU leave over, or all; 0 where a kernel of its own adds up.
         workspace: bytes of scratch memory.
         why: the reason for the row.
+        exact: whether neither weights nor quantised activations are rounded to 16 bits.
     """
 
     device: str
@@ -736,6 +725,7 @@ class Explanation:
     cut_tiles: int
     workspace: int
     why: str
+    exact: bool = True
 
     def __str__(self) -> str:
         if self.kernel == "reference":
@@ -774,6 +764,8 @@ def explain(
     *,
     batch_invariant: bool = False,
     architecture: int = 0,
+    exact: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> Explanation:
     """Say which kernel :func:`mixed_gemm` would run, without running it.
 
@@ -784,7 +776,7 @@ def explain(
         dtype: dtype of x.
         device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" for one that need not be
             there. The weight's own device if None.
-        batch_invariant, architecture: as in :func:`mixed_gemm`.
+        batch_invariant, architecture, exact, out_dtype: as in :func:`mixed_gemm`.
 
     Raises:
         ValueError: no kernel takes this problem; the message names the field and what is supported.
@@ -797,10 +789,7 @@ def explain(
     if gpu is None:
         return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, 0, "the specification in plain torch")
     floats = (0, _TYPES[dtype], weight.k, _ACT_QUANT[act_quant], act_symmetric)
-    plan = _C.plan(weight.native, m, _TYPES[dtype], *floats, batch_invariant, architecture, gpu)
-    if weight.book is not None and _dequantizes(plan, m) and not (batch_invariant or architecture):
-        why = f"then torch's product: with many rows, values are looked up once; what else is asked for goes to {plan.kernel}"
-        return Explanation(f"sm_{gpu.architecture}", "dequantize", None, (64, 256), 1, 1, 0, weight.n * weight.k * 2, why)
+    plan = _C.plan(weight.native, m, _TYPES[out_dtype or dtype], *floats, batch_invariant, architecture, exact, gpu)
     quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
     tile = (plan.tile_rows, plan.tile_tokens)
     return Explanation(
@@ -813,6 +802,7 @@ def explain(
         plan.cut_tiles,
         plan.workspace,
         plan.why,
+        not plan.rounds,
     )
 
 
@@ -826,9 +816,11 @@ _WEIGHT_SCHEMA = (
 _WEIGHT = 11
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
 #: With the weight's sums, which are left out where there are none: the dispatcher leaves out what is None, too.
-_CHOICE_SCHEMA = "bool batch_invariant, int architecture, Tensor? sums=None, Tensor? sum_scales=None, Tensor? row_sums=None"
+_CHOICE_SCHEMA = (
+    "bool batch_invariant, int architecture, bool exact, Tensor? sums=None, Tensor? sum_scales=None, Tensor? row_sums=None"
+)
 #: How many arguments of mixed_gemm stand between the weight and its sums, and of gemm_quantized.
-_FLOATS_END, _QUANTIZED_END = 11, 9
+_FLOATS_END, _QUANTIZED_END = 12, 10
 
 
 def _fields(weight: PackedWeight) -> tuple[Any, ...]:
@@ -859,10 +851,10 @@ def _weight(fields: tuple[Any, ...], sums: tuple[Any, ...]) -> PackedWeight:
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
     args, sums = args[: _WEIGHT + _FLOATS_END], args[_WEIGHT + _FLOATS_END :]
     weight = _weight(args[:_WEIGHT], sums)
-    *end, act_quant, act_symmetric, batch_invariant, architecture = args[_WEIGHT:]
+    *end, act_quant, act_symmetric, batch_invariant, architecture, exact = args[_WEIGHT:]
     m = x.shape[0]
     return _gemm_floats(
-        x, m, weight, act_quant, act_symmetric, (m, weight.n), cast(_End, (*end, batch_invariant, architecture))
+        x, m, weight, act_quant, act_symmetric, (m, weight.n), cast(_End, (*end, batch_invariant, architecture, exact))
     )
 
 
@@ -870,15 +862,19 @@ def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty((x.shape[0], args[6]), dtype=args[_WEIGHT + 5])
 
 
-def _gemm_quantized_op(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
+def _gemm_quantized_op(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype, *args: Any
+) -> Tensor:
     args, sums = args[: _WEIGHT + _QUANTIZED_END], args[_WEIGHT + _QUANTIZED_END :]
     weight = _weight(args[:_WEIGHT], sums)
     shape = torch.Size((codes.shape[0], weight.k))
-    x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, torch.float32, weight.perm)
+    x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, dtype, weight.perm)
     return _gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(_End, args[_WEIGHT:]))
 
 
-def _gemm_quantized_fake(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, *args: Any) -> Tensor:
+def _gemm_quantized_fake(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype, *args: Any
+) -> Tensor:
     return codes.new_empty((codes.shape[0], args[6]), dtype=args[_WEIGHT + 5])
 
 
@@ -931,7 +927,8 @@ _register(
     _mixed_gemm_fake,
 )
 _register(
-    f"gemm_quantized(Tensor x_codes, Tensor x_scales, Tensor? x_zeros, int block, {_WEIGHT_SCHEMA}, {_EPILOGUE_SCHEMA}, "
+    f"gemm_quantized(Tensor x_codes, Tensor x_scales, Tensor? x_zeros, int block, ScalarType x_dtype, {_WEIGHT_SCHEMA}, "
+    f"{_EPILOGUE_SCHEMA}, "
     f"{_CHOICE_SCHEMA}) -> Tensor",
     _gemm_quantized_op,
     _gemm_quantized_fake,

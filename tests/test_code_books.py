@@ -190,7 +190,7 @@ def test_a_weight_along_the_straight_line(quant_type: str, n: int, k: int, group
     y = co.mixed_gemm(x, read, out_dtype=FLOAT)
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
     y = torch.ops.cutlass_ops.mixed_gemm(
-        x, *ops._fields(read), None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0
+        x, *ops._fields(read), None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False
     )
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
 

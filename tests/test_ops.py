@@ -563,7 +563,7 @@ def samples() -> list[Any]:
     qa = co.quantize_activations(x, block=64, symmetric=False)
     residual = activations(5, N)
     epilogue = (activations(N), "clamp", -1.0, 1.0, residual)
-    plain = (None, None, 0.0, 0.0, None, half, False, "none", True, False, 0)
+    plain = (None, None, 0.0, 0.0, None, half, False, "none", True, False, 0, False)
     found: list[Any] = [
         ("quantize_activations", library.quantize_activations, (x, packed["zeros"].perm, 64, False)),
         ("quantize_activations", library.quantize_activations, (x, None, -1, True)),
@@ -571,15 +571,15 @@ def samples() -> list[Any]:
         ("rms_norm_quantize", library.rms_norm_quantize, (x, activations(K), 1e-6, None, packed["zeros"].perm, -1, True)),
         ("silu_mul_quantize", library.silu_mul_quantize, (x, activations(5, K), None, 128, True)),
         ("gemm_quantized", library.gemm_quantized,
-         (qa.codes, qa.scales, qa.zeros, 64, *fields(packed["symmetric"]), *epilogue, half, True, False, 0)),
+         (qa.codes, qa.scales, qa.zeros, 64, qa.dtype, *fields(packed["symmetric"]), *epilogue, half, True, False, 0, False)),
     ]  # fmt: skip
     for kind, weight_ in packed.items():
         found.append((f"dequantize-{kind}", library.dequantize, (*fields(weight_), half)))
         found.append((f"mixed_gemm-{kind}", library.mixed_gemm, (x, *fields(weight_), *plain)))
-    args = (x, *fields(packed["symmetric"]), *epilogue, torch.bfloat16, True, "block", False, True, 80)
+    args = (x, *fields(packed["symmetric"]), *epilogue, torch.bfloat16, True, "block", False, True, 80, False)
     found.append(("mixed_gemm-epilogue", library.mixed_gemm, args))
     found.append(("mixed_gemm-sums", library.mixed_gemm, (*args, *some_sums())))
-    args = (qa.codes, qa.scales, qa.zeros, 64, *fields(packed["symmetric"]), *epilogue, half, True, False, 0)
+    args = (qa.codes, qa.scales, qa.zeros, 64, qa.dtype, *fields(packed["symmetric"]), *epilogue, half, True, False, 0, False)
     found.append(("gemm_quantized-sums", library.gemm_quantized, (*args, *some_sums())))
     return [pytest.param(op, args, id=name) for name, op, args in found]
 
@@ -593,7 +593,7 @@ def test_the_registered_operators_give_what_the_functions_give() -> None:
     packed = co.reorder(weight(kind="zeros", perm=True))
     x = activations(5, K)
     end = (None, "relu", 0.0, 0.0, None, torch.float16, False)
-    y = torch.ops.cutlass_ops.mixed_gemm(x, *fields(packed), *end, "token", False, False, 0)
+    y = torch.ops.cutlass_ops.mixed_gemm(x, *fields(packed), *end, "token", False, False, 0, False)
     assert torch.equal(y, co.mixed_gemm(x, packed, None, "relu", "token", False, out_dtype=torch.float16))
     assert torch.equal(torch.ops.cutlass_ops.dequantize(*fields(packed), torch.float16), co.dequantize(packed, torch.float16))
 

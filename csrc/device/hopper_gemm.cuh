@@ -42,10 +42,8 @@ struct Params;
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
 //   kTokenZeros: whether activations have zero points, which come with their scales
-//   kGroups: groups of weights in a stage, at most
-//   kFactors: whether a stage brings the token factors of widen_activations.cu, and the weights' offsets
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_, int kGroups_ = 1, bool kFactors_ = false, int kWarpgroups_ = 2>
+          int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
@@ -59,10 +57,7 @@ struct TileConfig {
   using Work = hopper::Work;                  // how clusters share tiles
   using Params = hopper::Params;              // of the kernel
   static constexpr int kWindow = 0;           // tiles of K between one correction (corrections.h) and the next; 0: none
-  static constexpr int kGroups = kGroups_;
-  static constexpr bool kFactors = kFactors_;
-  static constexpr bool kAlwaysZeros = kZeros && kGroups == 1 && !kFactors;  // otherwise the weight may have none
-  static constexpr int kWarpgroups = kWarpgroups_;                           // that multiply
+  static constexpr int kWarpgroups = kWarpgroups_;  // that multiply
   static constexpr int kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others, which have what is left of those of a launch.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
@@ -81,11 +76,9 @@ struct TileConfig {
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
-  static constexpr int kZeroPoints = kScales + (kLoadScales ? kGroups * kRows * 4 : 0);
-  static constexpr int kOffsets = kZeroPoints + (kZeros ? kGroups * kRows : 0);
-  static constexpr int kStepFactors = kOffsets + (kFactors ? kGroups * kRows * 4 : 0);
+  static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
   static constexpr int kStageBytes =
-      (kStepFactors + (kFactors ? kGroups * kTokens * 8 : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
+      (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
   // Tokens that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy. Stages of more than 176 tokens leave
   // little room: least where these have two bytes.
@@ -242,21 +235,19 @@ template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
-  bool leader = cute::elect_one_sync(), zeros = C::kZeros && (C::kAlwaysZeros || p.weight.zeros);
+  bool leader = cute::elect_one_sync();
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
     int slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
-    int groups = C::kGroups > 1 ? p.tile_groups : 1;
-    int bytes = slabs * (kChunk + groups * kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (zeros ? 1 : 0)));
-    if (C::kFactors && p.weight.offsets) bytes += slabs * groups * kRowsPerSlab * p.offset_bytes;
+    int bytes = slabs * (kChunk + kRowsPerSlab * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int weight_tiles = p.k_tiles, tile = k;
     if constexpr (C::kWindow > 0) weight_tiles = p.weight_tiles, tile = WindowPlace<C::kWindow>(k, p).tile;
     int chunk = row0 / kRowsPerSlab * weight_tiles + tile, group = tile / p.group_tiles;
-    int until_next = (group + 1) * p.group_tiles - tile, vector = group * groups * p.n_pad + row0;
+    int until_next = (group + 1) * p.group_tiles - tile, vector = group * p.n_pad + row0;
 #pragma unroll 1
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -289,22 +280,14 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
             Copy::copy(p.weight.codes + int64_t(chunk + slab * weight_tiles) * kChunk, full,
                        stage + C::kWeights + slab * kChunk, kChunk);
         }
-#pragma unroll 1
-        for (int g = 0; g < groups; ++g) {
-          int from = vector + g * p.n_pad, to = g * C::kRows;
-          if (C::kLoadScales && slabs > 0) {
-            Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(from) * p.scale_bytes, full,
-                       stage + C::kScales + to * p.scale_bytes, slabs * kRowsPerSlab * p.scale_bytes);
-          }
-          if (zeros && slabs > 0) Copy::copy(p.weight.zeros + from, full, stage + C::kZeroPoints + to, slabs * kRowsPerSlab);
-          if (C::kFactors && p.weight.offsets && slabs > 0) {
-            Copy::copy(static_cast<uint8_t const*>(p.weight.offsets) + int64_t(from) * p.offset_bytes, full,
-                       stage + C::kOffsets + to * p.offset_bytes, slabs * kRowsPerSlab * p.offset_bytes);
-          }
+        if (C::kLoadScales && slabs > 0) {
+          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
+                     slabs * kRowsPerSlab * p.scale_bytes);
         }
+        if (C::kZeros && slabs > 0) Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, slabs * kRowsPerSlab);
       }
       ++chunk;
-      if (--until_next == 0) until_next = p.group_tiles, vector += groups * p.n_pad;
+      if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
     }
   }
 }
@@ -332,8 +315,7 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
     typename C::Work work(index, p);
     int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
     int scaled = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) : 0;
-    int factors = C::kFactors ? min(C::kTokens, p.x.stride - m0) * C::kGroups * 8 : 0;
-    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4) + factors;
+    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -364,8 +346,6 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
         int64_t vector = int64_t(k) * p.x.stride + m0;
         if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
         if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
-        if (C::kFactors)
-          cute::SM90_BULK_COPY_G2S::copy(p.x.factors + vector * (C::kGroups * 2), full, stage + C::kStepFactors, factors);
       }
     }
   }
@@ -442,7 +422,6 @@ template <class C>
 struct Place {
   int rank, warpgroup, warp, lane;
   int units, scales, zeros, token_factors;  // bytes from a stage's start
-  int offsets;
 
   __device__ __forceinline__ Place(Params const& p, int rank, int warpgroup)
       : rank(rank), warpgroup(warpgroup), warp(threadIdx.x / 32 % 4), lane(threadIdx.x % 32) {
@@ -450,8 +429,7 @@ struct Place {
     units = C::kWeights + warpgroup * chunk_bytes(C::kBits) + warp * (C::kBits / 2) * kUnitBytes + lane * kLaneBytes;
     scales = C::kScales + row * (C::kPrepareScales ? 4 : p.scale_bytes);
     zeros = C::kZeroPoints + row;
-    offsets = C::kOffsets + row * p.offset_bytes;
-    token_factors = (C::kFactors ? C::kStepFactors : C::kTokenFactors) + lane % 4 * 16;
+    token_factors = C::kTokenFactors + lane % 4 * 16;
     asm volatile("" : "+r"(units), "+r"(scales), "+r"(zeros), "+r"(token_factors));
   }
 };

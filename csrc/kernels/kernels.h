@@ -5,6 +5,12 @@
 
 namespace cutlass_ops {
 
+namespace formats {
+struct Int4;
+struct Int8;
+struct Codebook;
+}  // namespace formats
+
 // mma_gemm_a16.cu: fp16 or bf16 activations, tensor cores through mma.sync (sm_80 and later).
 // Blocks of up to 99 KB run on every GPU since sm_80.
 constexpr Tile mma_gemm_a16_tile(int bits, int tokens) {
@@ -63,8 +69,8 @@ constexpr Tile wgmma_gemm_a8_corrected_tile(int bits, int tokens) {
 template <int Bits, int Tokens>
 Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, likewise; and int8 ones as widen_activations.cu leaves them. Four warpgroups are for 64 tokens, int4, and
-// floats with scales of their type; 96, 144 and 208 tokens for floats beside groups of 128 or more.
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, likewise. Four warpgroups are for 64 tokens, int4, and scales of x's
+// type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
   int cost = warpgroups == 4 ? 291
              : tokens == 208 ? (bits == 8 ? 359 : 340)
@@ -84,15 +90,30 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
           227 * 1024,
           2,
           cost,
-          tokens == 208 ? 15 : 0};
+          tokens == 208 ? 15 : 0,
+          false,
+          0,
+          0,
+          true};
 }
 template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_book_gemm.cu: fp16 or bf16 activations, weights of a code book that are rounded to their type; clusters likewise. Groups are of 64 columns or more,
-// and scales fp32 or of x's type.
-constexpr Tile wgmma_book_gemm_tile() { return {256, 256, 2, 1, 227 * 1024, 2, 427}; }
-Status launch_wgmma_book_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+// wgmma_fold16.cu: 16-bit activations x weights of every format, rounded once to their type; clusters likewise.
+struct Fold16Tile {
+  int tokens, cost;
+};
+constexpr Fold16Tile kFold16Tiles[] = {{32, 321}, {64, 370}, {96, 240}, {128, 285}, {160, 300}, {208, 362}, {256, 435}};
+constexpr Tile wgmma_fold16_tile(int tokens) {
+  int const warpgroups = tokens <= 64 ? 4 : tokens <= 128 ? 3 : 2;
+  Tile tile{128 * warpgroups, tokens, tokens == 256 ? 2 : 3, 1, 227 * 1024, 2};
+  for (Fold16Tile const& t : kFold16Tiles) {
+    if (t.tokens == tokens) tile.cost = t.cost;
+  }
+  return tile;
+}
+template <class Format>
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
 // decode_gemm.cu: up to 16 tokens, clusters that share K. 8 tokens leave room for the next launch's blocks beside them.
 constexpr Tile decode_gemm_tile(int tokens) {
@@ -127,8 +148,8 @@ Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
 // sum_weights.cu
 Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream);
 
-// widen_activations.cu: problem.quantized.wide and, where that has a place, .factors
-Status launch_widen_activations(GemmProblem const& problem, Stream stream);
+// upcast_activations.cu: problem.quantized.upcast, of quantised activations or, where these are none, of x
+Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

@@ -12,7 +12,7 @@
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
-// For a product that takes the codes of x as fp16 integers they are written as such (device/widen.cuh); for one that corrects zero points for many blocks at
+// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that corrects zero points for many blocks at
 // once, their zero values too (device/zero_values.cuh).
 //
 // One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
@@ -31,7 +31,7 @@
 #include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
-#include "device/widen.cuh"
+#include "device/upcast.cuh"
 #include "device/zero_values.cuh"
 #include "kernels/kernels.h"
 
@@ -99,16 +99,15 @@ __device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const
 
 // ---- codes
 
-// The codes of 16 columns; or their values as fp16, whose sum is returned.
-template <bool kMayWiden, class T, bool kSymmetric>
-__device__ __forceinline__ int store_codes(Params const& p, int row, int piece, Columns<T> const& c,
-                                           Quantizer<kSymmetric> const& quantizer) {
+// The codes of 16 columns, or their values as 16-bit floats.
+template <bool kMayUpcast, class T, bool kSymmetric>
+__device__ __forceinline__ void store_codes(Params const& p, int row, int piece, Columns<T> const& c,
+                                            Quantizer<kSymmetric> const& quantizer) {
   int64_t const to = int64_t(row) * p.pieces + piece;
   uint4 const codes = codes_of(c, quantizer);
-  // (Those of a block with NaN or infinity are 0, and so is its zero point.)
-  if (kMayWiden && p.problem.out.wide) return store_wide(p.problem.out, to, codes, int(quantizer.zero));
+  // (Those of a block with NaN or infinity are 0, and so is its zero point; its scale is NaN.)
+  if (kMayUpcast && p.problem.out.upcast) return store_upcast(p.problem.out, to, codes, quantizer.zero, quantizer.scale);
   reinterpret_cast<uint4*>(p.problem.out.codes)[to] = codes;
-  return 0;
 }
 
 // ---- what is quantised
@@ -247,24 +246,13 @@ __global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? k
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
-  int sums[kBlockRows] = {};
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     Quantizer<kSymmetric> quantizer(spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
-    if (row + i < q.m) sums[i] = store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
-  }
-  bool const factors = kFunction == Function::kNone && q.out.factors;
-  if (factors) {
-#pragma unroll
-    for (int& sum : sums) sum = sum_of_step(q.out, sum);
+    if (row + i < q.m) store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
   }
   if (piece & ((1 << p.log2_lanes) - 1)) return;
-  if (factors) {
-    float2* to = reinterpret_cast<float2*>(factors_of(q.out, row, piece));
-    to[0] = make_float2(scales[0], scales[1]);
-    to[8] = make_float2(scales[0] * float(sums[0]), scales[1] * float(sums[1]));
-  }
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
@@ -274,7 +262,7 @@ __global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? k
 // ---- rows
 
 // The block's range and codes of 16 columns of a row. `token` is the range of a row that is one block.
-template <bool kMayWiden, class T, bool kSymmetric>
+template <bool kMayUpcast, class T, bool kSymmetric>
 __device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
                                                Span<T, kSymmetric> const& token) {
   QuantizedActivations const& out = p.problem.out;
@@ -286,14 +274,7 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   }
   if (piece >= p.pieces) return;
   Quantizer<kSymmetric> quantizer(span.range());
-  int sum = store_codes<kMayWiden>(p, row, piece, c, quantizer);
-  if (kMayWiden && out.factors) {
-    sum = sum_of_step(out, sum, 0xffu << (threadIdx.x & 24));  // a row's pieces are a multiple of eight
-    if (piece * kLaneColumns % out.step == 0) {
-      float* factors = factors_of(out, row, piece);
-      factors[0] = quantizer.scale, factors[16] = quantizer.scale * float(sum);
-    }
-  }
+  store_codes<kMayUpcast>(p, row, piece, c, quantizer);
   if (piece & ((1u << p.log2_lanes) - 1)) return;
   int64_t to = int64_t(piece >> p.log2_lanes) * out.stride + row;
   out.scales[to] = quantizer.scale;
@@ -406,7 +387,7 @@ __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_co
   cute::cluster_wait();
   for (int i = 0; i < int(gridDim.x) * kWarps; ++i) span.add(spans[i]);
 #pragma unroll
-  for (int i = 0; i < kPartPieces; ++i) quantize_piece<true>(p, row, first + i * kPartThreads, c[i], span);
+  for (int i = 0; i < kPartPieces; ++i) quantize_piece<false>(p, row, first + i * kPartThreads, c[i], span);
 #endif
 }
 
@@ -535,8 +516,8 @@ Status launch_function(Params const& p, Stream stream) {
     if constexpr (kFunction == Function::kNone) {
       Device device;
       if (Status status = current_device(&device); !status.ok()) return status;
-      if (device.architecture >= 90 && p.problem.m <= kDecodeTokens && p.pieces <= kMostParts * kPartThreads * kPartPieces)
-        return launch_row_parts<T, kSymmetric>(p, stream);
+      bool const fits = p.pieces <= kMostParts * kPartThreads * kPartPieces && !p.problem.out.upcast;
+      if (device.architecture >= 90 && p.problem.m <= kDecodeTokens && fits) return launch_row_parts<T, kSymmetric>(p, stream);
     }
     if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
     if constexpr (kFunction == Function::kNone) {

@@ -1,16 +1,13 @@
 // fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads and its stores are
 // device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
-//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point, exact in fp16 and bf16; or to a code book's
-//            value, looked up
+//   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point, exact in fp16 and bf16
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
 //
 // 208 tokens are multiplied and promoted in halves, which share the weights and a set of registers for products.
 //
-// And int8 activations whose weights have short groups, or zero points or offsets that wgmma_gemm_a8 does not take, as integers in fp16
-// (widen_activations.cu): sums of products are exact. A token's one scale comes at the end; scales of its blocks, and offsets, in the promotion:
-//   sum = fma(the step's sum * weight scale, token scale, sum);  sum = fma(offset, the token's scale * its sum of codes, sum)
+// Groups are of 128 or more, without offsets; wgmma_fold16.cu takes all formats, and rounds weights to x's type.
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"
@@ -23,57 +20,33 @@ namespace {
 using hopper::Params;
 using hopper::StoredScales;
 
-// A code book's table, and the factors of four groups, leave room for one stage less where kernels.h has more than three.
-constexpr int stages_of(int bits, int tokens, int warpgroups, int groups, bool book, bool factors) {
-  int const stages = wgmma_gemm_a16_tile(bits, tokens, warpgroups).stages;
-  return stages == 4 && (book || (factors && groups == 4)) ? 3 : stages;
-}
-
-// kGroups: groups of weights in a stage, at most (a code book's products count two where they are longer). Scale: of weight scales, where registers are
-// so few that their type is a constant (which saves four warpgroups 4 % of their time on an H200); or void.
-template <class Element_, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook_ = false, bool kFactors = false,
-          class Scale = void, int kWarpgroups = 2>
-struct Config
-    : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
-                         stages_of(kBits, kTokens, kWarpgroups, kGroups, kBook_, kFactors), kGroups, kFactors, kWarpgroups> {
+// Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their time on an H200); or void.
+template <class Element_, int kBits, int kTokens, bool kZeros, class Scale = void, int kWarpgroups = 2>
+struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
+                                   wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).stages, kWarpgroups> {
   using Work = hopper::GatheredWork;
   static constexpr bool kShortTiles = true;
   using Element = Element_;
-  static constexpr bool kBook = kBook_;
-  static constexpr int kConstants = std::is_same_v<Scale, float> ? 0 : 4;  // of look-ups: registers
-  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits, Element>>;
+  using Decode = decode::ToFloat<kBits, Element>;
   // Of tokens, multiplied one after the other: two where two sets of sums of all would not fit in registers.
   static constexpr int kHalves = kTokens > 160 ? 2 : 1;
   static constexpr int kColumns = kTokens / kHalves, kProducts = kColumns / 2;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the next stage's first half behind
   // the last. Beside one half of the tokens 144 take 2 % less time so, and with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
   static constexpr bool kDecodesBehind =
-      kHalves == 2 ||
-      (kGroups == 1 && !kFactors && !kBook && (kTokens == 144 || (kBits == 4 && (kTokens == 96 || kTokens == 128))));
-  static_assert(kHalves == 1 || (kGroups == 1 && !kFactors && kWarpgroups == 2));
+      kHalves == 2 || kTokens == 144 || (kBits == 4 && (kTokens == 96 || (kTokens == 128 && kWarpgroups == 2)));
+  static_assert(kHalves == 1 || kWarpgroups == 2);
   // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few tokens'
-  // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding, unless the promotion is long. In four where
-  // registers are few.
-  static constexpr int kSteps = kGroups > 1                                    ? kGroups
-                                : kWarpgroups == 4                             ? 4
-                                : kDecodesBehind || (kTokens > 64 && kFactors) ? 2
-                                                                               : 1;
+  // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding. In four where registers are few.
+  static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
   // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
   static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kTokens >= 96;
   // Whether scales become floats before the next weights are asked for. The compiler has loads that are under way together count on one scoreboard, so that
-  // the promotion waited for these weights: 208 tokens beside int8 took 4 % more clocks, 64 beside int4 5 % more time, 128 beside int8 in groups of 64
-  // likewise. Beside 160 tokens and short groups there are no registers for it: int4 in groups of 64 takes 5 % more. Four warpgroups take 0.7 % more.
-  static constexpr bool kScalesFirst = kWarpgroups == 2 && (kTokens != 160 || kGroups == 1);
-  static constexpr int kGroupSteps = kSteps / kGroups;     // that are promoted together
+  // the promotion waited for these weights: 208 tokens beside int8 took 4 % more clocks, 64 beside int4 5 % more time. Four warpgroups take 0.7 % more.
+  static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
-  // A code book's table starts on a multiple of its size, and dynamic shared memory behind the 1024 bytes that the system keeps (CUDA C++
-  // Programming Guide, "Compute Capability 9.0").
-  static constexpr int kKept = 1024, kTableBytes = decode::Int4Book::kTableBytes;
-  static constexpr int kTable =
-      (kKept + Config::TileConfig::kSharedBytes + kTableBytes - 1) / kTableBytes * kTableBytes - kKept;
-  static constexpr int kSharedBytes = kBook ? kTable + kTableBytes + 256 : Config::TileConfig::kSharedBytes;
-  static_assert(kSharedBytes <= wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).shared_bytes,
+  static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).shared_bytes,
                 "the dispatch table promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
@@ -87,32 +60,24 @@ struct StoredWeights {
   uint32_t words[4 * kLoads];
   int8_t zeros[2] = {};
 
-  __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, hopper::Place<C> const& at) {
+  __device__ __forceinline__ void load(uint8_t const* stage, hopper::Place<C> const& at) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
       uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
       words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
     }
-    load_zeros(stage, p, at, 0);
-  }
-
-  __device__ __forceinline__ void load_zeros(uint8_t const* stage, Params const& p, hopper::Place<C> const& at, int group) {
-    if (C::kZeros && (C::kAlwaysZeros || p.weight.zeros)) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros + group * C::kRows);
+    if (C::kZeros) {
+      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
       zeros[0] = z.x, zeros[1] = z.y;
     }
   }
 
   // A step's operands, of 16 columns each.
-  __device__ __forceinline__ void decode(int step, uint32_t table, uint32_t (&a)[C::kPieces][4]) const {
+  __device__ __forceinline__ void decode(int step, uint32_t (&a)[C::kPieces][4]) const {
 #pragma unroll
     for (int i = 0; i < C::kPieces; ++i) {
       uint32_t const* from = words + (step * C::kPieces + i) * C::Decode::kWords;
-      if constexpr (C::kBook) {
-        uint32_t pairs[4];
-        C::Decode::template look_up<C::kConstants>(from[0], table, pairs);
-        C::Decode::combine(pairs, a[i]);
-      } else if constexpr (C::kZeros) {
+      if constexpr (C::kZeros) {
         C::Decode::fragment(from, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
       } else {
         C::Decode::fragment(from, a[i]);
@@ -121,25 +86,8 @@ struct StoredWeights {
   }
 };
 
-// Factors of the tile's tokens in a step: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
-template <class C>
-struct StepFactors {
-  static constexpr int kAhead = C::kTokens == 160 ? 1 : 2;  // there are no registers for more
-  uint32_t address;
-  float sixteens[C::kTokens / 16][4];
-
-  __device__ __forceinline__ explicit StepFactors(uint32_t address) : address(address) {
-#pragma unroll
-    for (int j = 0; j < kAhead; ++j) load(j);
-  }
-  __device__ __forceinline__ void load(int j) {
-    if (j < C::kTokens / 16) load_shared(address + j * (C::kGroups * 128), sixteens[j]);
-  }
-};
-
-template <class Element, int kBits, int kTokens, bool kZeros, int kGroups, bool kBook, bool kFactors, class Scale,
-          int kWarpgroups>
-__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups, kBook, kFactors, Scale, kWarpgroups>::consume(
+template <class Element, int kBits, int kTokens, bool kZeros, class Scale, int kWarpgroups>
+__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, kWarpgroups>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
     hopper::Place<Config> const& at) {
   using C = Config;
@@ -147,14 +95,6 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
                               : std::is_same_v<Scale, float>  ? DataType::kFloat32
                               : std::is_same_v<Scale, __half> ? DataType::kFloat16
                                                               : DataType::kBFloat16;
-  int group_scales = p.tile_groups > 1 ? C::kRows * p.scale_bytes : 0;  // bytes from a group's scales to the next's
-  int group_offsets = p.tile_groups > 1 ? C::kRows * p.offset_bytes : 0;
-  uint32_t table = 0;  // the lane's, of a code book
-  if constexpr (kBook) {
-    decode::Int4Book::fill<Element>(stages + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
-    cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
-    table = cute::cast_smem_ptr_to_uint(stages + C::kTable) + at.lane * 4;
-  }
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and the next: each warpgroup's turn
   if (C::kInTurn && at.warpgroup == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   hopper::Ring<C::kStages> ring;
@@ -168,21 +108,21 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
     uint32_t a[C::kSteps > 1 ? 2 : 1][C::kPieces][4];
     uint8_t const* base = stages + ring.stage * C::kStageBytes;
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    weights.load(base, p, at);
+    weights.load(base, at);
     StoredScales next_scales(base + at.scales, scale_type);
-    if (C::kSteps > 1) weights.decode(0, table, a[0]);
+    if (C::kSteps > 1) weights.decode(0, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       int const stage = ring.stage;
       base = stages + stage * C::kStageBytes;
       uint64_t tokens = uniform_operand_descriptor(base + C::kActivations);
-      if (C::kSteps == 1) weights.decode(0, table, a[0]);
+      if (C::kSteps == 1) weights.decode(0, a[0]);
       ring.advance();
       uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
       auto load_next = [&] {
         if (i + 1 < count) {
           TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-          weights.load(next_base, p, at);
+          weights.load(next_base, at);
         }
       };
       if constexpr (C::kDecodesBehind) {
@@ -214,7 +154,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
         for (int half = 0; half < C::kHalves; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
           multiply(0, half);
-          if (half == 0) weights.decode(1, table, a[1]);
+          if (half == 0) weights.decode(1, a[1]);
           multiply(1, half);
           cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
           if (half == 0) {
@@ -225,7 +165,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           if (last && i + 1 < count) {
             cute::warpgroup_wait<1>();
             fence_operands(0);
-            weights.decode(0, table, a[0]);
+            weights.decode(0, a[0]);
           }
           cute::warpgroup_wait<0>();
           fence_registers(products);
@@ -253,7 +193,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
             int const column = step * C::kPieces + piece;
             wgmma_float<Element, C::kTokens>(a[step % 2][piece],
                                              tokens + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
-                                             products, step % C::kGroupSteps > 0 || piece > 0);
+                                             products, step > 0 || piece > 0);
           }
           cute::warpgroup_commit_batch();
           if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
@@ -261,78 +201,28 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, kGroups,
           StoredScales const scales = next_scales;
           float scale[2];
           if (C::kScalesFirst) scales.values(scale_type, scale);
-          if (step % C::kGroupSteps > 0) {  // the registers that are decoded to next are free
+          if (step > 0) {  // the registers that are decoded to next are free
             cute::warpgroup_wait<1>();
 #pragma unroll
             for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[(step + 1) % 2][piece]);
           }
           if (step + 1 < C::kSteps) {
-            if ((step + 1) % C::kGroupSteps == 0) {
-              int const group = (step + 1) / C::kGroupSteps;
-              weights.load_zeros(base, p, at, group);
-              next_scales.load(base + at.scales + group * group_scales, scale_type);
-            }
-            weights.decode(step + 1, table, a[(step + 1) % 2]);
+            weights.decode(step + 1, a[(step + 1) % 2]);
             if (step + 2 == C::kSteps) load_next();
           } else {
             if (C::kSteps == 1) load_next();
             if (i + 1 < count) {
               next_scales.load(next_base + at.scales, scale_type);
-              if (C::kSteps > 1) weights.decode(0, table, a[0]);
+              if (C::kSteps > 1) weights.decode(0, a[0]);
             }
           }
-          if ((step + 1) % C::kGroupSteps) continue;
-          auto release = [&] {
-            if (step + 1 == C::kSteps && at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
-          };
-          if constexpr (kFactors) {
-            int const group = step / C::kGroupSteps;
-            uint32_t const address = cute::cast_smem_ptr_to_uint(base) + at.token_factors + group * 128;
-            StepFactors<C> token_scales(address);
-            cute::warpgroup_wait<0>();
-            fence_registers(products);
-            if (!C::kScalesFirst) scales.values(scale_type, scale);
+          if (step + 1 < C::kSteps) continue;
+          cute::warpgroup_wait<0>();
+          fence_registers(products);
+          if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+          if (!C::kScalesFirst) scales.values(scale_type, scale);
 #pragma unroll
-            for (int j = 0; j < C::kTokens / 8; ++j) {
-              if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-#pragma unroll
-              for (int e = 0; e < 4; ++e) {
-                float const token_scale = token_scales.sixteens[j / 2][j % 2 * 2 + e % 2];
-                sums[4 * j + e] = fmaf(products[4 * j + e] * scale[e / 2], token_scale, sums[4 * j + e]);
-              }
-            }
-            if (p.weight.offsets) {
-              float offset[2];
-              StoredScales(base + at.offsets + group * group_offsets, p.weight.offset_type)
-                  .values(p.weight.offset_type, offset);
-              StepFactors<C> token_sums(address + 64);
-#pragma unroll
-              for (int j = 0; j < C::kTokens / 8; ++j) {
-                if (j % 2 == 0) token_sums.load(j / 2 + token_sums.kAhead);
-#pragma unroll
-                for (int e = 0; e < 4; ++e)
-                  sums[4 * j + e] = fmaf(token_sums.sixteens[j / 2][j % 2 * 2 + e % 2], offset[e / 2], sums[4 * j + e]);
-              }
-            }
-            release();
-          } else {
-            cute::warpgroup_wait<0>();
-            fence_registers(products);
-            release();
-            if (!C::kScalesFirst) scales.values(scale_type, scale);
-#pragma unroll
-            for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
-          }
-        }
-      }
-    }
-    if constexpr (std::is_same_v<Element, __half> && !kBook && !kFactors) {
-      if (p.x.scales) {  // of int8 activations, one a token
-#pragma unroll
-        for (int j = 0; j < C::kTokens / 8; ++j) {
-          float2 scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + at.lane % 4);
-          sums[4 * j] *= scale.x, sums[4 * j + 2] *= scale.x;
-          sums[4 * j + 1] *= scale.y, sums[4 * j + 3] *= scale.y;
+          for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
         }
       }
     }
@@ -365,59 +255,20 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
                                                       : 4);
 }
 
-template <class Element>
-Status launch_four_warpgroups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <class Element, int kBits, int kTokens, class Scale = void, int kWarpgroups = 2>
+Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, 4, 64, true, 1, false, false, Element, 4>>(problem, plan, partials, stream)
-             : launch_config<Config<Element, 4, 64, false, 1, false, false, Element, 4>>(problem, plan, partials, stream);
+             ? launch_config<Config<Element, kBits, kTokens, true, Scale, kWarpgroups>>(problem, plan, partials, stream)
+             : launch_config<Config<Element, kBits, kTokens, false, Scale, kWarpgroups>>(problem, plan, partials, stream);
 }
 
-// Groups of 128 or more.
-template <class Element, int kBits, int kTokens>
-Status launch_long_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.zeros ? launch_config<Config<Element, kBits, kTokens, true, 1>>(problem, plan, partials, stream)
-                              : launch_config<Config<Element, kBits, kTokens, false, 1>>(problem, plan, partials, stream);
-}
-
-template <class Element, int kBits, int kTokens>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  PackedWeight const& w = problem.weight;
-  if constexpr (kBits == 4 && kTokens > 128) {
-    if (w.book) {
-      return w.scale_type == DataType::kFloat32
-                 ? launch_config<Config<Element, 4, kTokens, false, 2, true, false, float>>(problem, plan, partials, stream)
-                 : launch_config<Config<Element, 4, kTokens, false, 2, true, false, Element>>(problem, plan, partials, stream);
-    }
-  } else if constexpr (kBits == 4 && kTokens > 32) {
-    if (w.book) {
-      return w.group_size == 32 ? launch_config<Config<Element, 4, kTokens, false, 4, true>>(problem, plan, partials, stream)
-                                : launch_config<Config<Element, 4, kTokens, false, 2, true>>(problem, plan, partials, stream);
-    }
-  }
-  if constexpr (std::is_same_v<Element, __half> && kTokens > 32 && (kTokens <= 128 || kBits == 4)) {
-    if (problem.quantized.factors) {
-      if (w.group_size == 32) {
-        return launch_config<Config<__half, kBits, kTokens, true, 4, false, true>>(problem, plan, partials, stream);
-      }
-      if constexpr (kTokens <= 128) {  // there are no registers for more
-        if (w.group_size == 64) {
-          return launch_config<Config<__half, kBits, kTokens, true, 2, false, true>>(problem, plan, partials, stream);
-        }
-      }
-      return launch_config<Config<__half, kBits, kTokens, true, 1, false, true>>(problem, plan, partials, stream);
-    }
-  }
-  if (w.group_size == 32) return launch_config<Config<Element, kBits, kTokens, true, 4>>(problem, plan, partials, stream);
-  if (w.group_size == 64) return launch_config<Config<Element, kBits, kTokens, true, 2>>(problem, plan, partials, stream);
-  return launch_long_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
-}
-
-template <class Element, int kBits, int kTokens>
+template <class Element, int kTokens, int kWarpgroups>
 Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kTokens == 96 || kTokens == 144 || kTokens == 208) {
-    return launch_long_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
+  if constexpr (kWarpgroups == 4) {
+    return launch_zeros<Element, 4, kTokens, Element, 4>(problem, plan, partials, stream);
   } else {
-    return launch_groups<Element, kBits, kTokens>(problem, plan, partials, stream);
+    return problem.weight.bits == 4 ? launch_zeros<Element, 4, kTokens>(problem, plan, partials, stream)
+                                    : launch_zeros<Element, 8, kTokens>(problem, plan, partials, stream);
   }
 }
 
@@ -425,17 +276,9 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
 
 template <int kTokens, int kWarpgroups>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  bool is_half = problem.x_type == DataType::kFloat16;
-  if constexpr (kWarpgroups == 4) {
-    return is_half ? launch_four_warpgroups<__half>(problem, plan, partials, stream)
-                   : launch_four_warpgroups<__nv_bfloat16>(problem, plan, partials, stream);
-  } else if (problem.weight.bits == 4) {
-    return is_half ? launch_element<__half, 4, kTokens>(problem, plan, partials, stream)
-                   : launch_element<__nv_bfloat16, 4, kTokens>(problem, plan, partials, stream);
-  } else {
-    return is_half ? launch_element<__half, 8, kTokens>(problem, plan, partials, stream)
-                   : launch_element<__nv_bfloat16, 8, kTokens>(problem, plan, partials, stream);
-  }
+  return problem.x_type == DataType::kFloat16
+             ? launch_element<__half, kTokens, kWarpgroups>(problem, plan, partials, stream)
+             : launch_element<__nv_bfloat16, kTokens, kWarpgroups>(problem, plan, partials, stream);
 }
 
 template Status launch_wgmma_gemm_a16<32, 2>(GemmProblem const&, Plan const&, float*, Stream);

@@ -97,7 +97,7 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
-        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 170, 192, 256, 4097, kMaxM})
+        for (int m : {0, 1, 2, 4, 8, 16, 17, 32, 33, 64, 65, 96, 128, 129, 160, 170, 192, 256, 4097, kMaxM})
           for (auto const& [n, k] : std::vector<std::pair<int, int>>{{1, 1},
                                                                      {192, 576},
                                                                      {1000, 10944},
@@ -307,25 +307,49 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
   }
 }
 
-// Codes that a kernel takes as fp16 come with factors of their own where the promotion multiplies by more than the weight's scale: then the stages of 160
-// tokens do not fit in shared memory beside 8-bit weights.
-TEST(Dispatch, GivesWidenedCodesTheTileThatHoldsTheirFactors) {
-  struct Case {
-    int bits, group_size, block;
-    bool offsets, factors;
-    int tokens;
+// Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact products is as fast, the result has the type of x, and
+// exactness is not asked for.
+TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
+  auto const choice = [](GemmProblem const& p) {
+    Plan chosen;
+    Status const status = plan(p, kHopper, &chosen);
+    EXPECT_TRUE(status.ok()) << status.text;
+    return std::pair{std::string(chosen.kernel), chosen.rounds};
   };
-  for (Case const& c : {Case{4, 64, -1, false, false, 160}, Case{8, 32, -1, false, false, 160},
-                        Case{4, 64, 64, false, true, 128}, Case{4, 32, 32, false, true, 160}, Case{8, 32, 32, false, true, 128},
-                        Case{8, 128, -1, true, true, 128}, Case{4, -1, 128, true, true, 160}}) {
-    GemmProblem p = already_quantized(problem(4096, 28672, 4096, c.bits, c.group_size), c.block);
-    if (c.offsets) p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16;
-    Row const* row = nullptr;
-    ASSERT_TRUE(select(p, kHopper, &row).ok());
-    EXPECT_STREQ(row->kernel, "wgmma_gemm_a16");
-    EXPECT_EQ(row->tile.tokens, c.tokens) << c.bits << ", " << c.group_size << ", " << c.block;
-    EXPECT_EQ(workspace_layout(p, plan_of(1), row->inputs).has_factors, c.factors);
-  }
+  auto const rounds = [&](GemmProblem p, char const* exact_kernel) {
+    EXPECT_EQ(choice(p), (std::pair{std::string("wgmma_fold16"), true}));
+    GemmProblem other = p;
+    other.exact = true;
+    EXPECT_EQ(choice(other), (std::pair{std::string(exact_kernel), false}));
+    for (DataType type : {DataType::kFloat32, DataType::kBFloat16}) {
+      other = p;
+      other.out_type = type;
+      EXPECT_EQ(choice(other), (std::pair{std::string(exact_kernel), false}));
+    }
+  };
+  for (int m : {17, 100, 4096})
+    for (int bits : {4, 8})
+      for (int group_size : {32, 64, 128, -1})
+        for (bool offsets : {false, true}) {
+          GemmProblem p = problem(m, 8192, 4096, bits, group_size);
+          if (offsets) p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat32;
+          bool const has_exact_kernel = !offsets && group_size != 32 && group_size != 64;
+          if (has_exact_kernel) {
+            EXPECT_EQ(choice(p), (std::pair{std::string("wgmma_gemm_a16"), false}));
+            p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
+            rounds(p, "mma_gemm_a16");
+          } else {
+            rounds(p, "mma_gemm_a16");
+            int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
+            for (int b : {block, -1}) rounds(already_quantized(p, b), "mma_gemm_a8");
+          }
+        }
+  GemmProblem p = problem(100, 8192, 4096);
+  p.weight.book = some_book;
+  rounds(p, "mma_gemm_a16");
+  p = already_quantized(problem(100, 8192, 4096, 8), 128);
+  p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  rounds(p, "mma_gemm_a8");
 }
 
 // Zero points of activations are corrected for many blocks at once where the weight's sums are there and the result is rounded to 16 bits.
@@ -503,34 +527,11 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "decode_gemm");  // x is fp16
   EXPECT_EQ(book(16, 4096, 4096, 0, 32).first, "decode_gemm");
   EXPECT_EQ(book(16, 8192, 28672, 0, 32).first, "mma_gemm_a16");  // x does not fit in shared memory
-  EXPECT_EQ(book(17, 4096, 4096, 0).first, "wgmma_gemm_a16");
-  auto tile = [](int m, int group_size, DataType scales) {
-    GemmProblem p = problem(m, 8192, 28672);
-    p.out_type = DataType::kFloat32;
-    p.weight.book = some_book;
-    p.weight.group_size = group_size;
-    p.weight.scale_type = scales;
-    Row const* row = nullptr;
-    EXPECT_TRUE(select(p, kHopper, &row).ok());
-    return row ? row->tile.tokens : 0;
-  };
-  for (DataType scales : {DataType::kFloat16, DataType::kFloat32}) {
-    for (int m : {320, 640}) EXPECT_EQ(tile(m, 64, scales), 160);
-    for (int m : {256, 512}) EXPECT_EQ(tile(m, 64, scales), 128);
-  }
-  EXPECT_EQ(tile(640, 64, DataType::kBFloat16), 128);  // x is fp16
-  EXPECT_EQ(tile(640, 32, DataType::kFloat16), 128);
-  for (int m : {385, 4096}) {
-    EXPECT_EQ(book(m, 8192, 28672, 0).first, "wgmma_book_gemm");
-    EXPECT_EQ(book(m, 28672, 4096, 0, 128, DataType::kFloat32).first, "wgmma_book_gemm");
-    EXPECT_EQ(book(m, 8192, 28672, 0, 64, DataType::kBFloat16).first, "wgmma_gemm_a16");
-    EXPECT_EQ(book(m, 8192, 28672, 0, 32).first, "wgmma_gemm_a16");
+  for (int m : {17, 385, 4096}) {
+    EXPECT_EQ(book(m, 8192, 28672, 0).first, "wgmma_fold16");
+    EXPECT_EQ(book(m, 8192, 28672, 0, 32, DataType::kBFloat16).first, "wgmma_fold16");
     EXPECT_EQ(book(m, 8192, 28672, 80).first, "mma_gemm_a16");
   }
-  EXPECT_EQ(book(384, 8192, 28672, 0).first, "wgmma_gemm_a16");
-  EXPECT_EQ(book(640, 4096, 4096, 0).first, "wgmma_gemm_a16");  // 48 tiles for 66 clusters
-  EXPECT_EQ(book(641, 4096, 4096, 0).first, "wgmma_book_gemm");
-  EXPECT_EQ(book(1024, 1024, 4096, 0).first, "wgmma_gemm_a16");
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
@@ -611,11 +612,11 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p.weight.bits = 8;
-  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   p = plain;
   p.weight.offsets = &some_byte;
   p.weight.offset_type = DataType::kFloat32;
-  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   p.architecture = 80;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   p = plain;
@@ -623,9 +624,9 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p = plain;
   p.weight.group_size = p.quantized.block = 64;
-  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   p.quantized.block = -1;
-  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   p.architecture = 80;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   GemmProblem floats = problem(512, 4096, 4096);
@@ -636,15 +637,15 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
   p.weight.zeros = nullptr;
   p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   for (int stride : {0, 4095, 4097, 4100}) {
     p = floats;
     p.x_stride = stride;
-    EXPECT_EQ(kernel(p), "mma_gemm_a16") << stride;
+    EXPECT_EQ(kernel(p), "wgmma_fold16") << stride;
   }
   p = floats;
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_fold16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
   p = quantized_on_the_way(problem(16, 4096, 4096), ActQuant::kBlock, true);
   auto quantizes = [](GemmProblem const& q) {
@@ -1016,12 +1017,11 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
       for (int group_size : {-1, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
           for (bool symmetric : {true, false})
-            for (auto const& [splits, widens] :
+            for (auto const& [splits, upcasts] :
                  std::vector<std::pair<int, bool>>{{1, false}, {2, false}, {7, false}, {1, true}, {7, true}}) {
               int const n = 200;
               GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
-              if (act_quant == ActQuant::kNone && widens) continue;
-              WorkspaceLayout const layout = workspace_layout(p, plan_of(splits), widens ? kInt8Input | kWidens : kInt8Input);
+              WorkspaceLayout const layout = workspace_layout(p, plan_of(splits), upcasts ? kInt8Input | kUpcasts : kInt8Input);
               std::vector<Part> parts;
               if (act_quant != ActQuant::kNone) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
@@ -1029,16 +1029,15 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
                 EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
                 EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);  // whole tiles of few tokens may be read
                 size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
-                if (!widens) parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
+                if (!upcasts) parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
                 parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
                 if (!symmetric) parts.push_back({layout.zeros, blocks * size_t(layout.stride)});
-                EXPECT_EQ(layout.widens, widens);
-                if (widens) parts.push_back({layout.wide, size_t(m) * size_t(padded_k(k)) * 2});
-                EXPECT_EQ(layout.has_factors, widens && act_quant == ActQuant::kBlock);
-                if (layout.has_factors) parts.push_back({layout.factors, blocks * size_t(layout.stride) * 8});
               } else {
                 EXPECT_EQ(layout.block, 0);
               }
+              // Floats whose rows no tensor map describes are copied to rows that one does.
+              EXPECT_EQ(layout.upcasts, upcasts && (act_quant != ActQuant::kNone || p.x_stride % 8 != 0 || p.x_stride < k));
+              if (layout.upcasts) parts.push_back({layout.upcast, size_t(m) * size_t(padded_k(k)) * 2});
               if (splits > 1) parts.push_back({layout.partials, size_t(splits) * m * 256 * 4});  // n is padded to 256
               std::sort(parts.begin(), parts.end(), [](Part a, Part b) { return a.begin < b.begin; });
               size_t end = 0;

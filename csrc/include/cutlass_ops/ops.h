@@ -30,6 +30,7 @@ struct Plan {
   int splits = 1;                // parts that K is cut into
   int cut_tiles = 0;       // the last tiles of y, where their K alone is cut, and the kernel adds up itself; 0: that of all
   size_t workspace = 0;    // bytes
+  bool rounds = false;     // weights, and values of quantised activations, are rounded to 16 bits
   bool quantizes = false;  // the kernel quantises activations of floats itself
 };
 

@@ -54,10 +54,10 @@ struct QuantizedActivations {
   int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
   int rows = 0;             // of codes that there is memory for, if more than m: a kernel may read what lies there
 
-  // What mixed_gemm makes of them, or has made in the place of codes, for a kernel that multiplies 16-bit floats (device/widen.cuh).
-  void* wide = nullptr;      // codes less zero points in fp16, [m][k_pad] in the order of columns
-  float* factors = nullptr;  // of steps along K; null where a token has one scale and the weight no offsets
-  int step = 0;              // columns of a step: 32, 64 or 128
+  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values, [m][k_pad] in the order of
+  // columns.
+  void* upcast = nullptr;
+  DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
 
   // What mixed_gemm makes of zero points for a kernel that makes these good at once for many blocks (corrections.h).
   void* zero_values = nullptr;
@@ -89,8 +89,8 @@ struct GemmProblem {
   PackedWeight weight;
 
   // Activations: either floats that act_quant may quantise on the way, or codes that are quantised already.
-  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart; null if `quantized` is given
-  DataType x_type = DataType::kFloat16;
+  void const* x = nullptr;               // [m][k] of x_type, rows x_stride elements apart; null if `quantized` is given
+  DataType x_type = DataType::kFloat16;  // of what was quantised, too
   int64_t x_stride = 0;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
@@ -108,6 +108,7 @@ struct GemmProblem {
   float clamp_low = 0.0f;
   float clamp_high = 0.0f;
   bool saturate = false;  // fp16 results beyond 65504 become 65504 instead of inf
+  bool exact = false;     // weights, and activations that are quantised, are not rounded to 16 bits
 
   // Choice of a kernel.
   // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start on 16 bytes, or

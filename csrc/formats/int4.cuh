@@ -1,0 +1,28 @@
+// 4-bit integers: value = scale * (code - zero point), or scale * code + offset.
+#pragma once
+
+#include "device/decode.cuh"
+
+namespace cutlass_ops::formats {
+
+struct Int4 {
+  static constexpr int kBits = 4;
+  static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
+
+  // Codes minus zero points of a thread's rows g and g + 8, exact in Element (__half or __nv_bfloat16).
+  template <class Element>
+  struct Unscaled {
+    using Decoder = decode::ToFloat<kBits, Element>;
+    static constexpr int kWords = Decoder::kWords;  // 32-bit words of codes in 16 columns
+    decode::RowConstants zeros;
+
+    // `packed`: the centred zero points of rows g and g + 8, one a byte.
+    __device__ __forceinline__ explicit Unscaled(uint32_t packed)
+        : zeros(Decoder::zero_constants(int(int8_t(packed)), int(int8_t(packed >> 8)))) {}
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t, uint32_t (&out)[4]) const {
+      Decoder::fragment(words, zeros, out);
+    }
+  };
+};
+
+}  // namespace cutlass_ops::formats

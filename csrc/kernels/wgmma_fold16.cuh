@@ -1,0 +1,467 @@
+// 16-bit activations x weights of any format on Hopper's wgmma (sm_90a): y = x W^T with W's values folded into operand A.
+//
+// A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code], and rounded once to the type of x. Nothing is left
+// to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of x a tile, and groups of 32 with offsets cost what
+// groups of 128 without cost. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are device/hopper_gemm.cuh's.
+//
+//              BLOCK_M rows of x ->
+//            +---------------------+
+//   W rows 0 | warpgroup 1: 64     |  CTA 0 of the cluster     A: codes, shared memory -> registers -> 16-bit values
+//         64 | warpgroup 2: 64     |                           B: x, K-major in shared memory, 128-byte swizzle; each CTA loads half, by TMA multicast
+//            +---------------------+
+//        128 | ...                 |  CTA 1
+//
+//   panel    64 columns of x; a ring of them
+//   chunk    128 columns of codes with their scales, offsets and zero points; another ring
+//   step     64 columns: decoded while the step before is multiplied
+//
+// Each format has its instances in a file of its own, wgmma_fold16_<format>.cu.
+#pragma once
+
+#include "device/decode.cuh"
+#include "device/hopper_gemm.cuh"
+#include "kernels/kernels.h"
+
+#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+
+namespace cutlass_ops {
+namespace {
+
+using hopper::Params;
+
+// kNarrow: scales and offsets are of x's type and applied in it by one fma, which rounds once; otherwise they are of any type, and the arithmetic is fp32.
+template <class Element_, class Format_, bool kNarrow_, int kTokens_>
+struct Config {
+  using Element = Element_;
+  using Format = Format_;
+  using Unscaled = typename Format::template Unscaled<Element>;
+  using Work = hopper::Work;
+  using Params = hopper::Params;
+  static constexpr bool kNarrow = kNarrow_, kCodebook = Format::kTableBytes > 0;
+  static constexpr int kWindow = 0;
+  // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
+  static constexpr int kBits = Format::kBits, kTokens = kTokens_, kCluster = 2;
+  static constexpr int kWarpgroups = wgmma_fold16_tile(kTokens).rows / (kCluster * kRowsPerSlab);
+  static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  // Of a thread of the warpgroup that loads, and of the others.
+  static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
+  static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
+  static constexpr int kSums = kTokens / 2;                // registers of a thread
+  static constexpr int kPieces = 4;                        // MMAs of 16 columns in a step
+  static constexpr int kSteps = kKPerTile / 16 / kPieces;  // of a chunk
+  static constexpr int kGroupsPerStep = 2;                 // of 32 columns, the shortest
+  static constexpr int kLoads = kBits / 4;                 // of 16 bytes of codes, of a thread in a step
+
+  // Results leave through shared memory, kLineTokens rows of x at a time; fp32 ones kStoreTokens at a time.
+  static constexpr int kStoreTokens = 16, kStoreStride = kRowsPerSlab + 4;
+  static constexpr int kLineTokens = kCodebook || kTokens < 64 ? 32 : 64, kLineBytes = kRowsPerSlab * 2;
+  static constexpr int kBoxTokens = kTokens % kLineTokens ? 16 : kLineTokens;
+  static constexpr int kLinesBytes = kLineTokens * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreTokens;
+  static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
+
+  // A chunk: codes, then for each group scales, offsets and zero points.
+  static constexpr int kCodeBytes = kWarpgroups * chunk_bytes(kBits), kValueBytes = kNarrow ? 2 : 4;
+  static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
+  static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
+  static constexpr int kGroupBytes = kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
+  static constexpr int kChunkBytes = kCodeBytes + kSteps * kGroupsPerStep * kGroupBytes;
+  static constexpr int kChunks = kTokens == 256 ? 2 : kBits == 8 ? 3 : 4;
+  static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
+  static constexpr int kPanelBytes = kTokens * 128;
+  static constexpr int kPanelsThatFit =
+      (kMostBytes - kBarrierBytes - kStoreBytes - Format::kTableBytes - kChunks * kChunkBytes - 1023) / kPanelBytes;
+  static constexpr int kMostPanels = kBarrierBytes / 16 - kChunks;
+  static constexpr int kPanels = kPanelsThatFit < kMostPanels ? kPanelsThatFit : kMostPanels;
+  static constexpr int kFirstChunk = kPanels * kPanelBytes;
+  static constexpr int kTable = kFirstChunk + kChunks * kChunkBytes;
+  static constexpr int kStaging = (kTable + Format::kTableBytes + 1023) / 1024 * 1024;
+  static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
+  static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes, "more shared memory than a CTA may have");
+  // Of tiles along M that are computed together: with wide ones few, since a row of x has four times the bytes of a row of int4 weights.
+  static constexpr int kBand = kTokens >= 160 ? 4 : 16;
+  static constexpr int kTokenFactors = 0;
+  static constexpr bool kPrepareScales = false;
+  static constexpr bool kShortTiles = true;
+};
+
+template <class C>
+struct Barriers {
+  uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks], empty_chunks[C::kChunks];
+};
+
+// One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before: the copies start at once.
+template <class C>
+__device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& barriers, Params const& p, int rank) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  constexpr int kChunk = chunk_bytes(C::kBits);
+  PackedWeight const& w = p.weight;
+  bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets, zeros = !C::kCodebook && w.zeros;
+  hopper::Ring<C::kChunks> ring;
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    hopper::Work const work(index, p, C::kBand);
+    int const row0 = (work.pair * C::kCluster + rank) * C::kRows, end = work.end_k(p);
+    int const slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
+    int const rows = slabs * kRowsPerSlab;
+    int const group_bytes = rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
+#pragma unroll 1
+    for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+      uint64_t* full = &barriers.full_chunks[ring.stage];
+      ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
+      if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, slabs * kChunk + p.tile_groups * group_bytes);
+        for (int slab = 0; slab < slabs; ++slab) {
+          Copy::copy(w.codes + (int64_t(row0 / kRowsPerSlab + slab) * p.k_tiles + k) * kChunk, full, chunk + slab * kChunk,
+                     kChunk);
+        }
+        int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
+        for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, chunk += C::kGroupBytes) {
+          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full, chunk + C::kScales,
+                     rows * p.scale_bytes);
+          if (offsets) {
+            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full, chunk + C::kOffsets,
+                       rows * p.offset_bytes);
+          }
+          if (zeros) Copy::copy(w.zeros + from, full, chunk + C::kZeroPoints, rows);
+        }
+      }
+    }
+  }
+}
+
+// Another copies x: this CTA's half of the tile's rows, for both CTAs.
+template <class C>
+__device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers, Params const& p, CUtensorMap const& map,
+                                               int rank) {
+  constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
+  int const half = p.half_tokens;
+  wait_for_predecessor();
+  bool const leader = cute::elect_one_sync();
+  hopper::Ring<C::kPanels> ring;
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    hopper::Work const work(index, p, C::kBand);
+    int const m0 = work.token_tile * C::kTokens, end = work.end_k(p) * C::kSteps;
+#pragma unroll 1
+    for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
+      uint64_t* full = &barriers.full_panels[ring.stage];
+      ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
+      if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
+        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                               shared + ring.stage * C::kPanelBytes + rank * half * 128, step * C::kPieces * 16,
+                                               m0 + rank * half);
+      }
+    }
+  }
+}
+
+// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with what lies there.
+template <class C>
+__device__ __forceinline__ void clear_missing_rows(uint8_t* shared, Params const& p) {
+  int const loaded = C::kCluster * p.half_tokens * 128;
+  if (loaded == C::kPanelBytes) return;
+  constexpr int kMultiplying = C::kThreads - 128;
+  for (int panel = 0; panel < C::kPanels; ++panel) {
+    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes; byte += kMultiplying * 16)
+      *reinterpret_cast<uint4*>(shared + panel * C::kPanelBytes + byte) = uint4{};
+  }
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
+}
+
+// A row's scale and offset: values of codes, in pairs, to weights.
+template <class C>
+struct RowScale {
+  uint32_t scale, offset;  // of C::Element, twice; or the bits of floats
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t v) const {
+    using Element = typename C::Element;
+    if constexpr (!C::kNarrow) {
+      float const s = __uint_as_float(scale), o = __uint_as_float(offset);
+      float const low = unpack_half<Element>(v, 0), high = unpack_half<Element>(v, 1);
+      return C::kCodebook ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
+                          : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
+    } else if constexpr (std::is_same_v<Element, __half>) {
+      using namespace decode::detail;
+      return as_bits(C::kCodebook ? __hmul2_rn(as_half2(v), as_half2(scale))
+                                  : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
+    } else {
+      using namespace decode::detail;
+      return as_bits(C::kCodebook ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
+                                  : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
+    }
+  }
+};
+
+// Scales or offsets of a thread's rows g and g + 8 in a group, which are neighbours there.
+template <class C>
+struct RowPair {
+  uint32_t words[C::kNarrow ? 1 : 2] = {};
+
+  // Predicated, since branches would keep the compiler from scheduling what is around them. `bytes`: of a value; 0 if there is none.
+  __device__ __forceinline__ void load(uint32_t from, int bytes) {
+    asm volatile(
+        "{\n"
+        " .reg .pred narrow;\n"
+        " setp.eq.b32 narrow, %2, 2;\n"
+        " @narrow ld.shared.u32 %0, [%1];\n"
+        "}"
+        : "+r"(words[0])
+        : "r"(from), "r"(bytes));
+    if constexpr (!C::kNarrow) {
+      asm volatile(
+          "{\n"
+          " .reg .pred wide;\n"
+          " setp.eq.b32 wide, %3, 4;\n"
+          " @wide ld.shared.v2.u32 {%0, %1}, [%2];\n"
+          "}"
+          : "+r"(words[0]), "+r"(words[1])
+          : "r"(from), "r"(bytes));
+    }
+  }
+  // As RowScale has them.
+  __device__ __forceinline__ void values(DataType type, uint32_t& g, uint32_t& g8) const {
+    using namespace decode::detail;
+    if constexpr (C::kNarrow && std::is_same_v<typename C::Element, __half>) {
+      g = as_bits(__low2half2(as_half2(words[0]))), g8 = as_bits(__high2half2(as_half2(words[0])));
+    } else if constexpr (C::kNarrow) {
+      g = as_bits(__low2bfloat162(as_bfloat162(words[0]))), g8 = as_bits(__high2bfloat162(as_bfloat162(words[0])));
+    } else {
+      bool const is_float = type == DataType::kFloat32, is_half = type == DataType::kFloat16;
+      uint32_t const half[2] = {__float_as_uint(unpack_half<__half>(words[0], 0)),
+                                __float_as_uint(unpack_half<__half>(words[0], 1))};
+      g = is_float ? words[0] : is_half ? half[0] : words[0] << 16;
+      g8 = is_float ? words[1] : is_half ? half[1] : words[0] & 0xffff0000u;
+    }
+  }
+};
+
+// A thread's codes of a step, and what belongs to its groups, as they lie in shared memory.
+template <class C>
+struct StoredStep {
+  uint32_t words[4 * C::kLoads];
+  RowPair<C> scales[C::kGroupsPerStep], offsets[C::kGroupsPerStep];
+  uint32_t zeros[C::kGroupsPerStep] = {};
+
+  // `groups`: the address of those of the step's first group; `next`: bytes from there to those of its second half's.
+  __device__ __forceinline__ void load(uint32_t codes, uint32_t groups, int next, int offsets_at, Params const& p,
+                                       hopper::Place<C> const& at) {
+#pragma unroll
+    for (int i = 0; i < C::kLoads; ++i) load_shared(codes + i * kUnitBytes, reinterpret_cast<uint32_t (&)[4]>(words[4 * i]));
+#pragma unroll
+    for (int i = 0; i < C::kGroupsPerStep; ++i, groups += next) {
+      scales[i].load(groups + at.scales, p.scale_bytes);
+      if constexpr (!C::kCodebook) {
+        offsets[i].load(groups + offsets_at, p.weight.offsets ? p.offset_bytes : 0);
+        asm volatile(
+            "{\n"
+            " .reg .pred present;\n"
+            " setp.ne.b32 present, %2, 0;\n"
+            " @present ld.shared.u16 %0, [%1];\n"
+            "}"
+            : "+r"(zeros[i])
+            : "r"(groups + at.zeros), "r"(int(p.weight.zeros != nullptr)));
+      }
+    }
+  }
+
+  // The step's operands.
+  __device__ __forceinline__ void decode(uint32_t table, Params const& p, uint32_t (&a)[C::kPieces][4]) const {
+    constexpr int kGroupPieces = C::kPieces / C::kGroupsPerStep;
+#pragma unroll
+    for (int i = 0; i < C::kGroupsPerStep; ++i) {
+      typename C::Unscaled const unscaled(zeros[i]);
+      RowScale<C> g, g8;
+      scales[i].values(p.weight.scale_type, g.scale, g8.scale);
+      offsets[i].values(p.weight.offset_type, g.offset, g8.offset);
+#pragma unroll
+      for (int piece = i * kGroupPieces; piece < (i + 1) * kGroupPieces; ++piece) {
+        unscaled.fragment(words + piece * C::Unscaled::kWords, table, a[piece]);
+#pragma unroll
+        for (int r = 0; r < 4; ++r) a[piece][r] = r % 2 ? g8(a[piece][r]) : g(a[piece][r]);
+      }
+    }
+  }
+};
+
+template <class C>
+__device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map, Params const& p,
+                                        hopper::Place<C> const& at) {
+  if constexpr (C::kCodebook) {
+    C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
+    cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
+  }
+  uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + at.lane * 4;
+  int const offsets = C::kOffsets + (at.zeros - C::kZeroPoints) * p.offset_bytes;  // as hopper::Place has scales
+  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  // From the groups of a step's first 32 columns to those of its second, and from a step's to the next step's.
+  int const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
+  int const next_step = p.tile_groups == 4 ? 2 * C::kGroupBytes : p.tile_groups == 2 ? C::kGroupBytes : 0;
+  auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
+  hopper::Ring<C::kPanels> panels;
+  hopper::Ring<C::kChunks> chunks;
+  int last_panel = 0;
+  // The warpgroups issue MMAs in turn: a warp waits until an MMA has read its operand from registers, and meanwhile the others decode. Without turns all
+  // decode and multiply at the same time, and a step takes the sum of both.
+  constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and one for each warpgroup
+  int const turn = kTurnBarrier + at.warpgroup, next_turn = kTurnBarrier + (at.warpgroup + 1) % C::kWarpgroups;
+  if (at.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    hopper::Work const work(index, p, C::kBand);
+    int const row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
+    int const count = work.end_k(p) - work.first_k(p);
+    float sums[C::kSums] = {};
+    uint32_t a[2][C::kPieces][4];
+    StoredStep<C> stored;
+    auto load = [&](int step) {
+      if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
+      uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
+      stored.load(chunk + at.units + step * C::kLoads * kUnitBytes, chunk + step * next_step, next_group, offsets, p, at);
+    };
+    auto release = [&](int panel) {
+      if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty_panels[panel], at.lane, true);
+    };
+    load(0);
+    stored.decode(table, p, a[0]);
+    load(1);
+#pragma unroll 1
+    for (int i = 0; i < count; ++i) {
+#pragma unroll
+      for (int step = 0; step < C::kSteps; ++step) {
+        uint64_t const tokens = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes);
+        TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step][piece]);
+        fence_registers(sums);
+        cutlass::arch::NamedBarrier::sync(256, turn);
+        cute::warpgroup_arrive();
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece)
+          wgmma_float<typename C::Element, C::kTokens>(a[step][piece], tokens + piece * 2, sums, true);
+        cute::warpgroup_commit_batch();
+        cutlass::arch::NamedBarrier::arrive(256, next_turn);
+        fence_registers(sums);
+        cute::warpgroup_wait<1>();  // the step before is done
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[1 - step][piece]);
+        if (i + step > 0) release(last_panel);
+        last_panel = panels.stage;
+        panels.advance();
+        bool const more = i + 1 < count;
+        if (step == 0 || more) stored.decode(table, p, a[1 - step]);
+        if (step == 0) {
+          // All of the chunk is in registers. One arrival a warp: those of its lanes would come one after another.
+          __syncwarp();
+          if (at.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
+          chunks.advance();
+        }
+        // After the decoding: while MMAs read shared memory a load takes long, and the wait for them hides it.
+        if (more) load(step);
+      }
+    }
+    cute::warpgroup_wait<0>();
+#pragma unroll
+    for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[C::kSteps - 1][piece]);
+    fence_registers(sums);
+    release(last_panel);
+    if (p.x.scales) {  // of int8 activations, one a row of x
+#pragma unroll
+      for (int j = 0; j < C::kTokens / 8; ++j) {
+        float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + at.lane % 4);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
+      }
+    }
+    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    wgmma_fold16(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
+                 __grid_constant__ Params const p) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) uint8_t shared[];
+  static_assert(sizeof(Barriers<C>) <= C::kBarrierBytes);
+  auto& barriers = *reinterpret_cast<Barriers<C>*>(shared + C::kSharedBytes - C::kBarrierBytes);
+  int const rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
+  if (threadIdx.x == 0) {
+    for (int i = 0; i < C::kPanels; ++i) {
+      TransactionBarrier::init(&barriers.full_panels[i], 1);
+      ClusterBarrier::init(&barriers.empty_panels[i], C::kCluster * C::kWarpgroups * 4);
+    }
+    for (int i = 0; i < C::kChunks; ++i) {
+      TransactionBarrier::init(&barriers.full_chunks[i], 1);
+      ClusterBarrier::init(&barriers.empty_chunks[i], C::kWarpgroups * 4);
+    }
+    cutlass::arch::fence_barrier_init();
+  }
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+  if (warpgroup == 0) {
+    cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
+    int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
+    if (warp == 0) produce_chunks<C>(shared, barriers, p, rank);
+    if (warp == 1) produce_panels<C>(shared, barriers, p, map, rank);
+  } else {
+    cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
+    clear_missing_rows<C>(shared, p);
+    wait_for_predecessor();
+    consume<C>(shared, barriers, out_map, p, hopper::Place<C>(p, rank, warpgroup - 1));
+    cute::tma_store_wait<0>();
+  }
+  // A CTA's barriers must outlive its neighbour's arrivals and copies.
+  cute::cluster_arrive_relaxed();
+  cute::cluster_wait();
+#endif
+}
+
+template <class C>
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  CUtensorMap map;
+  Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
+                                        hopper::half_tokens<C>(problem.m), &map);
+  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan, partials, map, stream) : status;
+}
+
+template <class Element, class Format, int kTokens>
+Status launch_format(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
+  return narrow ? launch_config<Config<Element, Format, true, kTokens>>(problem, plan, partials, stream)
+                : launch_config<Config<Element, Format, false, kTokens>>(problem, plan, partials, stream);
+}
+
+template <class Element, class Format>
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  switch (plan.tile_tokens) {
+    case 32:
+      return launch_format<Element, Format, 32>(problem, plan, partials, stream);
+    case 64:
+      return launch_format<Element, Format, 64>(problem, plan, partials, stream);
+    case 96:
+      return launch_format<Element, Format, 96>(problem, plan, partials, stream);
+    case 128:
+      return launch_format<Element, Format, 128>(problem, plan, partials, stream);
+    case 160:
+      return launch_format<Element, Format, 160>(problem, plan, partials, stream);
+    case 208:
+      return launch_format<Element, Format, 208>(problem, plan, partials, stream);
+    case 256:
+      return launch_format<Element, Format, 256>(problem, plan, partials, stream);
+    default:
+      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.tile_tokens) + " rows"};
+  }
+}
+
+}  // namespace
+
+template <class Format>
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_tile<__half, Format>(problem, plan, partials, stream)
+                                              : launch_tile<__nv_bfloat16, Format>(problem, plan, partials, stream);
+}
+
+}  // namespace cutlass_ops

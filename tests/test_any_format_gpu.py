@@ -1,0 +1,167 @@
+"""Products whose weights are rounded to x's type, on a GPU: every format by every tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_ops_gpu import (
+    BFLOAT,
+    FLOAT,
+    GPU,
+    HALF,
+    Format,
+    assert_close,
+    assert_same,
+    generator,
+    integers,
+    is_exact,
+    make_exact_floats,
+    make_floats,
+    make_weight,
+    multiply,
+    oracle,
+    same_bits,
+)
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import formats
+
+pytestmark = pytest.mark.gpu
+
+#: Rows of x for each tile, full and not, and for several of them.
+ROWS = (17, 32, 40, 64, 72, 96, 100, 128, 150, 160, 200, 208, 240, 256, 300, 777)
+#: Integers; a real offset a group; 16 values.
+KINDS = ("symmetric", "zeros", "offsets", "codebook")
+
+
+@pytest.fixture(autouse=True)
+def hopper() -> None:
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("other GPUs than Hopper's have no kernel that rounds weights")
+
+
+def weight(
+    kind: str, bits: int, group_size: int, scales: torch.dtype, n: int, k: int, exact: bool, **extra: Any
+) -> co.QuantizedWeight:
+    if kind != "codebook":
+        return make_weight(Format(bits, kind, group_size, scales), n, k, exact=exact, **extra)
+    plain = make_weight(Format(4, "symmetric", group_size, scales), n, k, exact=exact)
+    book = integers(-16, 17, (16,), generator(n, k)).float() / 8 if exact else torch.tensor(formats.NF4, device=GPU)
+    return co.QuantizedWeight(plain.codes, plain.scales, bits=4, group_size=group_size, book=book)
+
+
+def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none", symmetric: bool = True) -> None:
+    packed = co.reorder(qw)
+    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
+    y = multiply(x, packed, **options)
+    if x.is_contiguous():  # explain() does not see how rows lie
+        assert not is_exact(y, x, packed, **options), co.explain(len(x), packed, dtype=x.dtype, **options)
+    if qw.book is not None:  # its values are rounded to x's type first
+        qw = co.QuantizedWeight(qw.codes, qw.scales, bits=4, group_size=qw.group_size, book=qw.book.to(x.dtype).float())
+    want = oracle(x, qw, act_quant, symmetric)
+    if exact:
+        assert_same(y, want.to(x.dtype))
+    else:
+        assert_close(y, want, rounded=True)
+        assert same_bits(y, multiply(x, packed, **options))
+        # Exactness is to be had, by another kernel.
+        assert_close(multiply(x, packed, exact=True, **options), want)
+
+
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "any"])
+@pytest.mark.parametrize("scales", [HALF, BFLOAT, FLOAT], ids=str)
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize("group_size", [32, 64])
+@pytest.mark.parametrize(
+    ("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (4, 8) if (kind, bits) != ("codebook", 8)]
+)
+def test_floats(kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool) -> None:
+    n, k = 576, 712
+    # Of 8 bits and an offset bf16 cannot hold all.
+    exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
+    qw = weight(kind, bits, group_size, scales, n, k, exact)
+    for m in ROWS:
+        x = make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype)
+        check(x, qw, exact)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "bits", "group_size"), [("offsets", 4, 128), ("offsets", 8, -1), ("codebook", 4, 256), ("codebook", 4, -1)]
+)
+def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) -> None:
+    for n, k in ((192, 576), (1000, 1000)):
+        for exact in (True, False):
+            exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
+            qw = weight(kind, bits, group_size, HALF, n, k, exact)
+            for m in (17, 100, 300):
+                check(make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype), qw, exact)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 128])
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+def test_act_order_and_rows_at_any_address(dtype: torch.dtype, group_size: int, bits: int) -> None:
+    n, k = 320, 712
+    for perm in (True, False):
+        qw = weight("zeros", bits, group_size, HALF, n, k, False, perm=perm)
+        for m in (17, 100, 300):
+            wide = make_floats(m, k + 3, dtype)
+            check(wide[:, 3:], qw, False)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize("act_quant", ["token", "block"])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize(
+    ("kind", "bits", "group_size"),
+    [("symmetric", 4, 32), ("symmetric", 8, 64), ("zeros", 4, 64), ("zeros", 8, 128), ("offsets", 4, 32), ("offsets", 8, 128)],
+)
+def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool, act_quant: str, dtype: torch.dtype) -> None:
+    n, k = 576, 712
+    for exact in (True, False):
+        exact = exact and (dtype is HALF or (kind, bits) != ("offsets", 8))
+        qw = weight(kind, bits, group_size, HALF, n, k, exact)
+        for m in (17, 64, 100, 300):
+            block = formats.activation_block(group_size)
+            x = make_exact_floats(m, k, dtype, act_quant, symmetric, block) if exact else make_floats(m, k, dtype)
+            check(x, qw, exact, act_quant, symmetric)
+            qa = co.quantize_activations(x, -1 if act_quant == "token" else block, symmetric)
+            whole = co.mixed_gemm(x, co.reorder(qw), act_quant=act_quant, act_symmetric=symmetric)
+            assert same_bits(co.mixed_gemm(qa, co.reorder(qw)), whole)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_long_k_and_split_k(kind: str) -> None:
+    """One sum over all of K; tiles that fill no wave, and last waves whose K is cut."""
+    for n, k, m in ((192, 28672, 64), (8192, 4104, 1030), (17152, 2048, 300)):
+        qw = weight(kind, 4, 32, HALF, n, k, False)
+        check(make_floats(m, k, HALF), qw, False)
+
+
+@pytest.mark.parametrize("activation", ["silu", "relu"])
+def test_epilogue(activation: str) -> None:
+    n, k = 576, 712
+    qw = weight("offsets", 4, 32, HALF, n, k, False)
+    for m in (40, 300):
+        x, residual, bias = make_floats(m, k, HALF), make_floats(m, n, HALF), make_floats(1, n, HALF)[0]
+        y = multiply(x, co.reorder(qw), bias=bias, activation=activation, residual=residual)
+        want = getattr(torch.nn.functional, activation)(oracle(x, qw) + bias.double()) + residual.double()
+        assert_close(y, want, rounded=True)
+
+
+def test_a_row_with_nan_is_nan_and_no_other() -> None:
+    qw = weight("offsets", 4, 32, HALF, 192, 576, False)
+    packed = co.reorder(qw)
+    for act_quant in ("none", "token", "block"):
+        for bad in (float("nan"), float("inf")):
+            x = make_floats(300, 576, HALF)
+            want = co.mixed_gemm(x, packed, act_quant=act_quant)
+            x[7, 5] = bad
+            y = co.mixed_gemm(x, packed, act_quant=act_quant)
+            assert y[7].isnan().all()
+            rest = torch.arange(300, device=GPU) != 7
+            assert same_bits(y[rest], want[rest])
