@@ -5,18 +5,28 @@ It is imported as soon as both packages are (see ``hf.py``); a user need not.
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .model_directory import QUANT_METHOD, WeightFormat, weight_format
+from .architecture import Architecture
+from .checkpoints.directory import opened
+from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
 from .nn import FusedPart, MixedLinear
 from .reorder import packed_problem, packed_specs
 from .weight import PARTS, PackedWeight
+
+#: How many names an error lists.
+_MOST_NAMES = 8
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -36,6 +46,25 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
 
 
+def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
+    """``PreTrainedConfig.to_json_string``, with what keeps transformers alone from a packed directory's files.
+
+    transformers takes the key out of every configuration that it saves, so that an attribute would not do.
+    """
+
+    @functools.wraps(to_json_string)
+    def guarded(self: PreTrainedConfig, *args: Any, **kwargs: Any) -> str:
+        text = to_json_string(self, *args, **kwargs)
+        if not isinstance(getattr(self, "quantization_config", None), CutlassOpsConfig):
+            return text
+        return json.dumps({**json.loads(text), GUARD_KEY: GUARD}, indent=2, sort_keys=True) + "\n"
+
+    return guarded
+
+
+PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
+
+
 def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
     """A packed weight in place of a layer's, of tensors that have shapes and dtypes alone."""
     dtypes = dict(form.tensors)
@@ -50,6 +79,21 @@ def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
     return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size)
 
 
+def _packed_names(files: Sequence[str]) -> list[str]:
+    """The weights that are packed in a model's files."""
+    names: list[str] = []
+    for file in files:
+        with opened(Path(file)) as tensors:
+            names += [name.removesuffix(".codes") for name in tensors.keys() if name.endswith(".codes")]  # noqa: SIM118
+    return names
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks what was loaded.
@@ -60,49 +104,107 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     requires_calibration = True  # so that transformers refuses a model that is not packed
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to leave weights on the disk.
-
-        Raises:
-            ValueError: a ``device_map`` with "disk".
-        """
-        device_map = kwargs.get("device_map")
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map has 'disk'; packed weights can be on 'cpu' and CUDA devices")
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take out of the configuration what keeps transformers from the files (``model_directory.GUARD``)."""
+        # This hook is the one that runs after the configuration is read and before the files are looked for.
+        if getattr(config, GUARD_KEY, None) == GUARD:
+            delattr(config, GUARD_KEY)
+        return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
             raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
-        named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear):
-                continue
-            # A model without its head knows its modules by shorter names than the file does.
-            whole = f"{model.base_model_prefix}.{name}"
-            form = weight_format(config, whole if name not in named and whole in named else name)
-            if form is None:
-                continue
+        for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
             try:
-                weight = _without_values(module, form)
+                weight = _without_values(model.get_submodule(name), form)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
             model.set_submodule(name, layer)
+            parent = model.get_submodule(name.rpartition(".")[0])
+            # transformers initialises what it did not load, parents included, some of which reach for the layer's weight.
+            if not parent._non_persistent_buffers_set:
+                parent._is_hf_initialized = True
+        self._watch(model)
         return model
 
+    def _packed_layers(self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None) -> dict[str, WeightFormat]:
+        """Formats of the layers to replace, by the model's names of them.
+
+        Raises:
+            ValueError: a packed weight of which the model cannot make a linear layer.
+        """
+        if files is None:  # a state_dict that load_model made, with the model's own names
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            return {name: form for name in linears if (form := weight_format(config, name)) is not None}
+        architecture = Architecture(model)
+        found: dict[str, WeightFormat] = {}
+        wrong: dict[str, str] = {}
+        for stored in _packed_names(files):
+            form = weight_format(config, stored)
+            name, reason = architecture.place(stored)
+            if form is None:
+                wrong[stored] = "modules_to_not_convert names it"
+            elif reason:
+                wrong[stored] = reason
+            elif name:
+                found[name] = form
+        if wrong:
+            raise ValueError(
+                f"{Path(files[0]).parent}: packed, but not linear layers of {type(model).__name__}: "
+                + _listed([f"{name} ({reason})" for name, reason in wrong.items()])
+                + "; reorder the checkpoint with this version of cutlass_ops"
+            )
+        return found
+
+    def _watch(self, model: Any) -> None:
+        """Keep what transformers finds out of the files' tensors and the model's, which it only logs."""
+        adjust = model._adjust_missing_and_unexpected_keys
+        self._found = None
+
+        def keep(info: Any) -> None:
+            adjust(info)
+            self._found = info
+
+        model._adjust_missing_and_unexpected_keys = keep
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        del model._adjust_missing_and_unexpected_keys
+        found, self._found = self._found, None
+        if found is None:
+            raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
+        self._check_found(model, found)
         for name, layer in model.named_modules():
-            if not isinstance(layer, MixedLinear):
-                continue
-            for part, tensor in layer.named_buffers():
-                # The mark that transformers gives to what it loaded. Memory that nothing was loaded into holds anything.
-                if not getattr(tensor, "_is_hf_initialized", False):
-                    raise ValueError(f"tensor {f'{name}.{part}'!r} is not in the model's files, or is of another size")
-            layer.view_buffers()
-            if problem := packed_problem(layer.packed):
-                raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
+            if isinstance(layer, MixedLinear):
+                layer.view_buffers()
+                if problem := packed_problem(layer.packed):
+                    raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
         return model
+
+    def _check_found(self, model: Any, found: Any) -> None:
+        """Refuse a model of which a part is random, and files of which a part is left over.
+
+        As transformers has it, the body of a model may be loaded without its head, or with a new one, which is random.
+        """
+        layers = [name for name, module in model.named_modules() if isinstance(module, MixedLinear)]
+        parts = {f"{name}.{part}" for name in layers for part in PARTS}
+        if lost := sorted(parts & found.missing_and_mismatched()):
+            raise ValueError(f"tensor {lost[0]!r} is not in the model's files, or is of another size")
+        tied = getattr(model, "all_tied_weights_keys", {})
+        missing = {name for name in found.missing_keys if name not in tied}
+        unexpected = set(found.unexpected_keys)
+        headless = model.base_model is model
+        saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+        if headless or type(model).__name__ not in saved:
+            body = f"{model.base_model_prefix}."
+            missing = {name for name in missing if headless or name.startswith(body)}
+            children = dict(model.named_children())
+            unexpected = {name for name in unexpected if name.startswith(body) or name.partition(".")[0] in children}
+        if unexpected:
+            raise ValueError(f"the model has no place for {_listed(sorted(unexpected))}")
+        if missing:
+            raise ValueError(f"the file lacks {_listed(sorted(missing))}")
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
         """Nothing but the model's own ``state_dict`` is saved.
