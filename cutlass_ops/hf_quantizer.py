@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture
 from .checkpoints.directory import opened
-from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
+from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
 from .reorder import packed_problem, packed_specs
 from .weight import PARTS, PackedWeight
@@ -139,11 +139,13 @@ class CutlassOpsQuantizer(HfQuantizer):
             linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
             return {name: form for name in linears if (form := weight_format(config, name)) is not None}
         architecture = Architecture(model)
+        named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
         for stored in _packed_names(files):
-            form = weight_format(config, stored)
             name, reason = architecture.place(stored)
+            # save_pretrained has the model's names in the configuration, and the checkpoint's in the files.
+            form = weight_format(config, name if stored not in named and name in named else stored)
             if form is None:
                 wrong[stored] = "modules_to_not_convert names it"
             elif reason:
@@ -206,15 +208,24 @@ class CutlassOpsQuantizer(HfQuantizer):
         if missing:
             raise ValueError(f"the file lacks {_listed(sorted(missing))}")
 
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Nothing but the model's own ``state_dict`` is saved.
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` writes: layers that were fused are saved as they were before.
+
+        The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: layers of the model were fused.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`).
         """
-        if any(isinstance(module, FusedPart) for module in model.modules()):
-            raise ValueError("layers of the model are fused (cutlass_ops.fuse_linears); save it before that")
-        return None, {}
+        attach(model)
+        parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
+        if not parts:
+            return None, {}
+        shared = {id(part.shared) for part in parts.values()}
+        fused = tuple(f"{name}." for name, module in model.named_modules() if id(module) in shared)
+        state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(fused)}
+        for name, part in parts.items():
+            state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
+        return state, {}
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""
@@ -229,3 +240,70 @@ class CutlassOpsQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether ``torch.compile`` traces through: yes."""
         return True
+
+
+# ---- models that were packed in memory
+
+
+def check_method(model: Any) -> None:
+    """Raise ValueError for a model that another method quantised: a model is saved by one."""
+    other = getattr(model, "hf_quantizer", None)
+    if other is not None and not isinstance(other, CutlassOpsQuantizer):
+        raise ValueError(
+            f"the model is quantised by {other.quantization_config.quant_method!s} already; "
+            "its layers cannot be packed in place: reorder its checkpoint"
+        )
+
+
+def attach(model: Any) -> None:
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its like treat them right.
+
+    Raises:
+        ValueError: as :func:`describe`.
+    """
+    config = CutlassOpsConfig(**describe(model))
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = CutlassOpsQuantizer(config)
+        model.is_quantized = True
+        model.quantization_method = QUANT_METHOD
+    model.hf_quantizer.quantization_config = config
+    model.config.quantization_config = config
+    if isinstance(model.get_output_embeddings(), MixedLinear):
+        # It has tensors of its own, whatever it shared before.
+        model.config.tie_word_embeddings = False
+        layers = {name for name, module in model.named_modules() if isinstance(module, MixedLinear)}
+        model.all_tied_weights_keys = {
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if target.removesuffix(".weight") not in layers
+        }
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
+
+    Raises:
+        ValueError: no packed layer, or layers with an activation, or with different treatment of x: neither is stored.
+    """
+    modules = dict(model.named_modules())
+    shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
+    weights: dict[str, WeightFormat] = {}
+    treatments: dict[tuple[str, bool], str] = {}
+    for name, module in modules.items():
+        if not isinstance(module, MixedLinear | FusedPart) or id(module) in shared:
+            continue
+        layer = module.shared if isinstance(module, FusedPart) else module
+        if layer.activation is not None:
+            raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
+        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
+        left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
+        parts = sorted(layer.packed.tensors().items())
+        dtypes = tuple((part, tensor.dtype) for part, tensor in parts if part not in left_out)
+        weights[name] = WeightFormat(layer.packed.bits, layer.packed.group_size, dtypes)
+    if not weights:
+        raise ValueError(f"{type(model).__name__} has no packed layer")
+    if len(treatments) > 1:
+        listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
+        raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    return quantization_config(weights, linears, *next(iter(treatments)))

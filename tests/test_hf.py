@@ -260,9 +260,54 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
         for part, tensor in layer.packed.tensors().items():
             assert torch.equal(mixed(again)[name].packed.tensors()[part], tensor)
     assert_same_logits(again, expected)
+    # Fused layers are saved as they were before, bit for bit.
     co.fuse_linears(model)
-    with pytest.raises(ValueError, match="layers of the model are fused"):
-        model.save_pretrained(tmp_path / "fused")
+    model.save_pretrained(tmp_path / "fused")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "fused"))
+    assert first == second
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "fused" / "config.json").read_text()
+    assert "model.layers.0.self_attn.qkv_proj" in mixed(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
+    model = tiny("qwen2", tie_word_embeddings=tied)
+    layers = {**linears(model), "lm_head": model.lm_head}
+    del layers["model.layers.0.mlp.down_proj"]
+    packed = {name: co.reorder(co.quantize(linear.weight.detach(), 4, 32, False)) for name, linear in layers.items()}
+    co.replace_linears(model, packed, act_quant="token", act_symmetric=False)
+    co.set_activations(model, "block")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "separate")
+    co.fuse_linears(model)
+    model.save_pretrained(tmp_path / "fused")
+    for folder in (tmp_path / "separate", tmp_path / "fused"):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.down_proj"]
+        assert not config.get("tie_word_embeddings")
+        for loaded in (
+            transformers.AutoModelForCausalLM.from_pretrained(folder),
+            co.load_model(folder, fuse=False),
+        ):
+            assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(loaded).values()} == {("block", True)}
+            assert mixed(loaded).keys() == packed.keys()
+            assert torch.equal(logits(loaded), expected)
+
+
+def test_layers_that_a_config_cannot_describe_are_not_saved(act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order, fuse=False)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.act_quant = "token"
+    with pytest.raises(ValueError, match=r"differ between layers \('.*' has 'none', True, '.*up_proj' has 'token', True\)"):
+        model.save_pretrained(tmp_path / "saved")
+    layer.act_quant, layer.activation = "none", "relu"
+    with pytest.raises(ValueError, match=r"up_proj' has activation 'relu', which is not stored"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.json"))
+    model.hf_quantizer = object.__new__(transformers.quantizers.quantizer_hqq.HqqHfQuantizer)
+    model.hf_quantizer.quantization_config = transformers.HqqConfig()
+    with pytest.raises(ValueError, match=r"the model is quantised by .* already"):
+        co.replace_linears(model, {})
 
 
 def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
@@ -596,6 +641,32 @@ def test_quantised_experts_become_their_values(tmp_path: Path) -> None:
     reorder_checkpoint(co.load_checkpoint(tmp_path / "source"), tmp_path / "packed.safetensors")
     assert isinstance(co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"], co.PackedWeight)
     assert_same_logits(co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected)
+
+
+def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
+    model = tiny(num_hidden_layers=1)
+    tensors = dict(model.state_dict())
+    for name, linear in linears(model).items():
+        parts, _ = compressed_tensors_int8(linear.weight.detach())
+        del tensors[f"{name}.weight"]
+        tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantization = ct_config("int-quantized", CT8)
+    tokens = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
+    quantization["config_groups"]["group_0"]["input_activations"] = tokens
+    (source / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+    checkpoint = co.load_checkpoint(source)
+    assert checkpoint.activations == ("token", False)
+    reorder_model(checkpoint, tmp_path / "packed")
+    reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
+    doors = [co.load_model(path, fuse=False, config=model.config) for path in (source, tmp_path / "packed.safetensors")]
+    doors += [co.load_model(tmp_path / "packed", fuse=False)]
+    for found in doors:
+        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {("token", False)}
+        assert torch.equal(logits(found), logits(doors[0]))
+    assert {layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()} == {"none"}
 
 
 def test_torchao(tmp_path: Path) -> None:
