@@ -8,6 +8,8 @@ from __future__ import annotations
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -88,6 +90,14 @@ def _packed_names(files: Sequence[str]) -> list[str]:
     return names
 
 
+def _in_memory(layer: nn.Module) -> AbstractContextManager[None]:
+    """A time in which a layer has its tensors, wherever accelerate keeps them."""
+    if not hasattr(layer, "_hf_hook"):
+        return nullcontext()
+    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(layer)
+    return aligned
+
+
 def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -99,7 +109,8 @@ class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks what was loaded.
 
     Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of ``from_pretrained`` is that of x, norms
-    and embeddings; scales and zero points keep the checkpoint's.
+    and embeddings; scales and zero points keep the checkpoint's. With a ``device_map`` that has "cpu" or "disk", packed
+    weights stay on the other devices unless ``offload_buffers=True`` is given: they are buffers.
     """
 
     requires_calibration = True  # so that transformers refuses a model that is not packed
@@ -179,8 +190,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         self._check_found(model, found)
         for name, layer in model.named_modules():
             if isinstance(layer, MixedLinear):
+                with _in_memory(layer):
+                    layer.view_buffers()
+                    problem = packed_problem(layer.packed)
                 layer.view_buffers()
-                if problem := packed_problem(layer.packed):
+                if problem:
                     raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
         return model
 

@@ -92,7 +92,13 @@ class MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype."""
-        return ops.mixed_gemm(x, self._packed, None, self.activation, self.act_quant, self.act_symmetric)
+        packed = self._packed
+        if any(self._buffers[name] is not getattr(packed, name) for name in PARTS):
+            packed = replace(packed, **{name: getattr(self, name) for name in PARTS})
+            # What accelerate puts in place of an offloaded layer's tensors is there for one call, and must not be kept.
+            if not self._packed.codes.is_meta:
+                self._packed = packed
+        return ops.mixed_gemm(x, packed, None, self.activation, self.act_quant, self.act_symmetric)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""

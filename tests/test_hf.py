@@ -310,6 +310,41 @@ def test_layers_that_a_config_cannot_describe_are_not_saved(act_order: Path, tmp
         co.replace_linears(model, {})
 
 
+def halves(model: Any) -> dict[str, str]:
+    """A device map with one layer on the disk."""
+    places = dict.fromkeys((name for name, _ in model.model.named_children()), "cpu")
+    del places["layers"]
+    places = {f"model.{name}": place for name, place in places.items()}
+    return {**places, "model.layers.0": "cpu", "model.layers.1": "disk", "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize("offload_buffers", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_on_the_disk(offload_buffers: bool, tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    tiny("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False), shard_bytes=60_000)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    options = {"offload_folder": tmp_path / "offload", "offload_buffers": offload_buffers}
+    maps: list[dict[str, Any]] = [
+        {"device_map": halves(expected)},
+        {"device_map": "auto", "max_memory": {"cpu": 100_000}},
+    ]
+    for places in maps:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **places, **options)
+        assert "disk" in model.hf_device_map.values()
+        for _ in range(2):
+            assert torch.equal(logits(model), logits(expected))
+            # Nothing of them stays in memory.
+            on_disk = {name for name, layer in mixed(model).items() if layer.packed.codes.is_meta}
+            assert all(layer.codes.is_meta == (name in on_disk) for name, layer in mixed(model).items())
+            assert bool(on_disk) == offload_buffers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the memory that it takes
+        model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(expected))
+
+
 def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
     """A packed directory with other tensors, in one shard."""
     target.mkdir()
@@ -370,6 +405,9 @@ def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tenso
     for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=match):
             load(folder)
+    on_disk = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_buffers": True}
+    with pytest.raises(ValueError, match=match):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **on_disk, offload_folder=tmp_path / "offload")
 
 
 def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None:
