@@ -280,6 +280,7 @@ def attach(model: Any) -> None:
         model.hf_quantizer = CutlassOpsQuantizer(config)
         model.is_quantized = True
         model.quantization_method = QUANT_METHOD
+    model.add_model_tags(QUANT_METHOD)  # of the card that push_to_hub writes
     model.hf_quantizer.quantization_config = config
     model.config.quantization_config = config
     if isinstance(model.get_output_embeddings(), MixedLinear):
