@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .architecture import Architecture
+from .architecture import Architecture, check_layers
 from .checkpoints import load_checkpoint
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
@@ -120,6 +120,7 @@ def load_model(
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
+    check_layers(config.to_dict())
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}

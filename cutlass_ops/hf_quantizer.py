@@ -137,6 +137,7 @@ class CutlassOpsQuantizer(HfQuantizer):
             # transformers initialises what it did not load, parents included, some of which reach for the layer's weight.
             if not parent._non_persistent_buffers_set:
                 parent._is_hf_initialized = True
+        _untie(model)
         self._watch(model)
         return model
 
@@ -283,15 +284,16 @@ def attach(model: Any) -> None:
     model.add_model_tags(QUANT_METHOD)  # of the card that push_to_hub writes
     model.hf_quantizer.quantization_config = config
     model.config.quantization_config = config
+    _untie(model)
+
+
+def _untie(model: Any) -> None:
+    """Let packed layers share no weight with others: they have tensors of their own."""
     if isinstance(model.get_output_embeddings(), MixedLinear):
-        # It has tensors of its own, whatever it shared before.
         model.config.tie_word_embeddings = False
-        layers = {name for name, module in model.named_modules() if isinstance(module, MixedLinear)}
-        model.all_tied_weights_keys = {
-            target: source
-            for target, source in model.all_tied_weights_keys.items()
-            if target.removesuffix(".weight") not in layers
-        }
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
+    ties = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
