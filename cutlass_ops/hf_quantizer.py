@@ -122,6 +122,8 @@ class CutlassOpsQuantizer(HfQuantizer):
             delattr(config, GUARD_KEY)
         return config
 
+    update_tp_plan = update_attn_implementation  # the hook that earlier versions of transformers 5 have there
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):

@@ -463,6 +463,12 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
             load(more)
         with pytest.raises(ValueError, match=r"the file lacks (model\.)?norm\.weight$"):
             load(less)
+    (tmp_path / "less" / "model.safetensors").write_bytes(b"no header")
+    for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(co.CheckpointError, match="not a valid safetensors file"):
+            load(less)
+    with pytest.raises(ValueError, match="transformers has no causal language model for T5Config"):
+        co.load_model(more, config=transformers.T5Config())
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
         co.load_model(tmp_path / "float")
