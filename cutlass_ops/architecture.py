@@ -70,10 +70,10 @@ class Architecture:
         kind = type(owner).__name__
         if pattern is not None:
             return name, f"transformers loads it as part of {renamed}"
-        if part != "weight" or not isinstance(owner, nn.Linear):
+        if part != "weight" or owner is None or features(owner) is None:
             what = "an embedding" if isinstance(owner, nn.Embedding) else f"a parameter of {kind}, which is no nn.Linear"
             return name, f"it is {what}"
-        if not _is_plain(cast(Hashable, type(owner))):
+        if isinstance(owner, nn.Linear) and not _is_plain(cast(Hashable, type(owner))):
             return name, f"its class {kind} computes something else than nn.Linear does"
         # Renamings of ".weight" do not hold for the names that a packed weight's tensors have.
         if self._renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
@@ -88,6 +88,11 @@ class Architecture:
         if name not in known and tensor in known:
             name, pattern = self._loading.rename_source_key(tensor, [], [], prefix, known)
         return name, pattern
+
+    def is_transposed(self, module: str) -> bool:
+        """Whether a checkpoint's module is a linear layer that stores its weight as ``[in, out]``."""
+        name, reason = self.place(module)
+        return bool(name) and not reason and _is_conv1d(self._modules[name])
 
     def reason_to_keep(self, module: str) -> str:
         """Why the weight of a checkpoint's module must stay a plain tensor; "" if it may be packed."""
@@ -163,6 +168,21 @@ def skeleton(transformers: ModuleType, config: Any) -> Any:
         raise ValueError(f"transformers has no model class for {type(config).__name__}")
     with torch.device("meta"):
         return classes[0](config).eval()
+
+
+def features(module: nn.Module) -> tuple[int, int] | None:
+    """N and K of a linear layer: nn.Linear, or transformers' Conv1D, which is one; None for another module."""
+    if isinstance(module, nn.Linear):
+        return module.out_features, module.in_features
+    if _is_conv1d(module):
+        conv: Any = module
+        return conv.nf, conv.nx
+    return None
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    cls = type(module)
+    return (cls.__module__, cls.__name__) == ("transformers.pytorch_utils", "Conv1D")
 
 
 @cache

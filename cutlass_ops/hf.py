@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .architecture import Architecture, check_layers
+from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
@@ -204,16 +204,16 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
         if table == name:
             continue
-        linear: Any = model.get_submodule(layer)
-        if (shape := (linear.out_features, linear.in_features)) != value.shape:
-            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
+        linear = model.get_submodule(layer)
+        if (shape := features(linear)) != value.shape:
+            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape or ())}")
         parts = value.tensors()
         state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
         dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
         weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
         if linear is model.get_output_embeddings():  # type: ignore[operator]
             config.tie_word_embeddings = False  # the head has tensors of its own
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
         raise ValueError(f"{path}: none of its weights is a linear layer of {type(model).__name__}")

@@ -20,7 +20,7 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .architecture import Architecture
+from .architecture import Architecture, features
 from .checkpoints.directory import opened
 from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
@@ -67,14 +67,14 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
 PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
 
 
-def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
+def _without_values(linear: Any, form: WeightFormat) -> PackedWeight:
     """A packed weight in place of a layer's, of tensors that have shapes and dtypes alone."""
     dtypes = dict(form.tensors)
     if linear.bias is not None:
         dtypes.setdefault("bias", linear.bias.dtype)
     if unknown := dtypes.keys() - set(PARTS):
         raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
-    n, k = linear.out_features, linear.in_features
+    n, k = features(linear) or (0, 0)
     parts: dict[str, Any] = dict.fromkeys(PARTS)
     for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes).items():
         parts[part] = torch.empty(shape, dtype=dtype, device="meta")
@@ -150,7 +150,7 @@ class CutlassOpsQuantizer(HfQuantizer):
             ValueError: a packed weight of which the model cannot make a linear layer.
         """
         if files is None:  # a state_dict that load_model made, with the model's own names
-            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            linears = [name for name, module in model.named_modules() if features(module) is not None]
             return {name: form for name in linears if (form := weight_format(config, name)) is not None}
         architecture = Architecture(model)
         named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
@@ -324,5 +324,5 @@ def describe(model: nn.Module) -> dict[str, Any]:
     if len(treatments) > 1:
         listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
         raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    linears = [name for name, module in modules.items() if features(module) is not None]
     return quantization_config(weights, linears, *next(iter(treatments)))

@@ -50,7 +50,7 @@ from torch import Tensor
 from . import formats
 from .checkpoints import Checkpoint, Quantized
 from .checkpoints.directory import INDEX, SETTINGS
-from .plan import Options, Plan, Progress, Step, plan, sha256
+from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .reorder import (
     PACKED_DTYPES,
     Slices,
@@ -387,7 +387,7 @@ def reorder_checkpoint(
         if path.exists() and file.samefile(path):
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
     if not dry_run:
-        how = {**asdict(options), **checkpoint.options}
+        how = _how(options, checkpoint, planned)
         if checkpoint.activations is not None:
             how[ACTIVATIONS] = list(checkpoint.activations)
         contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
@@ -398,6 +398,12 @@ def reorder_checkpoint(
         packed_bytes=sum(item.nbytes for item in items) if dry_run else path.stat().st_size,
         files=(path,),
     )
+
+
+def _how(options: Options, checkpoint: Checkpoint, planned: Plan) -> dict[str, Any]:
+    """How the files were made, as their metadata says it."""
+    how = {**asdict(options), **checkpoint.options}
+    return {**how, TRANSPOSED: planned.transposed} if planned.transposed else how
 
 
 def _summary(checkpoint: Checkpoint, items: Sequence[_Item], planned: Plan) -> dict[str, Any]:
@@ -493,7 +499,7 @@ def reorder_model(
             for partial in directory.glob(".model*.safetensors.*.partial"):  # of a run that was killed
                 partial.unlink()
         sources = _sources(checkpoint, jobs, progress)
-        how = {**asdict(options), **checkpoint.options}
+        how = _how(options, checkpoint, planned)
         slices = [None] if ranks == 1 else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
         contents = [[_contents(shard, sources, how, part) for part in slices] for shard in shards]
         finished = _finished(directories, names, contents)

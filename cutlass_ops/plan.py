@@ -27,6 +27,10 @@ _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
 
 
+#: Where the options of a packed file name the modules whose checkpoint stores them as ``[in, out]``.
+TRANSPOSED = "transposed"
+
+
 @dataclass(frozen=True)
 class Step:
     """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under ``name``."""
@@ -43,10 +47,12 @@ class Plan:
     Attributes:
         steps: one or more for each entry, in the order of the checkpoint.
         kept: why matrices that the options choose stay plain tensors, by module name.
+        transposed: modules that are packed and that the checkpoint stores as ``[in, out]``.
     """
 
     steps: list[Step]
     kept: dict[str, str]
+    transposed: list[str]
 
 
 @dataclass(frozen=True)
@@ -103,7 +109,7 @@ def plan(
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if ``options.bits``
     is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output head
-    (``DEFAULT_EXCLUDE``). A bias goes with its weight.
+    (``DEFAULT_EXCLUDE``). A bias goes with its weight; what the model stores transposed is packed as ``[N, K]``.
 
     What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it is, a quantised one as
     the fp32 values that its file gives it. A quantised embedding that is the output head too is packed as the head, and
@@ -124,6 +130,7 @@ def plan(
     architecture = architecture_of(checkpoint.config) if architecture is None else architecture
     steps = []
     kept: dict[str, str] = {}
+    transposed: list[str] = []
     biases = set()
     for entry in checkpoint.entries.values():
         module = entry.name.removesuffix(".weight")
@@ -135,6 +142,10 @@ def plan(
         if chosen and (for_model or not quantized) and (reason := architecture.reason_to_keep(module)):
             kept[module] = reason
             chosen = False
+        if quantized and for_model and architecture.is_transposed(module):
+            raise CheckpointError(
+                checkpoint.path, "is quantised, and a Conv1D of its model; such models are supported as floats", entry.source
+            )
         if not chosen:
             steps += as_tensors(entry) if quantized else [Step(entry, entry.name, None)]
         elif entry.problem:
@@ -150,6 +161,9 @@ def plan(
             steps.append(Step(entry, entry.name, entry.quantized))
         else:
             assert options.bits is not None
+            if architecture.is_transposed(module):
+                transposed.append(module)
+                entry = as_transposed(entry)
             bias = checkpoint.entries.get(f"{module}.bias")
             if bias is None or bias.dtype not in _FLOAT_TYPES or bias.shape != entry.shape[:1]:
                 bias = None
@@ -164,12 +178,17 @@ def plan(
         hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
         reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
-    return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept)
+    return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept, transposed)
 
 
 def _is_linear(entry: Entry) -> bool:
     matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
     return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
+
+
+def as_transposed(entry: Entry) -> Entry:
+    """A float matrix ``[in, out]`` as ``[out, in]``."""
+    return replace(entry, shape=entry.shape[::-1], values=lambda: entry.values().t().contiguous())
 
 
 def as_tensors(entry: Entry) -> list[Step]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import reference
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.directory import opened
-from .plan import Progress, Step, as_tensors, sha256, to_quantize
+from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
 from .reorder import PackedInfo, packed_info, read_packed_weight, reorder, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
 from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight
@@ -137,6 +137,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry) -> set[str]:
     """Compare what became of one entry; the names in the packed file that it accounts for."""
     module = entry.name.removesuffix(".weight")
+    if module in info.options.get(TRANSPOSED, ()):
+        entry = as_transposed(entry)
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
     if packed is not None and not entry.problem and len(entry.shape) == 2:
         weight = _weight(info, packed).unpack()

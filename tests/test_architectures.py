@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops.architecture import architecture_of
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
+from cutlass_ops.verify import verify_packed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Python's own parts of transformers and torch warn of each other.
@@ -105,6 +108,7 @@ CASES: dict[str, tuple[str, dict[str, Any], set[str], dict[str, str]]] = {
     "bloom": ("BloomConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
     "falcon": ("FalconConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
     "gpt_neox": ("GPTNeoXConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
+    "gpt2": ("GPT2Config", COMMON, {"c_attn", "c_proj", "c_fc"}, {}),
     "opt": (
         "OPTConfig",
         {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 32},
@@ -156,18 +160,31 @@ def test_an_architecture(name: str, tmp_path: Path) -> None:
     for door, found in doors.items():
         error = float((logits(found) - expected).norm() / expected.norm())
         assert 1e-5 < error < 0.03, door
+    assert verify_packed(tmp_path / "packed", co.load_checkpoint(tmp_path / "float")).problems == []
     doors["load_model"].save_pretrained(tmp_path / "saved")
     assert torch.equal(logits(loaded), logits(co.load_model(tmp_path / "saved", fuse=False)))
 
 
-def test_stored_transposed_is_refused(tmp_path: Path) -> None:
-    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 160, "n_positions": 64}
-    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
-    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "float")
-    reason = r"no weight to pack; transformer\.h\.0\.attn\.c_attn stays plain: it is a parameter of Conv1D"
-    with pytest.raises(ValueError, match=reason):
-        reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
-    assert not (tmp_path / "packed").exists()
+def test_a_quantised_checkpoint_of_conv1d_is_refused(tmp_path: Path) -> None:
+    tiny("gpt2").save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    name = "transformer.h.0.attn.c_attn.weight"
+    tensors[name] = tensors[name].to(torch.int8)
+    tensors[f"{name}_scale"] = torch.ones(tensors[name].shape[0], 1)
+    save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    weights = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
+    config["quantization_config"] = {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "config_groups": groups,
+        "ignore": ["re:.*mlp.*", "re:.*c_proj"],
+    }
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for options in (Options(), Options(exclude="c_attn")):
+        with pytest.raises(co.CheckpointError, match="is quantised, and a Conv1D of its model"):
+            reorder_model(co.load_checkpoint(tmp_path), tmp_path / "packed", options)
 
 
 def test_a_linear_layer_that_computes_something_else_is_kept() -> None:
