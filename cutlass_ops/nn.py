@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from . import formats, ops
+from .architecture import features
 from .reorder import reorder
 from .weight import PARTS, PackedWeight
 
@@ -140,7 +141,8 @@ def replace_linears(
     Raises:
         ValueError: a name that the model does not have, a weight of another shape than the layer's, or a model of
             transformers that another method quantised.
-        TypeError: a named module that is not ``torch.nn.Linear``, or a value that is not a PackedWeight.
+        TypeError: a named module that is neither ``torch.nn.Linear`` nor transformers' Conv1D, or a value that is not a
+            PackedWeight.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     quantizer = None
@@ -155,13 +157,13 @@ def replace_linears(
         linear = modules.get(name)
         if not name or linear is None:
             raise ValueError(f"{name!r}: the model has no module of that name inside it")
-        if not isinstance(linear, nn.Linear):
+        if (shape := features(linear)) is None:
             raise TypeError(f"{name!r}: the module is a {type(linear).__name__}; torch.nn.Linear is expected")
-        shape = (linear.out_features, linear.in_features)
         if weight.shape != shape:
             raise ValueError(f"{name!r}: the packed weight is {list(weight.shape)}; the layer is {list(shape)}")
-        if weight.bias is None and linear.bias is not None:
-            weight = replace(weight, bias=linear.bias.detach().to(weight.device))
+        bias: Tensor | None = linear.bias
+        if weight.bias is None and bias is not None:
+            weight = replace(weight, bias=bias.detach().to(weight.device))
         layers[name] = MixedLinear(weight, act_quant, act_symmetric)
     for name, layer in layers.items():
         parent, _, child = name.rpartition(".")

@@ -165,6 +165,18 @@ def test_an_architecture(name: str, tmp_path: Path) -> None:
     assert torch.equal(logits(loaded), logits(co.load_model(tmp_path / "saved", fuse=False)))
 
 
+def test_a_conv1d_is_replaced(tmp_path: Path) -> None:
+    model = tiny("gpt2")
+    expected = logits(model)
+    names = [name for name, module in model.named_modules() if type(module).__name__ == "Conv1D"]
+    weights = {name: model.get_submodule(name).weight.detach().t().contiguous() for name in names}
+    assert co.replace_linears(model, {name: co.reorder(co.quantize(w, 8, 32)) for name, w in weights.items()}) == names
+    found = logits(model)
+    assert 1e-5 < (found - expected).norm() / expected.norm() < 0.03
+    model.save_pretrained(tmp_path)
+    assert torch.equal(logits(co.load_model(tmp_path, fuse=False)), found)
+
+
 def test_a_quantised_checkpoint_of_conv1d_is_refused(tmp_path: Path) -> None:
     tiny("gpt2").save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
