@@ -97,8 +97,8 @@ def load_model(
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's.
         device: where the model shall be.
-        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the directory says, else "none"
-            and True.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the directory, packed file or
+            checkpoint says, else "none" and True.
         fuse: whether layers that multiply the same x are made one (:func:`cutlass_ops.fuse_linears`); layers that cannot be
             stay as they are.
 
@@ -108,7 +108,8 @@ def load_model(
     Raises:
         ModuleNotFoundError: transformers is not installed.
         CheckpointError: a file that is not what it claims to be, or no such file.
-        ValueError: the file's names or shapes are not those of the model, or there is nothing to pack.
+        ValueError: a tensor of the file that has no place in the model, one of the model that is not in the file, other
+            shapes, nothing to pack, or a configuration that transformers has no causal language model for.
     """
     try:
         transformers = import_module("transformers")

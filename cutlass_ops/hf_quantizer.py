@@ -57,7 +57,9 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
     @functools.wraps(to_json_string)
     def guarded(self: PreTrainedConfig, *args: Any, **kwargs: Any) -> str:
         text = to_json_string(self, *args, **kwargs)
-        if not isinstance(getattr(self, "quantization_config", None), CutlassOpsConfig):
+        quantization = getattr(self, "quantization_config", None) or {}
+        fields = quantization if isinstance(quantization, dict) else vars(quantization)
+        if fields.get("quant_method") != QUANT_METHOD:
             return text
         return json.dumps({**json.loads(text), GUARD_KEY: GUARD}, indent=2, sort_keys=True) + "\n"
 
@@ -233,6 +235,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         Raises:
             ValueError: packed layers that a configuration cannot describe (see :func:`describe`).
         """
+        if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
+            return None, {}
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         if not parts:

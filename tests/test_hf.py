@@ -243,6 +243,9 @@ def test_transformers_alone_refuses_a_packed_directory(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = done.stdout.splitlines()
     assert [line.partition(" ")[0] for line in lines] == ["packed", "saved"]
+    # A configuration that is read and written alone keeps it too.
+    transformers.AutoConfig.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path)
+    assert "is packed by cutlass_ops" in json.loads((tmp_path / "config.json").read_text())["transformers_weights"]
     said = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
     assert all(line.endswith(said) for line in lines)
 
