@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
-from .model_directory import QUANT_METHOD, WeightFormat, quantization_config
+from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
 from .plan import Options, plan
 from .reorder import is_packed, load_packed, packed_info, reorder
@@ -96,8 +97,8 @@ def load_model(
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's.
         device: where the model shall be.
-        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the directory says, else "none"
-            and True.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the directory, packed file or
+            checkpoint says, else "none" and True.
         fuse: whether layers that multiply the same x are made one (:func:`cutlass_ops.fuse_linears`); layers that cannot be
             stay as they are.
 
@@ -107,7 +108,8 @@ def load_model(
     Raises:
         ModuleNotFoundError: transformers is not installed.
         CheckpointError: a file that is not what it claims to be, or no such file.
-        ValueError: the file's names or shapes are not those of the model, or there is nothing to pack.
+        ValueError: a tensor of the file that has no place in the model, one of the model that is not in the file, other
+            shapes, nothing to pack, or a configuration that transformers has no causal language model for.
     """
     try:
         transformers = import_module("transformers")
@@ -119,17 +121,25 @@ def load_model(
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
+    check_layers(config.to_dict())
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     else:
         with torch.device("meta"):
-            modules = dict(model_class(config).named_modules())
-        state = _state(path, config, modules, options, dtype)
+            model = model_class(config)
+        state = _state(path, config, model, options, dtype)
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
-    model, found = model_class.from_pretrained(
-        **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    try:
+        model, found = model_class.from_pretrained(
+            **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except CheckpointError:
+        raise
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     for name, shape, expected in sorted(found["mismatched_keys"]):
         raise ValueError(f"{path}: tensor {name!r} is {list(shape)}; the model's is {list(expected)}")
     if found["unexpected_keys"]:
@@ -159,44 +169,54 @@ def _config(transformers: ModuleType, path: Path) -> Any:
     return transformers.AutoConfig.from_pretrained(directory)
 
 
-def _tensors(path: Path, options: Options | None) -> tuple[Iterator[tuple[str, PackedWeight | Tensor]], Mapping[str, str]]:
-    """Packed weights and other tensors of any file by name, and the names of modules that a weight serves as well."""
+def _tensors(
+    path: Path, architecture: Architecture, options: Options | None
+) -> tuple[Iterator[tuple[str, PackedWeight | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
+    """What any file holds.
+
+    Returns:
+        Packed weights and other tensors by name; the names of modules that a weight serves as well; and the ``act_quant`` and
+        ``act_symmetric`` that it was made for, if it says so.
+    """
     if is_packed(path):
-        return iter(load_packed(path).items()), packed_info(path).tied
-    steps = plan(load_checkpoint(path), options or Options())
-    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
-    return ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps), tied
+        info = packed_info(path)
+        stated = info.options.get(ACTIVATIONS)
+        return iter(load_packed(path).items()), info.tied, tuple(stated) if isinstance(stated, list) else None
+    checkpoint = load_checkpoint(path)
+    steps = plan(checkpoint, options or Options(), architecture).steps
+    values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
+    return values, {}, checkpoint.activations
 
 
-def _state(
-    path: Path, config: Any, modules: Mapping[str, nn.Module], options: Options | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a model's state_dict shall be; ``config`` is told of the weights in it."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
-    tensors, tied = _tensors(path, options)
+    architecture = Architecture(model)
+    tensors, tied, activations = _tensors(path, architecture, options)
     for name, value in tensors:
         if isinstance(value, Tensor):
             state[name] = value
             continue
-        module = modules.get(name)
-        # An embedding is no product: it becomes the table of its values.
-        table = name if isinstance(module, nn.Embedding) else tied.get(name)
+        layer, reason = architecture.place(name)
+        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its values.
+        table = name if reason or not layer else tied.get(name)
         if table is not None:
             state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
         if table == name:
             continue
-        if not isinstance(module, nn.Linear):
-            kind = "" if module is None else f", a {type(module).__name__}"
-            raise ValueError(f"{path}: the model has no linear layer for {name}{kind}")
-        if (shape := (module.out_features, module.in_features)) != value.shape:
-            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
+        linear = model.get_submodule(layer)
+        if (shape := features(linear)) != value.shape:
+            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape or ())}")
         parts = value.tensors()
-        state.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+        state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
         dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
-        weights[name] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
-        if name in tied:
+        weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+        if linear is model.get_output_embeddings():  # type: ignore[operator]
             config.tie_word_embeddings = False  # the head has tensors of its own
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    config.quantization_config = quantization_config(weights, [name for name in linears if name not in weights])
+    linears = [name for name, module in model.named_modules() if features(module) is not None]
+    not_converted = [name for name in linears if name not in weights]
+    if not weights:
+        raise ValueError(f"{path}: none of its weights is a linear layer of {type(model).__name__}")
+    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
     return state

@@ -5,6 +5,7 @@
     config.json                      the model's own, with ``quantization_config`` as below; written last
     model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
                                      each is a packed file by itself (see ``reorder.py``)
+    README.md                        a model card: the base model, the formats, how to load it; the source's card below
     tokenizer.json, ...              copied
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
@@ -24,6 +25,9 @@ whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every oth
 ``act_symmetric``         whether quantised activations have no zero point: true
 ``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
 ========================  ================================================================================
+
+``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``), so that transformers
+refuses the directory where cutlass_ops was not imported.
 """
 
 from __future__ import annotations
@@ -31,6 +35,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -45,7 +50,7 @@ from torch import Tensor
 from . import formats
 from .checkpoints import Checkpoint, Quantized
 from .checkpoints.directory import INDEX, SETTINGS
-from .plan import Options, Progress, Step, plan, sha256
+from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .reorder import (
     PACKED_DTYPES,
     Slices,
@@ -62,6 +67,17 @@ from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, 
 from .weight import CheckpointError
 
 QUANT_METHOD = "cutlass_ops"
+#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in a packed directory:
+#: transformers refuses it, with this text, unless cutlass_ops takes it out again (see ``hf_quantizer.py``). Without it,
+#: transformers alone would only warn of a quantisation that it does not know, and load random weights.
+GUARD_KEY = "transformers_weights"
+GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint was made for.
+ACTIVATIONS = "activations"
+#: The model card's file.
+CARD = "README.md"
+#: What output heads are called.
+_HEADS = ("lm_head", "embed_out")
 #: The most that a file's tensors take: some tools read no larger ones.
 SHARD_BYTES = 5_000_000_000
 
@@ -193,8 +209,9 @@ class _Item:
                 yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
 
 
-def _items(checkpoint: Checkpoint, options: Options, ranks: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
-    steps = plan(checkpoint, options)
+def _items(
+    checkpoint: Checkpoint, steps: Sequence[Step], ranks: int = 1, splits: Sequence[tuple[str, str]] = ()
+) -> list[_Item]:
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
     except ValueError as error:
@@ -316,6 +333,7 @@ class Reordered:
         found: how many of those were there already, from a run that was interrupted.
         copied: names of the other files that were copied.
         styles: how the layers that are split over ranks are split, by name.
+        kept: why matrices that the options choose were not packed, by module name.
     """
 
     path: Path
@@ -327,6 +345,7 @@ class Reordered:
     found: int = 0
     copied: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
 
 def reorder_checkpoint(
@@ -362,23 +381,32 @@ def reorder_checkpoint(
     """
     path = Path(path)
     options = Options(bits, group_size, symmetric, include, exclude, clip)
-    items = _items(checkpoint, options, 1, ())
+    planned = plan(checkpoint, options, for_model=False)
+    items = _items(checkpoint, planned.steps)
     for file in checkpoint.files:
         if path.exists() and file.samefile(path):
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
     if not dry_run:
-        how = {**asdict(options), **checkpoint.options}
+        how = _how(options, checkpoint, planned)
+        if checkpoint.activations is not None:
+            how[ACTIVATIONS] = list(checkpoint.activations)
         contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
         _write([path], [contents], items, jobs, progress)
     return Reordered(
-        **_summary(checkpoint, items),
+        **_summary(checkpoint, items, planned),
         path=path,
         packed_bytes=sum(item.nbytes for item in items) if dry_run else path.stat().st_size,
         files=(path,),
     )
 
 
-def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
+def _how(options: Options, checkpoint: Checkpoint, planned: Plan) -> dict[str, Any]:
+    """How the files were made, as their metadata says it."""
+    how = {**asdict(options), **checkpoint.options}
+    return {**how, TRANSPOSED: planned.transposed} if planned.transposed else how
+
+
+def _summary(checkpoint: Checkpoint, items: Sequence[_Item], planned: Plan) -> dict[str, Any]:
     return {
         "weights": {
             item.step.name: (*item.step.entry.shape, item.step.weight.bits, item.step.weight.group_size)
@@ -388,6 +416,7 @@ def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
         "tensors": tuple(item.step.name for item in items if item.weight is None),
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
+        "kept": planned.kept,
     }
 
 
@@ -446,8 +475,9 @@ def reorder_model(
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
-    items = _items(checkpoint, options, ranks, splits)
-    summary = _summary(checkpoint, items)
+    planned = plan(checkpoint, options)
+    items = _items(checkpoint, planned.steps, ranks, splits)
+    summary = _summary(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
     directories = [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
     names = _shard_names(len(shards))
@@ -456,7 +486,7 @@ def reorder_model(
         path=path,
         packed_bytes=ranks * sum(item.nbytes for item in items),
         files=tuple(directory / name for directory in directories for name in names),
-        copied=tuple(file.name for file in _small_files(source)) if checkpoint.config else (),
+        copied=tuple(file.name for file in _small_files(source) if file.name != CARD or ranks > 1) if checkpoint.config else (),
     )
     if dry_run:
         return result
@@ -469,7 +499,7 @@ def reorder_model(
             for partial in directory.glob(".model*.safetensors.*.partial"):  # of a run that was killed
                 partial.unlink()
         sources = _sources(checkpoint, jobs, progress)
-        how = {**asdict(options), **checkpoint.options}
+        how = _how(options, checkpoint, planned)
         slices = [None] if ranks == 1 else [Slices(rank, ranks, summary["styles"]) for rank in range(ranks)]
         contents = [[_contents(shard, sources, how, part) for part in slices] for shard in shards]
         finished = _finished(directories, names, contents)
@@ -496,9 +526,13 @@ def reorder_model(
             )
             if ranks > 1:
                 quantization["tensor_parallel"] = {"rank": rank, "size": ranks, "styles": summary["styles"]}
-            _replace(
-                directory / "config.json", _json({**_plain_config(checkpoint.config), "quantization_config": quantization})
-            )
+            config = {**_plain_config(checkpoint.config), "quantization_config": quantization}
+            if any(name.rpartition(".")[2] in _HEADS for name in summary["weights"]):
+                _untie(config)
+            config[GUARD_KEY] = GUARD
+            if ranks == 1:
+                _replace(directory / CARD, _card(checkpoint, summary["weights"], act_quant).encode())
+            _replace(directory / "config.json", _json(config))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
 
@@ -558,12 +592,72 @@ def _not_converted(items: Sequence[_Item]) -> list[str]:
     return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
 
 
+def _untie(config: dict[str, Any]) -> None:
+    """Say that the head, which is packed, has a weight of its own."""
+    config["tie_word_embeddings"] = False
+    if isinstance(inner := config.get("text_config"), dict):
+        config["text_config"] = {**inner, "tie_word_embeddings": False}
+
+
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation."""
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    left_out = ("quantization_config", "compression_config", GUARD_KEY)
+    plain = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = _plain_config(inner)
     return plain
+
+
+def _card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int, int]], act_quant: str) -> str:
+    """The model card of a directory: what it was made from, its formats, how to load it, and the source's own card."""
+    source = checkpoint.files[0].parent
+    base = _hub_name(source, checkpoint.config)
+    name = base or (source.resolve().name if checkpoint.config else checkpoint.path.name)
+    readme = source / CARD
+    theirs = readme.read_text(encoding="utf-8", errors="replace") if checkpoint.config and readme.is_file() else ""
+    front = re.match(r"---\n(.*?)\n---\n", theirs, re.DOTALL)
+    facts = [f"base_model: {base}", "base_model_relation: quantized"] if base else []
+    facts += ["library_name: transformers", "tags:", "- cutlass_ops"]
+    if front:
+        facts += [line for line in front[1].splitlines() if re.match(r"license\w*: ", line)]
+    counts = Counter((bits, group_size) for _, _, bits, group_size in weights.values())
+    listed = ", ".join(
+        f"{count} of {bits} bits in {'one group a row' if group_size == -1 else f'groups of {group_size}'}"
+        for (bits, group_size), count in counts.most_common()
+    )
+    activations = "not quantised" if act_quant == "none" else f'quantised to int8, one scale a {act_quant} ("{act_quant}")'
+    head = "\n".join(facts)
+    text = f"""---
+{head}
+---
+
+# {name}, packed by cutlass_ops
+
+The linear layers of {name} ({listed}), in the order in which the kernels of cutlass_ops read them. Activations are
+{activations} unless the loader is asked for something else.
+
+```python
+import cutlass_ops  # before from_pretrained: transformers alone refuses these files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = "..."  # this directory, or the name of this repository
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(path)
+```
+
+`cutlass_ops.load_model(path)` of a local directory also lets one kernel serve layers that multiply the same activations.
+"""
+    body = theirs[front.end() :] if front else theirs
+    return f"{text}\n## Card of the base model\n\n{body.lstrip()}" if body.strip() else text
+
+
+def _hub_name(source: Path, config: Mapping[str, Any]) -> str:
+    """The name on the Hugging Face hub of a model in the hub's cache, or that its configuration gives; else ""."""
+    for part in source.absolute().parts:
+        if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):
+            return f"{match[1]}/{match[2]}"
+    named = config.get("_name_or_path")
+    return named if isinstance(named, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", named) else ""
 
 
 def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[str, Any]:

@@ -18,9 +18,9 @@ tensor stands under its own name.
 ==================  ======================================================================================
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied`` naming
-``model.embed_tokens``; a loader dequantises it for the table. A quantised weight that the user leaves out
-(``--exclude``) is stored as a tensor of the fp32 values that its file gives it, a tied embedding then as
-``model.embed_tokens.weight``.
+``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the table as a tensor and ties
+nothing.) A quantised weight that the user leaves out (``--exclude``) is stored as a tensor of the fp32 values that its file
+gives it, a tied embedding then as ``model.embed_tokens.weight``.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from torch import Tensor
 from . import reference
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.directory import opened
-from .plan import Progress, Step, as_tensors, sha256, to_quantize
+from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
 from .reorder import PackedInfo, packed_info, read_packed_weight, reorder, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
 from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight
@@ -137,6 +137,8 @@ def _same_bits(a: Tensor, b: Tensor) -> bool:
 def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, entry: Entry) -> set[str]:
     """Compare what became of one entry; the names in the packed file that it accounts for."""
     module = entry.name.removesuffix(".weight")
+    if module in info.options.get(TRANSPOSED, ()):
+        entry = as_transposed(entry)
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
     if packed is not None and not entry.problem and len(entry.shape) == 2:
         weight = _weight(info, packed).unpack()
@@ -148,7 +150,12 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
             largest = found.largest_difference
             if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
                 found.largest_difference, found.largest_at = difference, packed
-        return {packed}
+        table = f"{entry.tied_to}.weight" if entry.tied_to else ""
+        if table not in info.tensors:
+            return {packed}
+        if not _same_bits(_sliced(info, table, entry.values()), _tensor(info, table)):
+            found.problems.append(f"{table}: differs from the checkpoint's")
+        return {packed, table}
     if entry.quantized is None and not entry.problem:
         steps = [Step(entry, entry.name, None)]
         owner = entry.name.removesuffix(".bias")
