@@ -425,6 +425,7 @@ def reorder_command(
                 "found": done.found,
                 "copied": list(done.copied),
                 "styles": dict(done.styles),
+                "kept": dict(done.kept),
                 "source_bytes": done.source_bytes,
                 "packed_bytes": done.packed_bytes,
                 "seconds": round(seconds, 3),
@@ -440,6 +441,11 @@ def reorder_command(
         f"packed   {len(done.weights)} weights ({listed})",
         f"copied   {len(done.tensors)} tensors" + "".join(f", {name}" for name in done.copied),
     ]
+    kept: dict[str, list[str]] = {}
+    for name, reason in done.kept.items():
+        kept.setdefault(reason, []).append(name)
+    for reason, names in kept.items():
+        lines.append(f"kept     {len(names)} unpacked: {reason} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
     if ranks > 1:
         styles = Counter(done.styles.values())
         lines.append(f"split    {', '.join(f'{count} {style}' for style, count in styles.items())} over {ranks} ranks")

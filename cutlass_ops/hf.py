@@ -25,9 +25,10 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
+from .architecture import Architecture
 from .checkpoints import load_checkpoint
 from .hub import local_path
-from .model_directory import QUANT_METHOD, WeightFormat, quantization_config
+from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
 from .plan import Options, plan
 from .reorder import is_packed, load_packed, packed_info, reorder
@@ -126,12 +127,15 @@ def load_model(
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     else:
         with torch.device("meta"):
-            modules = dict(model_class(config).named_modules())
-        state = _state(path, config, modules, options, dtype)
+            model = model_class(config)
+        state = _state(path, config, model, options, dtype)
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
-    model, found = model_class.from_pretrained(
-        **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-    )
+    try:
+        model, found = model_class.from_pretrained(
+            **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+        )
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
     for name, shape, expected in sorted(found["mismatched_keys"]):
         raise ValueError(f"{path}: tensor {name!r} is {list(shape)}; the model's is {list(expected)}")
     if found["unexpected_keys"]:
@@ -161,44 +165,54 @@ def _config(transformers: ModuleType, path: Path) -> Any:
     return transformers.AutoConfig.from_pretrained(directory)
 
 
-def _tensors(path: Path, options: Options | None) -> tuple[Iterator[tuple[str, PackedWeight | Tensor]], Mapping[str, str]]:
-    """Packed weights and other tensors of any file by name, and the names of modules that a weight serves as well."""
+def _tensors(
+    path: Path, architecture: Architecture, options: Options | None
+) -> tuple[Iterator[tuple[str, PackedWeight | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
+    """What any file holds.
+
+    Returns:
+        Packed weights and other tensors by name; the names of modules that a weight serves as well; and the ``act_quant`` and
+        ``act_symmetric`` that it was made for, if it says so.
+    """
     if is_packed(path):
-        return iter(load_packed(path).items()), packed_info(path).tied
-    steps = plan(load_checkpoint(path), options or Options())
-    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
-    return ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps), tied
+        info = packed_info(path)
+        stated = info.options.get(ACTIVATIONS)
+        return iter(load_packed(path).items()), info.tied, tuple(stated) if isinstance(stated, list) else None
+    checkpoint = load_checkpoint(path)
+    steps = plan(checkpoint, options or Options(), architecture).steps
+    values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
+    return values, {}, checkpoint.activations
 
 
-def _state(
-    path: Path, config: Any, modules: Mapping[str, nn.Module], options: Options | None, dtype: torch.dtype
-) -> dict[str, Tensor]:
+def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a model's state_dict shall be; ``config`` is told of the weights in it."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
-    tensors, tied = _tensors(path, options)
+    architecture = Architecture(model)
+    tensors, tied, activations = _tensors(path, architecture, options)
     for name, value in tensors:
         if isinstance(value, Tensor):
             state[name] = value
             continue
-        module = modules.get(name)
-        # An embedding is no product: it becomes the table of its values.
-        table = name if isinstance(module, nn.Embedding) else tied.get(name)
+        layer, reason = architecture.place(name)
+        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its values.
+        table = name if reason or not layer else tied.get(name)
         if table is not None:
             state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
         if table == name:
             continue
-        if not isinstance(module, nn.Linear):
-            kind = "" if module is None else f", a {type(module).__name__}"
-            raise ValueError(f"{path}: the model has no linear layer for {name}{kind}")
-        if (shape := (module.out_features, module.in_features)) != value.shape:
+        linear: Any = model.get_submodule(layer)
+        if (shape := (linear.out_features, linear.in_features)) != value.shape:
             raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
         parts = value.tensors()
-        state.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+        state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
         dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
-        weights[name] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
-        if name in tied:
+        weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+        if linear is model.get_output_embeddings():  # type: ignore[operator]
             config.tie_word_embeddings = False  # the head has tensors of its own
-    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
-    config.quantization_config = quantization_config(weights, [name for name in linears if name not in weights])
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    not_converted = [name for name in linears if name not in weights]
+    if not weights:
+        raise ValueError(f"{path}: none of its weights is a linear layer of {type(model).__name__}")
+    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
     return state

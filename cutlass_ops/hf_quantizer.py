@@ -5,18 +5,30 @@ It is imported as soon as both packages are (see ``hf.py``); a user need not.
 
 from __future__ import annotations
 
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .model_directory import QUANT_METHOD, WeightFormat, weight_format
+from .architecture import Architecture
+from .checkpoints.directory import opened
+from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
 from .reorder import packed_problem, packed_specs
 from .weight import PARTS, PackedWeight
+
+#: How many names an error lists.
+_MOST_NAMES = 8
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -36,6 +48,25 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
 
 
+def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
+    """``PreTrainedConfig.to_json_string``, with what keeps transformers alone from a packed directory's files.
+
+    transformers takes the key out of every configuration that it saves, so that an attribute would not do.
+    """
+
+    @functools.wraps(to_json_string)
+    def guarded(self: PreTrainedConfig, *args: Any, **kwargs: Any) -> str:
+        text = to_json_string(self, *args, **kwargs)
+        if not isinstance(getattr(self, "quantization_config", None), CutlassOpsConfig):
+            return text
+        return json.dumps({**json.loads(text), GUARD_KEY: GUARD}, indent=2, sort_keys=True) + "\n"
+
+    return guarded
+
+
+PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
+
+
 def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
     """A packed weight in place of a layer's, of tensors that have shapes and dtypes alone."""
     dtypes = dict(form.tensors)
@@ -50,69 +81,165 @@ def _without_values(linear: nn.Linear, form: WeightFormat) -> PackedWeight:
     return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size)
 
 
+def _packed_names(files: Sequence[str]) -> list[str]:
+    """The weights that are packed in a model's files."""
+    names: list[str] = []
+    for file in files:
+        with opened(Path(file)) as tensors:
+            names += [name.removesuffix(".codes") for name in tensors.keys() if name.endswith(".codes")]  # noqa: SIM118
+    return names
+
+
+def _in_memory(layer: nn.Module) -> AbstractContextManager[None]:
+    """A time in which a layer has its tensors, wherever accelerate keeps them."""
+    if not hasattr(layer, "_hf_hook"):
+        return nullcontext()
+    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(layer)
+    return aligned
+
+
+def _listed(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
+    return ", ".join(names[:_MOST_NAMES]) + more
+
+
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks what was loaded.
 
     Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of ``from_pretrained`` is that of x, norms
-    and embeddings; scales and zero points keep the checkpoint's.
+    and embeddings; scales and zero points keep the checkpoint's. With a ``device_map`` that has "cpu" or "disk", packed
+    weights stay on the other devices unless ``offload_buffers=True`` is given: they are buffers.
     """
 
     requires_calibration = True  # so that transformers refuses a model that is not packed
 
-    def validate_environment(self, *args: Any, **kwargs: Any) -> None:
-        """Refuse to leave weights on the disk.
-
-        Raises:
-            ValueError: a ``device_map`` with "disk".
-        """
-        device_map = kwargs.get("device_map")
-        if isinstance(device_map, dict) and "disk" in device_map.values():
-            raise ValueError("device_map has 'disk'; packed weights can be on 'cpu' and CUDA devices")
+    def update_attn_implementation(self, config: Any) -> Any:
+        """Take out of the configuration what keeps transformers from the files (``model_directory.GUARD``)."""
+        # This hook is the one that runs after the configuration is read and before the files are looked for.
+        if getattr(config, GUARD_KEY, None) == GUARD:
+            delattr(config, GUARD_KEY)
+        return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
             raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
-        named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
-        for name, module in list(model.named_modules()):
-            if not isinstance(module, nn.Linear):
-                continue
-            # A model without its head knows its modules by shorter names than the file does.
-            whole = f"{model.base_model_prefix}.{name}"
-            form = weight_format(config, whole if name not in named and whole in named else name)
-            if form is None:
-                continue
+        for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
             try:
-                weight = _without_values(module, form)
+                weight = _without_values(model.get_submodule(name), form)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
             model.set_submodule(name, layer)
+            parent = model.get_submodule(name.rpartition(".")[0])
+            # transformers initialises what it did not load, parents included, some of which reach for the layer's weight.
+            if not parent._non_persistent_buffers_set:
+                parent._is_hf_initialized = True
+        self._watch(model)
         return model
 
-    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
-        for name, layer in model.named_modules():
-            if not isinstance(layer, MixedLinear):
-                continue
-            for part, tensor in layer.named_buffers():
-                # The mark that transformers gives to what it loaded. Memory that nothing was loaded into holds anything.
-                if not getattr(tensor, "_is_hf_initialized", False):
-                    raise ValueError(f"tensor {f'{name}.{part}'!r} is not in the model's files, or is of another size")
-            layer.view_buffers()
-            if problem := packed_problem(layer.packed):
-                raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
-        return model
-
-    def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Nothing but the model's own ``state_dict`` is saved.
+    def _packed_layers(self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None) -> dict[str, WeightFormat]:
+        """Formats of the layers to replace, by the model's names of them.
 
         Raises:
-            ValueError: layers of the model were fused.
+            ValueError: a packed weight of which the model cannot make a linear layer.
         """
-        if any(isinstance(module, FusedPart) for module in model.modules()):
-            raise ValueError("layers of the model are fused (cutlass_ops.fuse_linears); save it before that")
-        return None, {}
+        if files is None:  # a state_dict that load_model made, with the model's own names
+            linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+            return {name: form for name in linears if (form := weight_format(config, name)) is not None}
+        architecture = Architecture(model)
+        named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
+        found: dict[str, WeightFormat] = {}
+        wrong: dict[str, str] = {}
+        for stored in _packed_names(files):
+            name, reason = architecture.place(stored)
+            # save_pretrained has the model's names in the configuration, and the checkpoint's in the files.
+            form = weight_format(config, name if stored not in named and name in named else stored)
+            if form is None:
+                wrong[stored] = "modules_to_not_convert names it"
+            elif reason:
+                wrong[stored] = reason
+            elif name:
+                found[name] = form
+        if wrong:
+            raise ValueError(
+                f"{Path(files[0]).parent}: packed, but not linear layers of {type(model).__name__}: "
+                + _listed([f"{name} ({reason})" for name, reason in wrong.items()])
+                + "; reorder the checkpoint with this version of cutlass_ops"
+            )
+        return found
+
+    def _watch(self, model: Any) -> None:
+        """Keep what transformers finds out of the files' tensors and the model's, which it only logs."""
+        adjust = model._adjust_missing_and_unexpected_keys
+        self._found = None
+
+        def keep(info: Any) -> None:
+            adjust(info)
+            self._found = info
+
+        model._adjust_missing_and_unexpected_keys = keep
+
+    def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        del model._adjust_missing_and_unexpected_keys
+        found, self._found = self._found, None
+        if found is None:
+            raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
+        self._check_found(model, found)
+        for name, layer in model.named_modules():
+            if isinstance(layer, MixedLinear):
+                with _in_memory(layer):
+                    layer.view_buffers()
+                    problem = packed_problem(layer.packed)
+                layer.view_buffers()
+                if problem:
+                    raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
+        return model
+
+    def _check_found(self, model: Any, found: Any) -> None:
+        """Refuse a model of which a part is random, and files of which a part is left over.
+
+        As transformers has it, the body of a model may be loaded without its head, or with a new one, which is random.
+        """
+        layers = [name for name, module in model.named_modules() if isinstance(module, MixedLinear)]
+        parts = {f"{name}.{part}" for name in layers for part in PARTS}
+        if lost := sorted(parts & found.missing_and_mismatched()):
+            raise ValueError(f"tensor {lost[0]!r} is not in the model's files, or is of another size")
+        tied = getattr(model, "all_tied_weights_keys", {})
+        missing = {name for name in found.missing_keys if name not in tied}
+        unexpected = set(found.unexpected_keys)
+        headless = model.base_model is model
+        saved = getattr(model.config, "architectures", None) or [type(model).__name__]
+        if headless or type(model).__name__ not in saved:
+            body = f"{model.base_model_prefix}."
+            missing = {name for name in missing if headless or name.startswith(body)}
+            children = dict(model.named_children())
+            unexpected = {name for name in unexpected if name.startswith(body) or name.partition(".")[0] in children}
+        if unexpected:
+            raise ValueError(f"the model has no place for {_listed(sorted(unexpected))}")
+        if missing:
+            raise ValueError(f"the file lacks {_listed(sorted(missing))}")
+
+    def get_state_dict_and_metadata(self, model: Any) -> tuple[dict[str, Tensor] | None, dict[str, str]]:
+        """What ``save_pretrained`` writes: layers that were fused are saved as they were before.
+
+        The configuration is brought up to date with the layers that the model has now.
+
+        Raises:
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`).
+        """
+        attach(model)
+        parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
+        if not parts:
+            return None, {}
+        shared = {id(part.shared) for part in parts.values()}
+        fused = tuple(f"{name}." for name, module in model.named_modules() if id(module) in shared)
+        state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(fused)}
+        for name, part in parts.items():
+            state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
+        return state, {}
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""
@@ -127,3 +254,70 @@ class CutlassOpsQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether ``torch.compile`` traces through: yes."""
         return True
+
+
+# ---- models that were packed in memory
+
+
+def check_method(model: Any) -> None:
+    """Raise ValueError for a model that another method quantised: a model is saved by one."""
+    other = getattr(model, "hf_quantizer", None)
+    if other is not None and not isinstance(other, CutlassOpsQuantizer):
+        raise ValueError(
+            f"the model is quantised by {other.quantization_config.quant_method!s} already; "
+            "its layers cannot be packed in place: reorder its checkpoint"
+        )
+
+
+def attach(model: Any) -> None:
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its like treat them right.
+
+    Raises:
+        ValueError: as :func:`describe`.
+    """
+    config = CutlassOpsConfig(**describe(model))
+    if getattr(model, "hf_quantizer", None) is None:
+        model.hf_quantizer = CutlassOpsQuantizer(config)
+        model.is_quantized = True
+        model.quantization_method = QUANT_METHOD
+    model.hf_quantizer.quantization_config = config
+    model.config.quantization_config = config
+    if isinstance(model.get_output_embeddings(), MixedLinear):
+        # It has tensors of its own, whatever it shared before.
+        model.config.tie_word_embeddings = False
+        layers = {name for name, module in model.named_modules() if isinstance(module, MixedLinear)}
+        model.all_tied_weights_keys = {
+            target: source
+            for target, source in model.all_tied_weights_keys.items()
+            if target.removesuffix(".weight") not in layers
+        }
+
+
+def describe(model: nn.Module) -> dict[str, Any]:
+    """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
+
+    Raises:
+        ValueError: no packed layer, or layers with an activation, or with different treatment of x: neither is stored.
+    """
+    modules = dict(model.named_modules())
+    shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
+    weights: dict[str, WeightFormat] = {}
+    treatments: dict[tuple[str, bool], str] = {}
+    for name, module in modules.items():
+        if not isinstance(module, MixedLinear | FusedPart) or id(module) in shared:
+            continue
+        layer = module.shared if isinstance(module, FusedPart) else module
+        if layer.activation is not None:
+            raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
+        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
+        left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
+        parts = sorted(layer.packed.tensors().items())
+        dtypes = tuple((part, tensor.dtype) for part, tensor in parts if part not in left_out)
+        weights[name] = WeightFormat(layer.packed.bits, layer.packed.group_size, dtypes)
+    if not weights:
+        raise ValueError(f"{type(model).__name__} has no packed layer")
+    if len(treatments) > 1:
+        listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
+        raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
+    linears = [name for name, module in modules.items() if isinstance(module, nn.Linear)]
+    return quantization_config(weights, linears, *next(iter(treatments)))

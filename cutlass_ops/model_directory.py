@@ -24,6 +24,9 @@ whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every oth
 ``act_symmetric``         whether quantised activations have no zero point: true
 ``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
 ========================  ================================================================================
+
+``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``), so that transformers
+refuses the directory where cutlass_ops was not imported.
 """
 
 from __future__ import annotations
@@ -45,7 +48,7 @@ from torch import Tensor
 from . import formats
 from .checkpoints import Checkpoint, Quantized
 from .checkpoints.directory import INDEX, SETTINGS
-from .plan import Options, Progress, Step, plan, sha256
+from .plan import Options, Plan, Progress, Step, plan, sha256
 from .reorder import (
     PACKED_DTYPES,
     Slices,
@@ -62,6 +65,15 @@ from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, 
 from .weight import CheckpointError
 
 QUANT_METHOD = "cutlass_ops"
+#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in a packed directory:
+#: transformers refuses it, with this text, unless cutlass_ops takes it out again (see ``hf_quantizer.py``). Without it,
+#: transformers alone would only warn of a quantisation that it does not know, and load random weights.
+GUARD_KEY = "transformers_weights"
+GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint was made for.
+ACTIVATIONS = "activations"
+#: What output heads are called.
+_HEADS = ("lm_head", "embed_out")
 #: The most that a file's tensors take: some tools read no larger ones.
 SHARD_BYTES = 5_000_000_000
 
@@ -193,8 +205,9 @@ class _Item:
                 yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
 
 
-def _items(checkpoint: Checkpoint, options: Options, ranks: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
-    steps = plan(checkpoint, options)
+def _items(
+    checkpoint: Checkpoint, steps: Sequence[Step], ranks: int = 1, splits: Sequence[tuple[str, str]] = ()
+) -> list[_Item]:
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
     except ValueError as error:
@@ -316,6 +329,7 @@ class Reordered:
         found: how many of those were there already, from a run that was interrupted.
         copied: names of the other files that were copied.
         styles: how the layers that are split over ranks are split, by name.
+        kept: why matrices that the options choose were not packed, by module name.
     """
 
     path: Path
@@ -327,6 +341,7 @@ class Reordered:
     found: int = 0
     copied: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
+    kept: Mapping[str, str] = field(default_factory=dict)
 
 
 def reorder_checkpoint(
@@ -362,23 +377,26 @@ def reorder_checkpoint(
     """
     path = Path(path)
     options = Options(bits, group_size, symmetric, include, exclude, clip)
-    items = _items(checkpoint, options, 1, ())
+    planned = plan(checkpoint, options, for_model=False)
+    items = _items(checkpoint, planned.steps)
     for file in checkpoint.files:
         if path.exists() and file.samefile(path):
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
     if not dry_run:
         how = {**asdict(options), **checkpoint.options}
+        if checkpoint.activations is not None:
+            how[ACTIVATIONS] = list(checkpoint.activations)
         contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
         _write([path], [contents], items, jobs, progress)
     return Reordered(
-        **_summary(checkpoint, items),
+        **_summary(checkpoint, items, planned),
         path=path,
         packed_bytes=sum(item.nbytes for item in items) if dry_run else path.stat().st_size,
         files=(path,),
     )
 
 
-def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
+def _summary(checkpoint: Checkpoint, items: Sequence[_Item], planned: Plan) -> dict[str, Any]:
     return {
         "weights": {
             item.step.name: (*item.step.entry.shape, item.step.weight.bits, item.step.weight.group_size)
@@ -388,6 +406,7 @@ def _summary(checkpoint: Checkpoint, items: Sequence[_Item]) -> dict[str, Any]:
         "tensors": tuple(item.step.name for item in items if item.weight is None),
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
+        "kept": planned.kept,
     }
 
 
@@ -446,8 +465,9 @@ def reorder_model(
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
-    items = _items(checkpoint, options, ranks, splits)
-    summary = _summary(checkpoint, items)
+    planned = plan(checkpoint, options)
+    items = _items(checkpoint, planned.steps, ranks, splits)
+    summary = _summary(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
     directories = [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
     names = _shard_names(len(shards))
@@ -496,9 +516,11 @@ def reorder_model(
             )
             if ranks > 1:
                 quantization["tensor_parallel"] = {"rank": rank, "size": ranks, "styles": summary["styles"]}
-            _replace(
-                directory / "config.json", _json({**_plain_config(checkpoint.config), "quantization_config": quantization})
-            )
+            config = {**_plain_config(checkpoint.config), "quantization_config": quantization}
+            if any(name.rpartition(".")[2] in _HEADS for name in summary["weights"]):
+                _untie(config)
+            config[GUARD_KEY] = GUARD
+            _replace(directory / "config.json", _json(config))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
 
@@ -558,9 +580,17 @@ def _not_converted(items: Sequence[_Item]) -> list[str]:
     return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
 
 
+def _untie(config: dict[str, Any]) -> None:
+    """Say that the head, which is packed, has a weight of its own."""
+    config["tie_word_embeddings"] = False
+    if isinstance(inner := config.get("text_config"), dict):
+        config["text_config"] = {**inner, "tie_word_embeddings": False}
+
+
 def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation."""
-    plain = {key: value for key, value in config.items() if key not in ("quantization_config", "compression_config")}
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    left_out = ("quantization_config", "compression_config", GUARD_KEY)
+    plain = {key: value for key, value in config.items() if key not in left_out}
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = _plain_config(inner)
     return plain

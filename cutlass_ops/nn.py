@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -90,7 +92,13 @@ class MixedLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype."""
-        return ops.mixed_gemm(x, self._packed, None, self.activation, self.act_quant, self.act_symmetric)
+        packed = self._packed
+        if any(self._buffers[name] is not getattr(packed, name) for name in PARTS):
+            packed = replace(packed, **{name: getattr(self, name) for name in PARTS})
+            # What accelerate puts in place of an offloaded layer's tensors is there for one call, and must not be kept.
+            if not self._packed.codes.is_meta:
+                self._packed = packed
+        return ops.mixed_gemm(x, packed, None, self.activation, self.act_quant, self.act_symmetric)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""
@@ -118,6 +126,9 @@ def replace_linears(
     replaced, so that an error leaves the model as it was. A packed weight stays on its device; move the model after.
     :func:`fuse_linears` then makes one of those that multiply the same x.
 
+    A model of transformers is told of its packed layers, so that ``save_pretrained`` writes a directory that
+    ``from_pretrained`` and :func:`load_model` read.
+
     Args:
         model: any module; changed in place.
         packed: weights by the layer's qualified name, as in ``model.named_modules()``: "model.layers.0.mlp.up_proj".
@@ -127,9 +138,15 @@ def replace_linears(
         The replaced names, in the order of ``packed``.
 
     Raises:
-        ValueError: a name that the model does not have, or a weight of another shape than the layer's.
+        ValueError: a name that the model does not have, a weight of another shape than the layer's, or a model of
+            transformers that another method quantised.
         TypeError: a named module that is not ``torch.nn.Linear``, or a value that is not a PackedWeight.
     """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    quantizer = None
+    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
+        quantizer = import_module("cutlass_ops.hf_quantizer")
+        quantizer.check_method(model)
     modules = dict(model.named_modules())
     layers: dict[str, MixedLinear] = {}
     for name, weight in packed.items():
@@ -150,6 +167,8 @@ def replace_linears(
         parent, _, child = name.rpartition(".")
         layer.train(modules[name].training)
         setattr(modules[parent], child, layer)
+    if quantizer is not None and layers:
+        quantizer.attach(model)
     return list(layers)
 
 
@@ -174,11 +193,13 @@ class _Shared:
 
     layer: MixedLinear
     sizes: list[int]
+    biased: list[bool]
     last: tuple[Tensor, int | None, list[Tensor | None]] | None = None
 
-    def __init__(self, layer: MixedLinear, sizes: Sequence[int]) -> None:
+    def __init__(self, layer: MixedLinear, sizes: Sequence[int], biased: Sequence[bool]) -> None:
         self.layer = layer
         self.sizes = list(sizes)
+        self.biased = list(biased)
 
     def part(self, index: int, x: Tensor) -> Tensor:
         # Tensors of inference mode do not count what is done to them in place.
@@ -196,7 +217,7 @@ class _Shared:
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles begin without a result.
-        return {"layer": self.layer, "sizes": self.sizes}
+        return {"layer": self.layer, "sizes": self.sizes, "biased": self.biased}
 
 
 class FusedPart(nn.Module):
@@ -220,6 +241,24 @@ class FusedPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by this part of the weight; returns a view ``[..., N]`` of the shared result."""
         return self._shared.part(self._index, x)
+
+    @property
+    def shared(self) -> MixedLinear:
+        """The layer that does the work."""
+        return self._shared.layer
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether this layer had a bias before it was fused."""
+        return self._shared.biased[self._index]
+
+    @property
+    def packed(self) -> PackedWeight:
+        """This part of the shared layer's weight: what the layer had before it was fused, bit for bit."""
+        begin = sum(self._shared.sizes[: self._index])
+        rows = _rows(self._shared.layer.packed, begin, begin + self.out_features)
+        # Where only some parts had a bias, the others got one of -0.0.
+        return rows if self.has_bias else replace(rows, bias=None)
 
     def extra_repr(self) -> str:
         """Sizes, as ``print(model)`` shows them."""
@@ -245,7 +284,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
     Their weights are packed as one (:func:`cutlass_ops.reorder` of a list) in a :class:`MixedLinear` that the parent gets
     under a new name, and :class:`FusedPart` modules take their places, so that the model's code stays as it is. The values
     are those of the separate layers up to the order of fp32 sums. ``state_dict`` has the new layer's tensors instead of the
-    old ones': save a model before fusing it.
+    old ones'; ``save_pretrained`` of transformers' models writes the old ones', bit for bit.
 
     Layers are left alone, with the reason in the result, where one of them is no MixedLinear, or where they differ in what
     one product must share: bits, group size, kind of zero point, act order, dtypes, device, treatment of x.
@@ -274,12 +313,30 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
             first = parts[0]
             layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
             layer.train(first.training)
-            shared = _Shared(layer, [part.out_features for part in parts])
+            shared = _Shared(layer, [part.out_features for part in parts], [part.bias is not None for part in parts])
             setattr(parent, new, layer)
             for index, child in enumerate(children):
                 setattr(parent, child, FusedPart(shared, index).train(first.training))
             layers[name] = tuple(f"{parent_name}.{child}" if parent_name else child for child in children)
     return Fused(layers, refused)
+
+
+def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
+    """Rows ``begin`` to ``end`` of a weight: views where they are whole slabs."""
+    if begin % formats.ROWS_PER_SLAB or (end % formats.ROWS_PER_SLAB and end != weight.n):
+        whole = weight.unpack()
+        parts = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+        return reorder(replace(whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}))
+    padded = formats.padded_rows(end)
+    slab_bytes = weight.codes.numel() * formats.ROWS_PER_SLAB // formats.padded_rows(weight.n)
+    slabs = slice(begin // formats.ROWS_PER_SLAB * slab_bytes, padded // formats.ROWS_PER_SLAB * slab_bytes)
+    changed: dict[str, Any] = {"codes": weight.codes[slabs]}
+    for name in ("scales", "zeros", "offsets"):
+        if (part := getattr(weight, name)) is not None:
+            changed[name] = part[:, begin:padded].contiguous()
+    if weight.bias is not None:
+        changed["bias"] = weight.bias[begin:end]
+    return replace(weight, n=end - begin, **changed)
 
 
 def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
@@ -308,6 +365,8 @@ def _reason_against(parent: nn.Module, new: str, parts: Mapping[str, nn.Module])
     for name, part in parts.items():
         if not isinstance(part, MixedLinear):
             return f"{name} is a {type(part).__name__}; a MixedLinear is expected"
+        if part.codes.is_meta:
+            return f"{name} is offloaded: its tensors are not in memory"
     options = {name: (part.act_quant, part.act_symmetric, part.activation) for name, part in parts.items()}
     if len(set(options.values())) > 1:
         return f"act_quant, act_symmetric and activation differ: {options}"

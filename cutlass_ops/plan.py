@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from . import formats
+from .architecture import Architecture, architecture_of
 from .checkpoints import Checkpoint, Entry, Quantized
 from .quantize import quantize
 from .weight import CheckpointError, QuantizedWeight
@@ -33,6 +34,19 @@ class Step:
     entry: Entry
     name: str
     weight: Quantized | None
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What becomes of a checkpoint.
+
+    Attributes:
+        steps: one or more for each entry, in the order of the checkpoint.
+        kept: why matrices that the options choose stay plain tensors, by module name.
+    """
+
+    steps: list[Step]
+    kept: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -78,12 +92,28 @@ def pattern(option: str, text: str | None) -> re.Pattern[str] | None:
         raise ValueError(f"{option} is {text!r}, which is not a regular expression: {error}") from error
 
 
-def plan(checkpoint: Checkpoint, options: Options) -> list[Step]:
+def plan(
+    checkpoint: Checkpoint,
+    options: Options,
+    architecture: Architecture | None = None,
+    *,
+    for_model: bool = True,
+) -> Plan:
     """What becomes of each entry, in the order of the checkpoint.
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if ``options.bits``
     is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output head
     (``DEFAULT_EXCLUDE``). A bias goes with its weight.
+
+    What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it is, a quantised one as
+    the fp32 values that its file gives it. A quantised embedding that is the output head too is packed as the head, and
+    its values become the table.
+
+    Args:
+        checkpoint, options: what to plan for.
+        architecture: the model; None takes what ``checkpoint.config`` says.
+        for_model: whether the result is loaded as a model. If not, it is a file of weights: every weight that the
+            checkpoint quantised is packed, and a tied one is stored once.
 
     Raises:
         CheckpointError: a quantised tensor that cannot be packed and is not excluded.
@@ -91,44 +121,50 @@ def plan(checkpoint: Checkpoint, options: Options) -> list[Step]:
     """
     include, exclude = pattern("include", options.include), pattern("exclude", options.exclude)
     default = re.compile(DEFAULT_EXCLUDE)
+    architecture = architecture_of(checkpoint.config) if architecture is None else architecture
     steps = []
+    kept: dict[str, str] = {}
     biases = set()
     for entry in checkpoint.entries.values():
         module = entry.name.removesuffix(".weight")
-        chosen = (include is None or include.search(module)) and not (exclude is not None and exclude.search(module))
-        if entry.quantized is not None or entry.problem:
-            if not chosen:
-                steps += as_tensors(entry)
-            elif entry.problem:
-                raise CheckpointError(
-                    checkpoint.path,
-                    f"{entry.problem}; to store its values as floats, leave it out (--exclude)",
-                    entry.source,
-                )
-            else:
-                steps.append(Step(entry, entry.name, entry.quantized))
-        elif options.bits is not None and chosen and _is_linear(entry) and (include is not None or not default.search(module)):
+        chosen = bool((include is None or include.search(module)) and not (exclude is not None and exclude.search(module)))
+        quantized = entry.quantized is not None or bool(entry.problem)
+        if not quantized:
+            floats = options.bits is not None and _is_linear(entry)
+            chosen = chosen and floats and (include is not None or not default.search(module))
+        if chosen and (for_model or not quantized) and (reason := architecture.reason_to_keep(module)):
+            kept[module] = reason
+            chosen = False
+        if not chosen:
+            steps += as_tensors(entry) if quantized else [Step(entry, entry.name, None)]
+        elif entry.problem:
+            raise CheckpointError(
+                checkpoint.path,
+                f"{entry.problem}; to store its values as floats, leave it out (--exclude)",
+                entry.source,
+            )
+        elif entry.quantized is not None:
+            if for_model and entry.tied_to:
+                steps.append(Step(replace(entry, nbytes=0), f"{entry.tied_to}.weight", None))
+                entry = replace(entry, tied_to="")
+            steps.append(Step(entry, entry.name, entry.quantized))
+        else:
+            assert options.bits is not None
             bias = checkpoint.entries.get(f"{module}.bias")
             if bias is None or bias.dtype not in _FLOAT_TYPES or bias.shape != entry.shape[:1]:
                 bias = None
             else:
                 biases.add(bias.name)
-            steps.append(
-                Step(
-                    entry,
-                    module,
-                    to_quantize(
-                        checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric, options.clip
-                    ),
-                )
+            weight = to_quantize(
+                checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric, options.clip
             )
-        else:
-            steps.append(Step(entry, entry.name, None))
+            steps.append(Step(entry, module, weight))
     if not any(step.weight is not None for step in steps):
         floats = options.bits is None and any(_is_linear(entry) for entry in checkpoint.entries.values())
         hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
-        raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}")
-    return [step for step in steps if step.weight is not None or step.name not in biases]
+        reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
+        raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
+    return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept)
 
 
 def _is_linear(entry: Entry) -> bool:

@@ -148,7 +148,12 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
             largest = found.largest_difference
             if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
                 found.largest_difference, found.largest_at = difference, packed
-        return {packed}
+        table = f"{entry.tied_to}.weight" if entry.tied_to else ""
+        if table not in info.tensors:
+            return {packed}
+        if not _same_bits(_sliced(info, table, entry.values()), _tensor(info, table)):
+            found.problems.append(f"{table}: differs from the checkpoint's")
+        return {packed, table}
     if entry.quantized is None and not entry.problem:
         steps = [Step(entry, entry.name, None)]
         owner = entry.name.removesuffix(".bias")

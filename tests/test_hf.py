@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops import formats, hf
-from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
 from cutlass_ops.plan import Options
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -179,6 +179,78 @@ def test_a_model_without_its_head(family: tuple[Any, Path, Path], tmp_path: Path
     assert isinstance(model.layers[0].mlp.down_proj, nn.Linear)
 
 
+def test_a_model_with_a_new_head(family: tuple[Any, Path, Path]) -> None:
+    expected, _, packed = family
+    model, info = transformers.AutoModelForSequenceClassification.from_pretrained(packed, output_loading_info=True)
+    # transformers reports these itself.
+    assert (info["missing_keys"], info["unexpected_keys"]) == ({"score.weight"}, {"lm_head.weight"})
+    assert mixed(model).keys() == linears(expected).keys()
+    body = expected.model(input_ids=TOKENS).last_hidden_state
+    found = model.model(input_ids=TOKENS).last_hidden_state
+    assert (found - body).abs().max() <= 2e-5 * body.square().mean().sqrt()
+
+
+def test_transformers_alone_refuses_a_packed_directory(tmp_path: Path) -> None:
+    tiny().save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed").save_pretrained(tmp_path / "saved")
+    code = f"""
+        import sys, transformers
+        for name in ("packed", "saved"):
+        \ttry:
+        \t\ttransformers.AutoModelForCausalLM.from_pretrained({str(tmp_path)!r} + "/" + name)
+        \texcept ValueError as error:
+        \t\tprint(name, error)
+        assert "cutlass_ops" not in sys.modules
+    """
+    command = [sys.executable, "-W", "ignore", "-c", "\n".join(line.strip(" ") for line in code.splitlines())]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    assert [line.partition(" ")[0] for line in lines] == ["packed", "saved"]
+    said = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
+    assert all(line.endswith(said) for line in lines)
+
+
+def test_directories_written_before_the_guard_still_load(act_order: Path, tmp_path: Path) -> None:
+    co.load_model(act_order, fuse=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["transformers_weights"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for model in (co.load_model(tmp_path), transformers.AutoModelForCausalLM.from_pretrained(tmp_path)):
+        assert_same_logits(model, co.load_model(act_order))
+
+
+MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
+
+
+def test_packed_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As earlier versions wrote them: transformers has no linear layers of these names."""
+    model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE}))
+    model.save_pretrained(tmp_path / "float")
+    with monkeypatch.context() as patch:
+        patch.setattr("cutlass_ops.architecture.Architecture.reason_to_keep", lambda *_: "")
+        reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    reasons = (
+        r"packed, but not linear layers of MixtralForCausalLM: "
+        r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1 \(transformers loads it as part of .*gate_up_proj\).*"
+        r"model\.layers\.0\.block_sparse_moe\.gate \(it is a parameter of MixtralTopKRouter.*; reorder the checkpoint"
+    )
+    for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=reasons):
+            load(tmp_path / "packed")
+
+
+def test_a_packed_layer_that_the_config_excludes(act_order: Path, tmp_path: Path) -> None:
+    co.load_model(act_order, fuse=False).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["modules_to_not_convert"].append("model.layers.0.mlp.up_proj")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(ValueError, match=r"mlp\.up_proj \(modules_to_not_convert names it\)"):
+            load(tmp_path)
+
+
 def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
     expected, _, packed = family
     model = transformers.AutoModelForCausalLM.from_pretrained(packed)
@@ -188,9 +260,89 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
         for part, tensor in layer.packed.tensors().items():
             assert torch.equal(mixed(again)[name].packed.tensors()[part], tensor)
     assert_same_logits(again, expected)
+    # Fused layers are saved as they were before, bit for bit.
     co.fuse_linears(model)
-    with pytest.raises(ValueError, match="layers of the model are fused"):
-        model.save_pretrained(tmp_path / "fused")
+    model.save_pretrained(tmp_path / "fused")
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("again", "fused"))
+    assert first == second
+    assert (tmp_path / "again" / "config.json").read_text() == (tmp_path / "fused" / "config.json").read_text()
+    assert "model.layers.0.self_attn.qkv_proj" in mixed(model)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
+    model = tiny("qwen2", tie_word_embeddings=tied)
+    layers = {**linears(model), "lm_head": model.lm_head}
+    del layers["model.layers.0.mlp.down_proj"]
+    packed = {name: co.reorder(co.quantize(linear.weight.detach(), 4, 32, False)) for name, linear in layers.items()}
+    co.replace_linears(model, packed, act_quant="token", act_symmetric=False)
+    co.set_activations(model, "block")
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "separate")
+    co.fuse_linears(model)
+    model.save_pretrained(tmp_path / "fused")
+    for folder in (tmp_path / "separate", tmp_path / "fused"):
+        config = json.loads((folder / "config.json").read_text())
+        assert config["quantization_config"]["modules_to_not_convert"] == ["model.layers.0.mlp.down_proj"]
+        assert not config.get("tie_word_embeddings")
+        for loaded in (
+            transformers.AutoModelForCausalLM.from_pretrained(folder),
+            co.load_model(folder, fuse=False),
+        ):
+            assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(loaded).values()} == {("block", True)}
+            assert mixed(loaded).keys() == packed.keys()
+            assert torch.equal(logits(loaded), expected)
+
+
+def test_layers_that_a_config_cannot_describe_are_not_saved(act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order, fuse=False)
+    layer = model.model.layers[0].mlp.up_proj
+    layer.act_quant = "token"
+    with pytest.raises(ValueError, match=r"differ between layers \('.*' has 'none', True, '.*up_proj' has 'token', True\)"):
+        model.save_pretrained(tmp_path / "saved")
+    layer.act_quant, layer.activation = "none", "relu"
+    with pytest.raises(ValueError, match=r"up_proj' has activation 'relu', which is not stored"):
+        model.save_pretrained(tmp_path / "saved")
+    assert not list((tmp_path / "saved").glob("*.json"))
+    model.hf_quantizer = object.__new__(transformers.quantizers.quantizer_hqq.HqqHfQuantizer)
+    model.hf_quantizer.quantization_config = transformers.HqqConfig()
+    with pytest.raises(ValueError, match=r"the model is quantised by .* already"):
+        co.replace_linears(model, {})
+
+
+def halves(model: Any) -> dict[str, str]:
+    """A device map with one layer on the disk."""
+    places = dict.fromkeys((name for name, _ in model.model.named_children()), "cpu")
+    del places["layers"]
+    places = {f"model.{name}": place for name, place in places.items()}
+    return {**places, "model.layers.0": "cpu", "model.layers.1": "disk", "lm_head": "cpu"}
+
+
+@pytest.mark.parametrize("offload_buffers", [True, False])
+@pytest.mark.parametrize("tied", [True, False])
+def test_layers_on_the_disk(offload_buffers: bool, tied: bool, tmp_path: Path) -> None:
+    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    tiny("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False), shard_bytes=60_000)
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    options = {"offload_folder": tmp_path / "offload", "offload_buffers": offload_buffers}
+    maps: list[dict[str, Any]] = [
+        {"device_map": halves(expected)},
+        {"device_map": "auto", "max_memory": {"cpu": 100_000}},
+    ]
+    for places in maps:
+        model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **places, **options)
+        assert "disk" in model.hf_device_map.values()
+        for _ in range(2):
+            assert torch.equal(logits(model), logits(expected))
+            # Nothing of them stays in memory.
+            on_disk = {name for name, layer in mixed(model).items() if layer.packed.codes.is_meta}
+            assert all(layer.codes.is_meta == (name in on_disk) for name, layer in mixed(model).items())
+            assert bool(on_disk) == offload_buffers
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the memory that it takes
+        model.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved")), logits(expected))
 
 
 def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
@@ -253,6 +405,9 @@ def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tenso
     for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
         with pytest.raises(ValueError, match=match):
             load(folder)
+    on_disk = {"device_map": {"model": "disk", "lm_head": "cpu"}, "offload_buffers": True}
+    with pytest.raises(ValueError, match=match):
+        transformers.AutoModelForCausalLM.from_pretrained(folder, **on_disk, offload_folder=tmp_path / "offload")
 
 
 def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None:
@@ -265,12 +420,14 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
         folder = rewrite(tmp_path / "saved", tmp_path / name, {name: torch.zeros(5, dtype=torch.uint8)})
         with pytest.raises(ValueError, match=match):
             co.load_model(folder)
-    folder = rewrite(tmp_path / "saved", tmp_path / "more", {"model.other.weight": torch.zeros(3)})
-    with pytest.raises(ValueError, match=r"the model has no place for model\.other\.weight$"):
-        co.load_model(folder)
-    folder = rewrite(tmp_path / "saved", tmp_path / "less", {"model.norm.weight": None})
-    with pytest.raises(ValueError, match=r"the file lacks model\.norm\.weight$"):
-        co.load_model(folder)
+    more = rewrite(tmp_path / "saved", tmp_path / "more", {"model.other.weight": torch.zeros(3)})
+    less = rewrite(tmp_path / "saved", tmp_path / "less", {"model.norm.weight": None})
+    auto = (transformers.AutoModelForCausalLM, transformers.AutoModel, transformers.AutoModelForSequenceClassification)
+    for load in (co.load_model, *(cls.from_pretrained for cls in auto)):
+        with pytest.raises(ValueError, match=r"the model has no place for model\.other\.weight$"):
+            load(more)
+        with pytest.raises(ValueError, match=r"the file lacks (model\.)?norm\.weight$"):
+            load(less)
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
         co.load_model(tmp_path / "float")
@@ -465,7 +622,7 @@ DIALECTS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
 }
 
 
-def assert_loads(source: Path, scratch: Path, expected: Any, fused: bool = True) -> None:
+def assert_loads(source: Path, scratch: Path, expected: Any, fused: bool = True, head: bool = False) -> None:
     """Both doors give the model of the dequantised weights: load_model, and from_pretrained once it is reordered."""
     config = expected.config
     model = co.load_model(source, config=config if source.suffix == ".gguf" else None, dtype=torch.float32)
@@ -476,7 +633,7 @@ def assert_loads(source: Path, scratch: Path, expected: Any, fused: bool = True)
         written = json.loads((scratch / "config.json").read_text())
         (scratch / "config.json").write_text(json.dumps({**config.to_dict(), **written}))
     model = transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
-    assert mixed(model).keys() == linears(expected).keys()
+    assert mixed(model).keys() == linears(expected).keys() | ({"lm_head"} if head else set())
     assert_same_logits(model, expected)
 
 
@@ -496,6 +653,58 @@ def test_every_dialect(dialect: str, tmp_path: Path) -> None:
     config = {**model.config.to_dict(), "quantization_config": quantization}
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     assert_loads(tmp_path / "source", tmp_path / "packed", model)
+
+
+def test_quantised_experts_become_their_values(tmp_path: Path) -> None:
+    """A checkpoint of quantised experts and routers: transformers has stacked and bare parameters for them."""
+    torch.manual_seed(0)
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE})).save_pretrained(tmp_path / "values")
+    values = load_file(tmp_path / "values" / "model.safetensors")
+    tensors: dict[str, Tensor] = {}
+    for name, value in values.items():
+        module = name.removesuffix(".weight")
+        if value.dim() == 2 and module not in ("lm_head", "model.embed_tokens"):
+            parts, values[name] = compressed_tensors_int8(value)
+            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
+        else:
+            tensors[name] = value
+    save_file(values, tmp_path / "values" / "model.safetensors", metadata={"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "values")
+    (tmp_path / "source").mkdir()
+    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    config = {**expected.config.to_dict(), "quantization_config": ct_config("int-quantized", CT8)}
+    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    assert_loads(tmp_path / "source", tmp_path / "packed", expected)
+    # A file of weights, which other engines read, has the experts packed; load_model takes their values.
+    reorder_checkpoint(co.load_checkpoint(tmp_path / "source"), tmp_path / "packed.safetensors")
+    assert isinstance(co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"], co.PackedWeight)
+    assert_same_logits(co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected)
+
+
+def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
+    model = tiny(num_hidden_layers=1)
+    tensors = dict(model.state_dict())
+    for name, linear in linears(model).items():
+        parts, _ = compressed_tensors_int8(linear.weight.detach())
+        del tensors[f"{name}.weight"]
+        tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    quantization = ct_config("int-quantized", CT8)
+    tokens = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
+    quantization["config_groups"]["group_0"]["input_activations"] = tokens
+    (source / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
+    checkpoint = co.load_checkpoint(source)
+    assert checkpoint.activations == ("token", False)
+    reorder_model(checkpoint, tmp_path / "packed")
+    reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
+    doors = [co.load_model(path, fuse=False, config=model.config) for path in (source, tmp_path / "packed.safetensors")]
+    doors += [co.load_model(tmp_path / "packed", fuse=False)]
+    for found in doors:
+        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {("token", False)}
+        assert torch.equal(logits(found), logits(doors[0]))
+    assert {layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()} == {"none"}
 
 
 def test_torchao(tmp_path: Path) -> None:
@@ -521,8 +730,9 @@ def test_torchao(tmp_path: Path) -> None:
     assert_loads(tmp_path / "source", tmp_path / "packed", model)
 
 
-def test_gguf(tmp_path: Path) -> None:
-    model = tiny()
+@pytest.mark.parametrize("tied", [False, True])
+def test_gguf(tmp_path: Path, tied: bool) -> None:
+    model = tiny(tie_word_embeddings=tied)
     config = model.config
     writer = gguf.GGUFWriter(tmp_path / "model.gguf", "llama")
     writer.add_head_count(config.num_attention_heads)
@@ -532,7 +742,7 @@ def test_gguf(tmp_path: Path) -> None:
         for name, parameter in model.named_parameters():
             data, kind = parameter.detach().numpy(), gguf.GGMLQuantizationType.F32
             heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}.get(name.split(".")[-2])
-            if name.removesuffix(".weight") in linears(model):
+            if name.removesuffix(".weight") in linears(model) or (tied and "embed" in name):
                 kind = gguf.GGMLQuantizationType.Q8_0 if "v_proj" in name else gguf.GGMLQuantizationType.Q4_1
                 data = gguf.quants.quantize(data, kind)
                 parameter.copy_(torch.from_numpy(gguf.quants.dequantize(data, kind)))
@@ -544,7 +754,7 @@ def test_gguf(tmp_path: Path) -> None:
     writer.write_tensors_to_file()
     writer.close()
     # v is of another format than q and k
-    assert_loads(tmp_path / "model.gguf", tmp_path / "packed", model, fused=False)
+    assert_loads(tmp_path / "model.gguf", tmp_path / "packed", model, fused=False, head=tied)
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
-from cutlass_ops.model_directory import WeightFormat, quantization_config, reorder_model, weight_format
+from cutlass_ops.model_directory import GUARD, WeightFormat, quantization_config, reorder_model, weight_format
 from cutlass_ops.plan import Options
 from cutlass_ops.reorder import is_packed, packed_info
 from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style
@@ -159,6 +159,7 @@ def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> N
     assert listing(out) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     config = json.loads((out / "config.json").read_text())
     quantization = config.pop("quantization_config")
+    assert config.pop("transformers_weights") == GUARD
     assert config == {key: value for key, value in CONFIG.items() if key != "quantization_config"}
     assert quantization["quant_method"] == "cutlass_ops"
     assert (quantization["act_quant"], quantization["act_symmetric"]) == ("block", False)

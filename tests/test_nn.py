@@ -276,6 +276,31 @@ def test_fused_layers_give_what_they_gave_alone(act_quant: str, inference: bool)
     assert attention._modules["q_proj"]._shared.last is None  # nothing is kept
 
 
+@pytest.mark.parametrize("rows", [(70, 8, 24), (64, 128, 24)])
+def test_a_fused_layers_part_is_the_weight_it_was(rows: tuple[int, ...]) -> None:
+    weights = projections()
+    for (name, weight), n in zip(weights.items(), rows, strict=True):
+        parts = {part: getattr(weight, part) for part in ("codes", "scales", "zeros", "bias")}
+        repeated = {part: t.repeat(16, *[1] * (t.dim() - 1))[:n] for part, t in parts.items() if t is not None}
+        weights[name] = replace(weight, **repeated)
+    separate, model = Attention(weights), Attention(weights)
+    co.fuse_linears(model)
+    for name in PROJECTIONS:
+        expected, found = separate.get_submodule(name).packed, model.get_submodule(name).packed
+        assert (found.shape, found.bits, found.group_size) == (expected.shape, expected.bits, expected.group_size)
+        assert found.tensors().keys() == expected.tensors().keys()
+        for part, tensor in expected.tensors().items():
+            assert torch.equal(found.tensors()[part], tensor), (name, part)
+
+
+def test_offloaded_layers_are_not_fused() -> None:
+    model = Attention(projections())
+    model.k_proj.to("meta")
+    done = co.fuse_linears(model)
+    assert done.refused == {"qkv_proj": "k_proj is offloaded: its tensors are not in memory"}
+    assert not done.layers
+
+
 def test_fused_layers_are_right_in_any_order_and_alone() -> None:
     separate, model = (Attention(projections(), "block") for _ in range(2))
     co.fuse_linears(model)

@@ -1,0 +1,223 @@
+"""Which matrices of a checkpoint are linear layers of its model, and why others must stay plain tensors.
+
+A model of transformers keeps some matrices as bare parameters (routers, stacked experts), reads the ``weight`` of some
+linear layers itself, and loads some tensors under other names or merged with others. Where transformers is installed and
+knows the model, the model itself is asked: built on the meta device, without values, in evaluation mode. Otherwise names
+decide.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+import sys
+import textwrap
+import warnings
+from collections.abc import Hashable, Mapping
+from functools import cache
+from importlib import import_module
+from types import CodeType, ModuleType
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import nn
+
+#: Module names that are no linear layers of transformers' models, with the reason, where the model cannot be asked.
+_BY_NAME = (
+    (r"(^|\.)experts\.", "an expert, whose weight transformers stacks with those of the other experts"),
+    (r"(^|\.)(gate|router|mlp\.router|shared_expert_gate)$", "a router, which transformers keeps as a bare parameter"),
+    (r"(^|\.)(dt_proj|x_proj|mixer\.out_proj)$", "a layer of a state-space model, which reads its weight itself"),
+)
+#: Models whose linear layers store their weights transposed, ``[in, out]``: transformers' Conv1D.
+_TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+#: The most layers that a configuration may name; a model of more would take too long to build.
+_MOST_LAYERS = 10_000
+
+
+class Architecture:
+    """The model that a checkpoint belongs to, as far as it is known.
+
+    Args:
+        model: a model of transformers, on any device, "meta" included; None if it is not known.
+        model_type: of its configuration; used only where there is no model.
+    """
+
+    def __init__(self, model: Any = None, model_type: str = "") -> None:
+        self.model = model
+        self._model_type = model_type
+        if model is not None:
+            self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
+            self._tensors = dict.fromkeys(model.state_dict(), True)
+            conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+            self._loading = import_module("transformers.core_model_loading")
+            self._renamings = [c for c in conversions if isinstance(c, self._loading.WeightRenaming)]
+            self._converters = [c for c in conversions if isinstance(c, self._loading.WeightConverter)]
+
+    def place(self, module: str) -> tuple[str, str]:
+        """The model's name of a checkpoint's module, and why its weight is not that of a linear layer there.
+
+        Returns:
+            Name and reason. The reason is "" for a linear layer; the name is "" if the model is not known or has no place
+            for the weight.
+        """
+        if self.model is None:
+            return "", ""
+        renamed, pattern = self._renamed(f"{module}.weight", self._tensors)
+        if renamed not in self._tensors:
+            return "", ""
+        name, _, part = renamed.rpartition(".")
+        owner = self._modules.get(name)
+        kind = type(owner).__name__
+        if pattern is not None:
+            return name, f"transformers loads it as part of {renamed}"
+        if part != "weight" or not isinstance(owner, nn.Linear):
+            what = "an embedding" if isinstance(owner, nn.Embedding) else f"a parameter of {kind}, which is no nn.Linear"
+            return name, f"it is {what}"
+        if not _is_plain(cast(Hashable, type(owner))):
+            return name, f"its class {kind} computes something else than nn.Linear does"
+        # Renamings of ".weight" do not hold for the names that a packed weight's tensors have.
+        if self._renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
+            return name, f"transformers renames it to {renamed} by a rule that does not hold for packed tensors"
+        return name, ""
+
+    def _renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
+        """The model's name of a checkpoint's tensor, and the pattern of the conversion that changes its values."""
+        prefix = self.model.base_model_prefix
+        # As transformers' loader does it, its second try included.
+        name, pattern = self._loading.rename_source_key(tensor, self._renamings, self._converters, prefix, known)
+        if name not in known and tensor in known:
+            name, pattern = self._loading.rename_source_key(tensor, [], [], prefix, known)
+        return name, pattern
+
+    def reason_to_keep(self, module: str) -> str:
+        """Why the weight of a checkpoint's module must stay a plain tensor; "" if it may be packed."""
+        name, reason = self.place(module)
+        if reason:
+            return reason
+        if not name:
+            return self._reason_by_name(module)
+        parent_name, _, child = name.rpartition(".")
+        parent = self._modules[parent_name]
+        if any(
+            read == child and all(_may_be(test, expected, parent) for test, expected in tests)
+            for read, tests in _weight_reads(cast(Hashable, type(parent)))
+        ):
+            return f"{type(parent).__name__} reads its weight itself"
+        tied = getattr(self.model, "all_tied_weights_keys", {})
+        if f"{name}.weight" in {*tied.keys(), *tied.values()} and self._modules[name] is not self.model.get_output_embeddings():
+            return "it shares its weight with another module"
+        return ""
+
+    def _reason_by_name(self, module: str) -> str:
+        for pattern, reason in _BY_NAME:
+            if re.search(pattern, module):
+                return f"its name is that of {reason}"
+        if self._model_type in _TRANSPOSED and re.search(r"(^|\.)c_(attn|proj|fc)$|(^|\.)q_attn$", module):
+            return f"models of type {self._model_type} store it transposed"
+        return ""
+
+
+def architecture_of(config: Mapping[str, Any]) -> Architecture:
+    """What a checkpoint's ``config.json`` says of its model; names alone decide where transformers does not know it.
+
+    Raises:
+        ValueError: a configuration of more layers than any model has.
+    """
+    kind = config.get("model_type")
+    kind = kind if isinstance(kind, str) else ""
+    for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in holder.items():
+            if "layer" in key and type(value) is int and value > _MOST_LAYERS:
+                raise ValueError(f"config.json has {key} {value}; at most {_MOST_LAYERS} are expected")
+    if not kind:
+        return Architecture(None)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        try:
+            transformers = import_module("transformers")
+            settings = {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
+            return Architecture(skeleton(transformers, transformers.AutoConfig.for_model(kind, **settings)))
+        # Not installed, a model that it does not know, or a file's nonsense that any of its thousand classes stumbles over.
+        except Exception:
+            return Architecture(None, kind)
+
+
+def skeleton(transformers: ModuleType, config: Any) -> Any:
+    """The model that a configuration of transformers describes, on the meta device.
+
+    Raises:
+        ValueError: a configuration that no model class belongs to.
+    """
+    named = [getattr(transformers, str(name), None) for name in getattr(config, "architectures", None) or ()]
+    classes = [cls for cls in named if isinstance(cls, type) and issubclass(cls, transformers.PreTrainedModel)]
+    for mapping in (transformers.MODEL_FOR_CAUSAL_LM_MAPPING, transformers.MODEL_MAPPING):
+        if type(config) in mapping:
+            found = mapping[type(config)]
+            classes += found if isinstance(found, tuple | list) else [found]
+    if not classes:
+        raise ValueError(f"transformers has no model class for {type(config).__name__}")
+    with torch.device("meta"):
+        return classes[0](config).eval()
+
+
+@cache
+def _is_plain(cls: Any) -> bool:
+    """Whether a subclass of nn.Linear multiplies as nn.Linear does: tried on a small matrix."""
+    if cls.forward is nn.Linear.forward:
+        return True
+    layer: Any = cls.__new__(cls)
+    nn.Module.__init__(layer)
+    layer.in_features, layer.out_features = 5, 3
+    random = torch.Generator().manual_seed(0)
+    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random))
+    layer.bias = nn.Parameter(torch.randn(3, generator=random))
+    x = torch.randn(2, 5, generator=random)
+    with torch.no_grad():
+        try:
+            y = layer(x)
+        except Exception:  # it needs what its own constructor makes
+            return False
+        return isinstance(y, torch.Tensor) and torch.allclose(y, nn.functional.linear(x, layer.weight, layer.bias))
+
+
+#: A condition in a method's code, and whether what is asked for happens where it holds.
+_Test: TypeAlias = "tuple[CodeType, bool]"
+
+
+@cache
+def _weight_reads(cls: Any) -> tuple[tuple[str, tuple[_Test, ...]], ...]:
+    """Where a module's code reads ``self.NAME.weight``: each NAME, with the conditions around it."""
+    found: list[tuple[str, tuple[_Test, ...]]] = []
+
+    def walk(node: ast.AST, tests: tuple[_Test, ...]) -> None:
+        match node:
+            case ast.FunctionDef(name="__init__"):
+                return
+            case ast.Attribute(attr="weight", value=ast.Attribute(attr=name, value=ast.Name(id="self"))):
+                found.append((name, tests))
+            case ast.If(test=test) | ast.IfExp(test=test):
+                code = compile(ast.Expression(test), cls.__module__, "eval")
+                walk(test, tests)
+                for branch, expected in ((node.body, True), (node.orelse, False)):
+                    for statement in branch if isinstance(branch, list) else [branch]:
+                        walk(statement, (*tests, (code, expected)))
+            case _:
+                for child in ast.iter_child_nodes(node):
+                    walk(child, tests)
+
+    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
+        try:
+            text = inspect.getsource(base)
+        except (OSError, TypeError):  # it has no source
+            continue
+        walk(ast.parse(textwrap.dedent(text)), ())
+    return tuple(found)
+
+
+def _may_be(test: CodeType, expected: bool, module: nn.Module) -> bool:
+    """Whether a condition in a module's code may be ``expected``: known where the module's own attributes decide it."""
+    try:
+        return bool(eval(test, vars(sys.modules[type(module).__module__]), {"self": module})) == expected
+    except Exception:  # it has other variables of the method
+        return True

@@ -1,0 +1,169 @@
+"""Every architecture from a tiny random model to logits: reordered, through from_pretrained, and through load_model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cutlass_ops as co
+from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.plan import Options
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+# Python's own parts of transformers and torch warn of each other.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
+COMMON: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "vocab_size": 160,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.1,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+GROUPED = {**COMMON, "num_key_value_heads": 2, "head_dim": 16}
+#: Configurations, the layers that are packed by the end of their names, and some that stay plain with the reason.
+CASES: dict[str, tuple[str, dict[str, Any], set[str], dict[str, str]]] = {
+    "llama": ("LlamaConfig", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
+    "mistral": ("MistralConfig", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
+    "qwen2": ("Qwen2Config", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
+    "qwen3": ("Qwen3Config", GROUPED, {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}, {}),
+    "gemma3": (
+        "Gemma3TextConfig",
+        {**GROUPED, "sliding_window": 4, "layer_types": ["sliding_attention", "full_attention"]},
+        {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"},
+        {},
+    ),
+    "phi3": ("Phi3Config", {**GROUPED, "sliding_window": 4}, {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}, {}),
+    "mixtral": (
+        "MixtralConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {
+            "model.layers.0.block_sparse_moe.gate": "a parameter of MixtralTopKRouter",
+            "model.layers.1.block_sparse_moe.experts.3.w2": "loads it as part of model.layers.1.mlp.experts.down_proj",
+        },
+    ),
+    "qwen3_moe": (
+        "Qwen3MoeConfig",
+        {**GROUPED, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {
+            "model.layers.0.mlp.gate": "a parameter of Qwen3MoeTopKRouter",
+            "model.layers.1.mlp.experts.3.up_proj": "loads it as part of model.layers.1.mlp.experts.gate_up_proj",
+        },
+    ),
+    "deepseek_v3": (
+        "DeepseekV3Config",
+        {
+            **COMMON,
+            "num_key_value_heads": 4,
+            "first_k_dense_replace": 1,
+            "moe_intermediate_size": 32,
+            "n_routed_experts": 4,
+            "n_shared_experts": 1,
+            "num_experts_per_tok": 2,
+            "n_group": 1,
+            "topk_group": 1,
+            "kv_lora_rank": 32,
+            "q_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+        },
+        {
+            *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"),
+            *("gate_proj", "up_proj", "down_proj"),
+        },
+        {
+            "model.layers.1.mlp.gate": "a parameter of DeepseekV3TopkRouter",
+            "model.layers.1.mlp.experts.0.down_proj": "loads it as part of model.layers.1.mlp.experts.down_proj",
+        },
+    ),
+    "gpt_oss": (
+        "GptOssConfig",
+        {**GROUPED, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+        {"q_proj", "k_proj", "v_proj", "o_proj"},
+        {"model.layers.0.mlp.router": "a parameter of GptOssTopKRouter"},
+    ),
+    "mamba": (
+        "MambaConfig",
+        {**COMMON, "state_size": 8, "conv_kernel": 4, "time_step_rank": 8},
+        {"in_proj", "x_proj", "out_proj"},
+        {"backbone.layers.0.mixer.dt_proj": "MambaMixer reads its weight itself"},
+    ),
+    "bloom": ("BloomConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
+    "falcon": ("FalconConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
+    "gpt_neox": ("GPTNeoXConfig", COMMON, {"query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h"}, {}),
+    "opt": (
+        "OPTConfig",
+        {**COMMON, "ffn_dim": 96, "word_embed_proj_dim": 32},
+        {"q_proj", "k_proj", "v_proj", "out_proj", "fc1", "fc2", "project_in", "project_out"},
+        {},
+    ),
+}
+
+
+def tiny(name: str) -> Any:
+    """A random model whose every parameter matters."""
+    torch.manual_seed(0)
+    config = getattr(transformers, CASES[name][0])(**CASES[name][1])
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter.dim() == 1 and "A_log" not in parameter_name:
+                parameter.add_(0.1 * torch.rand_like(parameter))
+    return model
+
+
+def logits(model: Any) -> Tensor:
+    with torch.inference_mode():
+        result: Tensor = model(input_ids=TOKENS).logits.float()
+    return result
+
+
+def ends(model: nn.Module) -> set[str]:
+    return {name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_architecture(name: str, tmp_path: Path) -> None:
+    _, _, packed, kept = CASES[name]
+    model = tiny(name)
+    model.save_pretrained(tmp_path / "float")
+    expected = logits(model)
+    done = reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    for module, reason in kept.items():
+        assert reason in done.kept[module]
+    loaded, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", output_loading_info=True)
+    assert not any(info.values())
+    assert ends(loaded) == packed
+    doors = {
+        "from_pretrained": loaded,
+        "load_model": co.load_model(tmp_path / "packed"),
+        "load_model of floats": co.load_model(tmp_path / "float", options=Options(8, 32)),
+    }
+    for door, found in doors.items():
+        error = float((logits(found) - expected).norm() / expected.norm())
+        assert 1e-5 < error < 0.03, door
+    doors["load_model"].save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(loaded), logits(co.load_model(tmp_path / "saved", fuse=False)))
+
+
+def test_stored_transposed_is_refused(tmp_path: Path) -> None:
+    sizes = {"n_embd": 64, "n_layer": 1, "n_head": 4, "vocab_size": 160, "n_positions": 64}
+    config = transformers.GPT2Config(**sizes, bos_token_id=1, eos_token_id=2)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "float")
+    reason = r"no weight to pack; transformer\.h\.0\.attn\.c_attn stays plain: it is a parameter of Conv1D"
+    with pytest.raises(ValueError, match=reason):
+        reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
+    assert not (tmp_path / "packed").exists()
