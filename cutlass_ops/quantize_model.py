@@ -13,7 +13,7 @@ from warnings import warn
 from torch import Tensor, nn
 
 from . import ops
-from .nn import MixedLinear
+from .nn import MixedLinear, quantizer_module
 from .quantize import FLOAT_TYPES, check_options, quantize
 from .reorder import reorder
 
@@ -81,7 +81,8 @@ def quantize_model(
       AttributeError when it is read, since a MixedLinear has no ``weight``;
     - parameters of three dimensions outside of ``torch.nn``'s modules: stacked experts.
 
-    Embeddings are never quantised.
+    Embeddings are never quantised. A model of transformers is told of its packed layers, so that ``save_pretrained``
+    writes them.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
     layers, its quantised ones, and, for one layer, at most its float weight, its codes as bytes and their packed
@@ -108,7 +109,8 @@ def quantize_model(
     Raises:
         TypeError: the model is not a module, or an argument has the wrong type.
         ValueError: an argument that is not supported; a model that is compiled, is itself the linear layer, or has no
-            layer to quantise; a weight without values (on the meta device), on a device that is neither CPU nor
+            layer to quantise; a model of transformers that another method quantised, or that has packed layers with
+            another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
             CUDA, or that has NaN or infinite values. All this is found before the first layer changes.
         RuntimeError: quantising a layer failed, as it does without enough memory (then a torch.OutOfMemoryError or
             MemoryError). The message names the layer. The model is usable: layers before it are quantised and the
@@ -131,29 +133,27 @@ def quantize_model(
             f"the model is itself a {type(model).__name__} and cannot be replaced in place; "
             "use cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(weight)))"
         )
-    layers, left = _choose(model, skip)
+    quantizer = quantizer_module(model)
+    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear)}
+    for name, layer in before.items():
+        if quantizer is not None and layer.act_quant != act_quant:
+            raise ValueError(
+                f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is asked for; "
+                "a model of transformers is saved with one (cutlass_ops.set_activations)"
+            )
+    chosen, left = _choose(model, skip)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
-    if not layers and not any(isinstance(module, MixedLinear) for module in model.modules()):
+    if not chosen and not before:
         raise ValueError("the model has no linear layer to quantise" + (f" ({stays})" if stays else ""))
-    for layer in layers:
-        _check_values(layer)
+    for linear in chosen:
+        _check_values(linear)
     if stays:
         warn(f"these stay as they are: {stays}", stacklevel=2)
-    from .progress import progress
-
-    sizes = [layer.module.weight.nbytes for layer in layers]
-    with progress("quantising", sum(sizes)) as advance:
-        for done, (layer, size) in enumerate(zip(layers, sizes, strict=True)):
-            try:
-                new = _quantized(layer.module, bits, group_size, symmetric, act_quant, book, clip)
-            except (MemoryError, RuntimeError, ValueError) as error:
-                raise type(error)(
-                    f"{layer.name!r}: {error}; {done} of {len(layers)} layers were quantised before it, "
-                    "the others are as they were"
-                ) from error
-            for parent, child in layer.places:
-                parent._modules[child] = new
-            advance(layer.name, size)
+    try:
+        _replace(chosen, lambda linear: _packed(linear, bits, group_size, symmetric, act_quant, book, clip))
+    finally:  # what is done can be saved, even after an error
+        if quantizer is not None and any(isinstance(module, MixedLinear) for module in model.modules()):
+            quantizer.attach(model)
     return model
 
 
@@ -255,7 +255,26 @@ def _check_values(layer: _Layer) -> None:
         raise ValueError(f"{layer.name!r}: the weight has NaN or infinite values")
 
 
-def _quantized(
+def _replace(chosen: list[_Layer], packed: Callable[[Any], MixedLinear]) -> None:
+    """Put the packed layer in the place of each, one after another."""
+    from .progress import progress
+
+    sizes = [layer.module.weight.nbytes for layer in chosen]
+    with progress("quantising", sum(sizes)) as advance:
+        for done, (layer, size) in enumerate(zip(chosen, sizes, strict=True)):
+            try:
+                new = packed(layer.module)
+            except (MemoryError, RuntimeError, ValueError) as error:
+                raise type(error)(
+                    f"{layer.name!r}: {error}; {done} of {len(chosen)} layers were quantised before it, "
+                    "the others are as they were"
+                ) from error
+            for parent, child in layer.places:
+                parent._modules[child] = new
+            advance(layer.name, size)
+
+
+def _packed(
     linear: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
 ) -> MixedLinear:
     weight = linear.weight.detach()

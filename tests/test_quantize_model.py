@@ -8,6 +8,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -219,6 +220,39 @@ def test_models_of_transformers(family: str) -> None:
     assert (found - expected).norm() <= 0.03 * expected.norm()
     exact = logits(with_values(before, model))
     assert (found - exact).abs().max() <= 2e-5 * exact.square().mean().sqrt()
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon"])
+def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = tiny(family)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        co.quantize_model(model, 4, 64, act_quant="token")
+        model.save_pretrained(tmp_path)
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert packed_names(loaded) == packed_names(model)
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    model = tiny("Llama")
+    layers = iter(range(14))
+    monkeypatch.setattr(module, "reorder", lambda weight: co.reorder(weight) if next(layers) < 5 else fail(MemoryError))
+    with pytest.raises(MemoryError, match="5 of 14 layers were quantised before it"):
+        co.quantize_model(model)
+    model.save_pretrained(tmp_path)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(packed_names(loaded)) == 5
+    assert torch.equal(logits(loaded), logits(model))
+
+
+def test_activations_that_cannot_be_saved_together_are_refused() -> None:
+    model = co.quantize_model(tiny("Llama"), skip=("lm_head", "mlp"))
+    with pytest.raises(ValueError, match="q_proj' is packed with act_quant 'none', and 'token' is asked"):
+        co.quantize_model(model, act_quant="token")
+    assert len(packed_names(co.quantize_model(model, 8))) == 14
 
 
 def test_optional_reads_of_bloom() -> None:
