@@ -31,8 +31,7 @@ _BY_NAME = (
 )
 #: Models whose linear layers store their weights transposed, ``[in, out]``: transformers' Conv1D.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
-#: The most layers that a configuration may name; a model of more would take too long to build.
-_MOST_LAYERS = 10_000
+_MOST_LAYERS = 1000
 
 
 class Architecture:
@@ -126,10 +125,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """
     kind = config.get("model_type")
     kind = kind if isinstance(kind, str) else ""
-    for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
-        for key, value in holder.items():
-            if "layer" in key and type(value) is int and value > _MOST_LAYERS:
-                raise ValueError(f"config.json has {key} {value}; at most {_MOST_LAYERS} are expected")
+    check_layers(config)
     if not kind:
         return Architecture(None)
     with warnings.catch_warnings():
@@ -141,6 +137,14 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         # Not installed, a model that it does not know, or a file's nonsense that any of its thousand classes stumbles over.
         except Exception:
             return Architecture(None, kind)
+
+
+def check_layers(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for a configuration of more layers than any model has: building them would take too long."""
+    for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
+        for key, value in holder.items():
+            if str(key).endswith(("layers", "_layer")) and type(value) is int and value > _MOST_LAYERS:
+                raise ValueError(f"the configuration has {key} {value}; at most {_MOST_LAYERS} are expected")
 
 
 def skeleton(transformers: ModuleType, config: Any) -> Any:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from . import ops
-from .architecture import Architecture
+from .architecture import Architecture, check_layers
 from .checkpoints import load_checkpoint
 from .hub import local_path
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
@@ -122,6 +122,9 @@ def load_model(
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
+    check_layers(config.to_dict())
+    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
@@ -134,6 +137,8 @@ def load_model(
         model, found = model_class.from_pretrained(
             **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
         )
+    except CheckpointError:
+        raise
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for name, shape, expected in sorted(found["mismatched_keys"]):

@@ -122,6 +122,8 @@ class CutlassOpsQuantizer(HfQuantizer):
             delattr(config, GUARD_KEY)
         return config
 
+    update_tp_plan = update_attn_implementation  # the hook that earlier versions of transformers 5 have there
+
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
@@ -137,6 +139,7 @@ class CutlassOpsQuantizer(HfQuantizer):
             # transformers initialises what it did not load, parents included, some of which reach for the layer's weight.
             if not parent._non_persistent_buffers_set:
                 parent._is_hf_initialized = True
+        _untie(model)
         self._watch(model)
         return model
 
@@ -280,17 +283,19 @@ def attach(model: Any) -> None:
         model.hf_quantizer = CutlassOpsQuantizer(config)
         model.is_quantized = True
         model.quantization_method = QUANT_METHOD
+    model.add_model_tags(QUANT_METHOD)  # of the card that push_to_hub writes
     model.hf_quantizer.quantization_config = config
     model.config.quantization_config = config
+    _untie(model)
+
+
+def _untie(model: Any) -> None:
+    """Let packed layers share no weight with others: they have tensors of their own."""
     if isinstance(model.get_output_embeddings(), MixedLinear):
-        # It has tensors of its own, whatever it shared before.
         model.config.tie_word_embeddings = False
-        layers = {name for name, module in model.named_modules() if isinstance(module, MixedLinear)}
-        model.all_tied_weights_keys = {
-            target: source
-            for target, source in model.all_tied_weights_keys.items()
-            if target.removesuffix(".weight") not in layers
-        }
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
+    ties = model.all_tied_weights_keys.items()
+    model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}
 
 
 def describe(model: nn.Module) -> dict[str, Any]:

@@ -5,6 +5,7 @@
     config.json                      the model's own, with ``quantization_config`` as below; written last
     model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
                                      each is a packed file by itself (see ``reorder.py``)
+    README.md                        a model card: the base model, the formats, how to load it; the source's card below
     tokenizer.json, ...              copied
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
@@ -34,6 +35,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
@@ -72,6 +74,8 @@ GUARD_KEY = "transformers_weights"
 GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
 #: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint was made for.
 ACTIVATIONS = "activations"
+#: The model card's file.
+CARD = "README.md"
 #: What output heads are called.
 _HEADS = ("lm_head", "embed_out")
 #: The most that a file's tensors take: some tools read no larger ones.
@@ -476,7 +480,7 @@ def reorder_model(
         path=path,
         packed_bytes=ranks * sum(item.nbytes for item in items),
         files=tuple(directory / name for directory in directories for name in names),
-        copied=tuple(file.name for file in _small_files(source)) if checkpoint.config else (),
+        copied=tuple(file.name for file in _small_files(source) if file.name != CARD or ranks > 1) if checkpoint.config else (),
     )
     if dry_run:
         return result
@@ -520,6 +524,8 @@ def reorder_model(
             if any(name.rpartition(".")[2] in _HEADS for name in summary["weights"]):
                 _untie(config)
             config[GUARD_KEY] = GUARD
+            if ranks == 1:
+                _replace(directory / CARD, _card(checkpoint, summary["weights"], act_quant).encode())
             _replace(directory / "config.json", _json(config))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
@@ -594,6 +600,58 @@ def _plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = _plain_config(inner)
     return plain
+
+
+def _card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int, int]], act_quant: str) -> str:
+    """The model card of a directory: what it was made from, its formats, how to load it, and the source's own card."""
+    source = checkpoint.files[0].parent
+    base = _hub_name(source, checkpoint.config)
+    name = base or (source.resolve().name if checkpoint.config else checkpoint.path.name)
+    readme = source / CARD
+    theirs = readme.read_text(encoding="utf-8", errors="replace") if checkpoint.config and readme.is_file() else ""
+    front = re.match(r"---\n(.*?)\n---\n", theirs, re.DOTALL)
+    facts = [f"base_model: {base}", "base_model_relation: quantized"] if base else []
+    facts += ["library_name: transformers", "tags:", "- cutlass_ops"]
+    if front:
+        facts += [line for line in front[1].splitlines() if re.match(r"license\w*: ", line)]
+    counts = Counter((bits, group_size) for _, _, bits, group_size in weights.values())
+    listed = ", ".join(
+        f"{count} of {bits} bits in {'one group a row' if group_size == -1 else f'groups of {group_size}'}"
+        for (bits, group_size), count in counts.most_common()
+    )
+    activations = "not quantised" if act_quant == "none" else f'quantised to int8, one scale a {act_quant} ("{act_quant}")'
+    head = "\n".join(facts)
+    text = f"""---
+{head}
+---
+
+# {name}, packed by cutlass_ops
+
+The linear layers of {name} ({listed}), in the order in which the kernels of cutlass_ops read them. Activations are
+{activations} unless the loader is asked for something else.
+
+```python
+import cutlass_ops  # before from_pretrained: transformers alone refuses these files
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+path = "..."  # this directory, or the name of this repository
+model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+tokenizer = AutoTokenizer.from_pretrained(path)
+```
+
+`cutlass_ops.load_model(path)` of a local directory also lets one kernel serve layers that multiply the same activations.
+"""
+    body = theirs[front.end() :] if front else theirs
+    return f"{text}\n## Card of the base model\n\n{body.lstrip()}" if body.strip() else text
+
+
+def _hub_name(source: Path, config: Mapping[str, Any]) -> str:
+    """The name on the Hugging Face hub of a model in the hub's cache, or that its configuration gives; else ""."""
+    for part in source.absolute().parts:
+        if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):
+            return f"{match[1]}/{match[2]}"
+    named = config.get("_name_or_path")
+    return named if isinstance(named, str) and re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", named) else ""
 
 
 def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops.architecture import architecture_of
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
 
@@ -167,3 +168,27 @@ def test_stored_transposed_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=reason):
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     assert not (tmp_path / "packed").exists()
+
+
+def test_a_linear_layer_that_computes_something_else_is_kept() -> None:
+    sizes = {**GROUPED, "intermediate_size_mlp": 96, "num_local_experts": 2}
+    config = transformers.Llama4TextConfig(**{**sizes, "num_hidden_layers": 1}).to_dict()
+    architecture = architecture_of({**config, "architectures": ["Llama4ForCausalLM"]})
+    reason = architecture.reason_to_keep("model.layers.0.feed_forward.router")
+    assert reason == "its class Llama4Router computes something else than nn.Linear does"
+    assert architecture.reason_to_keep("model.layers.0.self_attn.q_proj") == ""
+
+
+@pytest.mark.parametrize("config", [{}, {"model_type": "unheard_of"}, {"model_type": "mixtral", "hidden_size": "wide"}])
+def test_names_decide_where_the_model_cannot_be_asked(config: dict[str, Any]) -> None:
+    architecture = architecture_of(config)
+    assert architecture.place("model.layers.0.mlp.experts.0.up_proj") == ("", "")
+    for module, reason in {
+        "model.layers.0.mlp.experts.0.up_proj": "its name is that of an expert",
+        "model.layers.0.block_sparse_moe.gate": "its name is that of a router",
+        "backbone.layers.0.mixer.dt_proj": "its name is that of a layer of a state-space model",
+    }.items():
+        assert architecture.reason_to_keep(module).startswith(reason)
+    for module in ("model.layers.0.mlp.gate_proj", "model.layers.0.mlp.shared_experts.up_proj"):
+        assert architecture.reason_to_keep(module) == ""
+    assert architecture_of({"model_type": "gpt2", "n_embd": "wide"}).reason_to_keep("h.0.attn.c_attn").endswith("transposed")

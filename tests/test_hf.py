@@ -170,6 +170,41 @@ def test_a_tied_head_is_the_embedding(tmp_path: Path) -> None:
         assert torch.equal(loaded.lm_head.weight, model.lm_head.weight)
 
 
+def test_a_packed_head_is_not_the_embedding(tmp_path: Path) -> None:
+    model = tiny("qwen2", tie_word_embeddings=True)
+    model.save_pretrained(tmp_path / "float")
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
+    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    options = Options(8, 32, include="lm_head|_proj|embed_tokens")
+    done = reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", options)
+    assert done.kept == {"model.embed_tokens": "it is an embedding"}
+    config = json.loads((tmp_path / "packed" / "config.json").read_text())
+    assert config["tie_word_embeddings"] is False
+    # As earlier versions left it.
+    (tmp_path / "packed" / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    for loaded in (co.load_model(tmp_path / "packed"), transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")):
+        assert "lm_head" in mixed(loaded)
+        assert torch.equal(loaded.model.embed_tokens.weight, model.lm_head.weight)
+        assert (logits(loaded) - logits(model)).norm() < 0.03 * logits(model).norm()
+    # Where the table is not stored, it is not random.
+    folder = rewrite(tmp_path / "packed", tmp_path / "less", {"model.embed_tokens.weight": None})
+    (folder / "config.json").write_text(json.dumps({**config, "tie_word_embeddings": True}))
+    with pytest.raises(ValueError, match=r"the file lacks model\.embed_tokens\.weight"):
+        transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_a_config_of_absurd_size_is_refused(act_order: Path, tmp_path: Path) -> None:
+    tiny(num_hidden_layers=1).save_pretrained(tmp_path)
+    config = {**json.loads((tmp_path / "config.json").read_text()), "num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match="num_hidden_layers 1000000000; at most 1000 are expected"):
+        reorder_model(co.load_checkpoint(tmp_path), tmp_path / "packed", Options(8, 32))
+    (tmp_path / "packed.safetensors").write_bytes(act_order.read_bytes())
+    with pytest.raises(ValueError, match="num_hidden_layers 1000000000; at most 1000 are expected"):
+        co.load_model(tmp_path / "packed.safetensors")
+
+
 def test_a_model_without_its_head(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
     expected, floats, _ = family
     # Exceptions are listed under the names of the model with the head.
@@ -428,6 +463,12 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
             load(more)
         with pytest.raises(ValueError, match=r"the file lacks (model\.)?norm\.weight$"):
             load(less)
+    (tmp_path / "less" / "model.safetensors").write_bytes(b"no header")
+    for load in (co.load_model, transformers.AutoModelForCausalLM.from_pretrained):
+        with pytest.raises(co.CheckpointError, match="not a valid safetensors file"):
+            load(less)
+    with pytest.raises(ValueError, match="transformers has no causal language model for T5Config"):
+        co.load_model(more, config=transformers.T5Config())
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
         co.load_model(tmp_path / "float")

@@ -123,7 +123,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
     shards = [file.name for file in done.files]
     assert len(shards) > 2
     assert shards == [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
-    small = ["config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]
+    small = ["README.md", "config.json", "generation_config.json", "model.safetensors.index.json", "tokenizer.json"]
     assert listing(out) == sorted([*shards, *small])
     assert done.copied == ("generation_config.json", "tokenizer.json")
     assert done.packed_bytes == sum((out / name).stat().st_size for name in shards)
@@ -156,7 +156,7 @@ def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
 def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     reorder_model(load_checkpoint(source), out, OPTIONS, act_quant="block", act_symmetric=False)
-    assert listing(out) == ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert listing(out) == ["README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
     config = json.loads((out / "config.json").read_text())
     quantization = config.pop("quantization_config")
     assert config.pop("transformers_weights") == GUARD
@@ -171,6 +171,32 @@ def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> N
             assert found is not None
             assert (found.bits, found.group_size, dict(found.tensors)) == (4, 32, expected)
     assert weight_format(quantization, "model.layers.1.mlp.up_proj") is None
+
+
+def test_the_card_names_the_base_model_and_the_formats(tmp_path: Path) -> None:
+    source = tmp_path / "models--some--model-7b" / "snapshots" / "0123"
+    source.parent.mkdir(parents=True)
+    save_model(source, float_tensors())
+    (source / "README.md").write_text("---\nlicense: mit\nlanguage:\n- en\n---\n# The model\n\nIts text.\n")
+    done = reorder_model(load_checkpoint(source), tmp_path / "out", OPTIONS, act_quant="block")
+    assert "README.md" not in done.copied
+    card = (tmp_path / "out" / "README.md").read_text()
+    front = [
+        "base_model: some/model-7b",
+        "base_model_relation: quantized",
+        "library_name: transformers",
+        "tags:",
+        "- cutlass_ops",
+    ]
+    assert card.startswith("\n".join(["---", *front, "license: mit", "---", "", "# some/model-7b, packed by cutlass_ops"]))
+    assert "13 of 4 bits in groups of 32" in card
+    assert 'one scale a block ("block")' in card
+    assert card.endswith("## Card of the base model\n\n# The model\n\nIts text.\n")
+    # A directory that is not the hub's has no name there.
+    reorder_model(load_checkpoint(save_model(tmp_path / "mine", float_tensors())), tmp_path / "other", OPTIONS)
+    card = (tmp_path / "other" / "README.md").read_text()
+    assert card.startswith("---\nlibrary_name: transformers\ntags:\n- cutlass_ops\n---\n\n# mine, packed by cutlass_ops")
+    assert "base_model" not in card
 
 
 def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
