@@ -20,7 +20,9 @@ from .ops import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
+from .plan import Options
 from .quantize import quantize
+from .quantize_model import quantize_model
 from .reorder import load_packed, reorder, save_packed
 from .weight import CheckpointError, PackedWeight, QuantizedWeight
 
@@ -30,6 +32,7 @@ __all__ = [
     "Fused",
     "MixedLinear",
     "NestedAbsmax",
+    "Options",
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
@@ -46,6 +49,7 @@ __all__ = [
     "quantize",
     "quantize_4bit",
     "quantize_activations",
+    "quantize_model",
     "reorder",
     "replace_linears",
     "rms_norm_quantize",

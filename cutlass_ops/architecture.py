@@ -193,10 +193,11 @@ def _is_plain(cls: Any) -> bool:
     layer: Any = cls.__new__(cls)
     nn.Module.__init__(layer)
     layer.in_features, layer.out_features = 5, 3
+    # from_pretrained makes models in the context of the meta device
     random = torch.Generator().manual_seed(0)
-    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random))
-    layer.bias = nn.Parameter(torch.randn(3, generator=random))
-    x = torch.randn(2, 5, generator=random)
+    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random, device="cpu"))
+    layer.bias = nn.Parameter(torch.randn(3, generator=random, device="cpu"))
+    x = torch.randn(2, 5, generator=random, device="cpu")
     with torch.no_grad():
         try:
             y = layer(x)

@@ -14,7 +14,7 @@ import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -26,13 +26,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
 from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
 from .plan import Options
+from .progress import progress as _progress
 from .quantize import quantize
 from .reorder import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info, reorder, spec_bytes
 from .tensor_parallel import STYLES, parse_overrides
@@ -89,16 +89,6 @@ def _plain(value: Any) -> Any:
     if isinstance(value, (list, tuple)):
         return [_plain(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-@contextmanager
-def _progress(title: str, total: int) -> Iterator[Callable[[str, int], None]]:
-    """A bar on stderr over ``total`` bytes; none if stderr is no terminal."""
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task(title, total=total)
-        yield lambda name, nbytes: bar.advance(task, nbytes)
 
 
 def _size(nbytes: float) -> str:

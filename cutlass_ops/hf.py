@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
+from .hub import local_path
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
 from .plan import Options, plan
@@ -92,7 +93,8 @@ def load_model(
 
     Args:
         path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint that
-            :func:`cutlass_ops.load_checkpoint` reads, which is packed in memory.
+            :func:`cutlass_ops.load_checkpoint` reads, which is packed in memory; or the id of a model of the Hub with
+            safetensors files, "organisation/model".
         config: transformers' configuration; None takes the one beside the file, or a GGUF file's own.
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's.
@@ -115,7 +117,7 @@ def load_model(
         transformers = import_module("transformers")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'") from error
-    path = Path(path)
+    path = local_path(path)
     config = _config(transformers, path) if config is None else copy.deepcopy(config)
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     quantization = getattr(config, "quantization_config", None) or {}

@@ -144,11 +144,7 @@ def replace_linears(
         TypeError: a named module that is neither ``torch.nn.Linear`` nor transformers' Conv1D, or a value that is not a
             PackedWeight.
     """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    quantizer = None
-    if modeling is not None and isinstance(model, modeling.PreTrainedModel):
-        quantizer = import_module("cutlass_ops.hf_quantizer")
-        quantizer.check_method(model)
+    quantizer = quantizer_module(model)
     modules = dict(model.named_modules())
     layers: dict[str, MixedLinear] = {}
     for name, weight in packed.items():
@@ -172,6 +168,20 @@ def replace_linears(
     if quantizer is not None and layers:
         quantizer.attach(model)
     return list(layers)
+
+
+def quantizer_module(model: nn.Module) -> Any:
+    """What tells a model of transformers of its packed layers (``hf_quantizer.attach``); None for other models.
+
+    Raises:
+        ValueError: a model that another method quantised.
+    """
+    modeling = sys.modules.get("transformers.modeling_utils")
+    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
+        return None
+    quantizer = import_module("cutlass_ops.hf_quantizer")
+    quantizer.check_method(model)
+    return quantizer
 
 
 def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from . import formats, reference
 from .weight import QuantizedWeight
 
-_FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
 _PIECE = 1 << 24
@@ -16,12 +16,39 @@ _PIECE = 1 << 24
 _SEARCHED_PIECE = 1 << 19
 
 
+def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: str | None) -> None:
+    """Check the options of :func:`quantize` before there is a weight.
+
+    Raises:
+        TypeError, ValueError: an option that is not supported, or two that contradict each other.
+    """
+    formats.check_bits(bits)
+    formats.check_group_size(group_size)
+    if clip not in (None, "mse"):
+        raise ValueError(f"clip is {clip!r}; None and 'mse' are accepted")
+    if book is None:
+        return
+    if isinstance(book, Tensor):
+        if not reference.code_book("", book).isfinite().all():
+            raise ValueError(f"book has values that are not finite: {book.tolist()}")
+    elif isinstance(book, str):
+        if book not in formats.CODE_BOOKS:
+            known = ", ".join(map(repr, formats.CODE_BOOKS))
+            raise ValueError(f"book is {book!r}; supported are {known}, and a tensor of 16 values")
+    else:
+        raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
+    if bits != 4:
+        raise ValueError(f"bits is {bits}; a code book has values for 4")
+    if clip is not None:
+        raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
+
+
 def quantize(
     weight: Tensor,
     bits: int = 4,
     group_size: int = 128,
     symmetric: bool = True,
-    book: str | None = None,
+    book: str | Tensor | None = None,
     clip: str | None = None,
 ) -> QuantizedWeight:
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
@@ -32,8 +59,9 @@ def quantize(
         group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
         point.
-        book: "nf4" or "fp4" takes the values of 4-bit codes from that code book (``reference.quantize_book``), the scale of
-            a group being its largest magnitude; ``symmetric`` has no meaning then.
+        book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
+            gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
+            largest magnitude. ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
             some twenty times the work. None takes all of it.
 
@@ -41,28 +69,24 @@ def quantize(
         The weight in canonical form, on the same device.
 
     Raises:
-        TypeError: weight is no tensor, or of another dtype.
+        TypeError: weight or book is of another type or dtype.
         ValueError: weight is not a matrix, holds NaN or inf, or bits, group_size, book or clip is not
             supported.
     """
     if not isinstance(weight, Tensor):
         raise TypeError(f"weight is a {type(weight).__name__}; a torch.Tensor is expected")
-    if weight.dtype not in _FLOAT_TYPES:
+    if weight.dtype not in FLOAT_TYPES:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise TypeError(f"weight has dtype {dtype}; supported are float16, bfloat16, float32")
     if weight.dim() != 2 or 0 in weight.shape:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K], neither empty, is expected")
-    formats.check_bits(bits)
-    formats.check_group_size(group_size)
-    if book is not None and bits != 4:
-        raise ValueError(f"bits is {bits}; a code book has values for 4")
-    if book is not None and clip is not None:
-        raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
+    check_options(bits, group_size, book, clip)
+    quant_type, code = ("", book.to(weight.device)) if isinstance(book, Tensor) else (book, None)
     rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
     pieces = [
         reference.quantize_weight(piece, bits, group_size, symmetric, clip)
-        if book is None
-        else reference.quantize_weight_book(piece, group_size, book)
+        if quant_type is None
+        else reference.quantize_weight_book(piece, group_size, quant_type, code)
         for piece in torch.split(weight.detach(), rows)
     ]
     scales = torch.cat([piece.scales for piece in pieces])

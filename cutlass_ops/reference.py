@@ -289,23 +289,23 @@ def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -
     return codes[above] + 8 * (magnitudes & (scaled < 0)).to(torch.uint8), absmax
 
 
-def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str) -> QuantizedWeight:
+def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code: Tensor | None = None) -> QuantizedWeight:
     """Quantise a weight by a code book, one absmax for each row and group of K, stored in the weight's dtype (exactly).
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
-        quant_type: "nf4" or "fp4".
+        quant_type, code: as in :func:`quantize_book`.
     """
     _check_matrix("weight", weight, _FLOAT_TYPES)
     formats.check_group_size(group_size)
-    codes, absmax = quantize_book(_blocks(weight, group_size), quant_type)
+    codes, absmax = quantize_book(_blocks(weight, group_size), quant_type, code)
     return QuantizedWeight(
         codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(),
         scales=absmax.to(weight.dtype),
         bits=4,
         group_size=group_size,
-        book=code_book(quant_type, device=weight.device),
+        book=code_book(quant_type, code, weight.device),
     )
 
 

@@ -206,6 +206,56 @@ def test_flat_storage_and_a_weight_agree(quant_type: str) -> None:
     assert torch.equal(qw.scales, direct.scales.float())
 
 
+@pytest.mark.parametrize("group_size", [32, 64, 128, 256])
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_bitsandbytes_has_the_same_weight(bnb: Any, quant_type: str, group_size: int) -> None:
+    weight = randn(24, 512)
+    qw = co.quantize(weight, group_size=group_size, book=quant_type)
+    packed, state = bnb.quantize_4bit(weight, blocksize=group_size, quant_type=quant_type)
+    theirs = codes_of(packed, weight.numel()).view(weight.shape)
+    assert torch.equal(qw.scales, state.absmax.view(qw.scales.shape))
+    if quant_type == "fp4":  # its CPU path gives small negative weights the zero of the other sign
+        assert torch.equal(qw.codes & 7, theirs & 7)
+        assert torch.equal(co.dequantize(qw, FLOAT), bnb.dequantize_4bit(packed, state))
+    else:
+        assert torch.equal(qw.codes, theirs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
+    book = torch.tensor(formats.NF4)[torch.randperm(16, generator=torch.Generator().manual_seed(0))]
+    weight = randn(40, 200, dtype=dtype)
+    qw = co.quantize(weight, group_size=64, book=book)
+    named = co.quantize(weight, group_size=64, book="nf4")
+    assert qw.book is not None
+    assert torch.equal(qw.book, book)
+    assert torch.equal(qw.scales, named.scales)
+    assert torch.equal(co.dequantize(qw, FLOAT), co.dequantize(named, FLOAT))
+    assert torch.equal(co.dequantize(co.reorder(qw), FLOAT), co.dequantize(named, FLOAT))
+    # Another book gives other values: each weight the nearest of all sixteen.
+    book = torch.linspace(-1, 1, 16) ** 3
+    qw = co.quantize(weight, group_size=-1, book=book)
+    scaled = weight.float() / weight.float().abs().amax(1, keepdim=True)
+    errors = (scaled[..., None] - book).abs()
+    chosen = errors.gather(2, qw.codes.long()[..., None])[..., 0]
+    assert (chosen <= errors.amin(2) + 1e-6).all()
+
+
+@pytest.mark.parametrize(
+    ("book", "error", "message"),
+    [
+        ("af4", ValueError, "book is 'af4'; supported are 'nf4', 'fp4', and a tensor of 16 values"),
+        ([0.0] * 16, TypeError, "book is a list; a name or a tensor of 16 values is expected"),
+        (torch.zeros(16, dtype=HALF), TypeError, "code has dtype float16; supported is float32"),
+        (torch.zeros(15), ValueError, r"code has shape \(15,\); \(16,\) is expected"),
+        (torch.tensor([math.nan] * 16), ValueError, "book has values that are not finite"),
+    ],
+)
+def test_code_books_that_are_refused(book: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        co.quantize(randn(4, 64), book=book)
+
+
 @pytest.mark.parametrize(
     ("shape", "blocksize", "group_size"),
     [((6, 96), 64, 32), ((4, 192), 128, 64), ((3, 256), 4096, -1), ((8, 16), 64, -1), ((1, 100), 32, 32), ((2, 640), 256, 128)],

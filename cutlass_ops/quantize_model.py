@@ -1,0 +1,353 @@
+"""A float model to a quantised one, in place and layer by layer."""
+
+from __future__ import annotations
+
+import dis
+import inspect
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any, TypeVar
+from warnings import warn
+
+from torch import Tensor, nn
+
+from . import ops
+from .nn import MixedLinear, quantizer_module
+from .quantize import FLOAT_TYPES, check_options, quantize
+from .reorder import reorder
+
+_Model = TypeVar("_Model", bound=nn.Module)
+_Path = tuple[str, ...]
+
+#: Output heads suffer most from few bits, and are often tied to the embedding. A model need not have one.
+_DEFAULT_SKIP = ("lm_head",)
+
+#: Subclasses of torch.nn.Linear that compute what it does and whose weights nobody else reads.
+_PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
+
+#: Classes of transformers that read weights of their children only with options that are off by default, and whether
+#: one of their instances has them on.
+_OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
+    ("transformers.models.bloom.modeling_bloom.BloomAttention", "transformers.models.bloom.modeling_bloom.BloomMLP"),
+    lambda module: module.pretraining_tp > 1 and module.slow_but_exact,
+)
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A linear layer of a model: its first name, and each module that has it, with its name there."""
+
+    name: str
+    places: list[tuple[nn.Module, str]]
+
+    @property
+    def module(self) -> Any:
+        """The layer as it is now; not kept, so that nothing but the model keeps its weight."""
+        parent, child = self.places[0]
+        return parent._modules[child]
+
+
+def quantize_model(
+    model: _Model,
+    bits: int = 4,
+    group_size: int = 128,
+    symmetric: bool = False,
+    act_quant: str = "none",
+    skip: Collection[str] = _DEFAULT_SKIP,
+    book: str | Tensor | None = None,
+    clip: str | None = None,
+) -> _Model:
+    """Quantise the linear layers of a model: each becomes a :class:`cutlass_ops.MixedLinear`.
+
+        model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
+        co.quantize_model(model, bits=4, group_size=128)
+
+    Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K. Each layer keeps its device,
+    its bias (a buffer from then on), its training flag and its accelerate hook. Scales have the dtype of the
+    weight. Layers that are MixedLinear already are passed over. On a GPU, ``act_quant="none"`` multiplies an fp16
+    or bf16 x, so an fp32 model has to be converted (``model.half()``) before it is used.
+
+    Left as they are, with one warning that has their names and the reason, before the first layer changes:
+
+    - subclasses of ``torch.nn.Linear``, such as layers of bitsandbytes and PEFT and the ``out_proj`` of
+      ``torch.nn.MultiheadAttention``; Falcon's is quantised;
+    - layers whose weight or bias is also another module's (tied heads), is computed (parametrizations, weight norm),
+      or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or a ``forward`` of
+      their own;
+    - layers whose weight is read by the code of a module around them, such as Mamba's ``dt_proj``, ``x_proj`` and
+      ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found by attribute
+      chains like ``self.mlp.wo.weight`` in the bytecode of the classes; what is read otherwise raises an
+      AttributeError when it is read, since a MixedLinear has no ``weight``;
+    - parameters of three dimensions outside of ``torch.nn``'s modules: stacked experts.
+
+    Embeddings are never quantised. A model of transformers is told of its packed layers, so that ``from_pretrained`` reads
+    what ``save_pretrained`` writes; but it refuses GPT-2's, which have no ``torch.nn.Linear`` to replace.
+
+    The layers are quantised one after another where they are. At any time there are the model's unquantised
+    layers, its quantised ones, and, for one layer, at most its float weight, its codes as bytes and their packed
+    copy (the last two on the CPU for a moment, too). A weight's memory is freed when its layer is replaced, unless
+    someone else, such as an optimiser, keeps it.
+
+    Args:
+        model: any module with linear layers inside; changed in place.
+        bits: 4 or 8.
+        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
+        symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero point.
+            No meaning with ``book``.
+        act_quant: how x is quantised, "none", "token" or "block"; with ``book`` only "none".
+        skip: names of layers, or of modules with all their layers, to leave as they are: an entry matches a qualified
+            name in which its dotted components stand next to each other. "lm_head" matches "lm_head" and
+            "model.lm_head"; "layers.0" matches "model.layers.0.mlp.up_proj" and not "model.layers.01". An entry
+            that matches no module is refused, but for "lm_head".
+        book: None, "nf4", "fp4" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
+        clip: None or "mse", as in :func:`cutlass_ops.quantize`.
+
+    Returns:
+        ``model`` itself.
+
+    Raises:
+        TypeError: the model is not a module, or an argument has the wrong type.
+        ValueError: an argument that is not supported; a model that is compiled, is itself the linear layer, or has no
+            layer to quantise; a model of transformers that another method quantised, or that has packed layers with
+            another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
+            CUDA, or that has NaN or infinite values. All this is found before the first layer changes.
+        RuntimeError: quantising a layer failed, as it does without enough memory (then a torch.OutOfMemoryError or
+            MemoryError). The message names the layer. The model is usable: layers before it are quantised and the
+            others are as they were, and another call goes on with them.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"model is a {type(model).__name__}; a torch.nn.Module is expected")
+    check_options(bits, group_size, book, clip)
+    if act_quant not in ops._ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    if type(symmetric) is not bool:
+        raise TypeError(f"symmetric is {symmetric!r}; True or False is expected")
+    if book is not None and act_quant != "none":
+        raise ValueError(f"act_quant is {act_quant!r}; with a code book it is 'none'")
+    _check_skip(model, skip)
+    if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
+        raise ValueError("the model is compiled; quantise it first, then compile it")
+    if _is_linear(model):
+        raise ValueError(
+            f"the model is itself a {type(model).__name__} and cannot be replaced in place; "
+            "use cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(weight)))"
+        )
+    quantizer = quantizer_module(model)
+    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear)}
+    for name, layer in before.items():
+        if quantizer is not None and layer.act_quant != act_quant:
+            raise ValueError(
+                f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is asked for; "
+                "a model of transformers is saved with one (cutlass_ops.set_activations)"
+            )
+    chosen, left = _choose(model, skip)
+    stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
+    if not chosen and not before:
+        raise ValueError("the model has no linear layer to quantise" + (f" ({stays})" if stays else ""))
+    for linear in chosen:
+        _check_values(linear)
+    if stays:
+        warn(f"these stay as they are: {stays}", stacklevel=2)
+    try:
+        _replace(chosen, lambda linear: _packed(linear, bits, group_size, symmetric, act_quant, book, clip))
+    finally:  # what is done can be saved, even after an error
+        if quantizer is not None and any(isinstance(module, MixedLinear) for module in model.modules()):
+            quantizer.attach(model)
+    return model
+
+
+def _check_skip(model: nn.Module, skip: Collection[str]) -> None:
+    if isinstance(skip, str) or not all(isinstance(entry, str) and entry for entry in skip):
+        raise TypeError(f"skip is {skip!r}; a tuple of module names is expected")
+    for entry in skip:
+        if entry not in _DEFAULT_SKIP and not any(_matches(name, (entry,)) for name, _ in model.named_modules()):
+            raise ValueError(f"skip has {entry!r}; the model has no module of that name")
+
+
+def _matches(name: str, skip: Collection[str]) -> bool:
+    return any(f".{entry}." in f".{name}." for entry in skip)
+
+
+def _is_linear(module: nn.Module) -> bool:
+    """Whether a module is ``torch.nn.Linear``, one of its subclasses, or the Conv1D of transformers."""
+    return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
+
+
+def _qualified(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict[str, list[str]]]:
+    """The layers to quantise, and the names of what is not quantised by reason, without those that ``skip`` names."""
+    names: dict[nn.Module, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        names.setdefault(module, []).append(name)
+    places: dict[nn.Module, list[tuple[nn.Module, str]]] = {}
+    for parent in names:
+        for child, found in parent._modules.items():
+            if found is not None:
+                places.setdefault(found, []).append((parent, child))
+    owners: dict[int, set[nn.Module]] = {}
+    for module in names:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(_address(parameter), set()).add(module)
+    readers = _readers(model)
+    layers: list[_Layer] = []
+    left: dict[str, list[str]] = {}
+    for module, its_names in names.items():
+        if any(_matches(name, skip) for name in its_names):
+            continue
+        if _is_linear(module):
+            reason = _reason_against(module, owners) or next((readers[n] for n in its_names if n in readers), "")
+            if reason:
+                left.setdefault(reason, []).append(its_names[0])
+            else:
+                layers.append(_Layer(its_names[0], places[module]))
+        elif not type(module).__module__.startswith("torch.nn."):
+            for part, parameter in module._parameters.items():
+                if parameter is not None and parameter.dim() == 3 and 1 not in parameter.shape:
+                    left.setdefault("stacked weights of no linear layer", []).append(f"{its_names[0]}.{part}")
+    return layers, left
+
+
+def _address(tensor: Tensor) -> int:
+    """What two parameters have in common if they share memory: tied weights need not be one object."""
+    plain = type(tensor) is nn.Parameter and tensor.device.type in ("cpu", "cuda") and tensor.numel()
+    return tensor.data_ptr() if plain else id(tensor)
+
+
+def _reason_against(linear: Any, owners: dict[int, set[nn.Module]]) -> str:
+    """Why a linear layer cannot be replaced, whatever is around it; "" if it can."""
+    kind = _qualified(type(linear))
+    if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear and kind not in _PLAIN_SUBCLASSES:
+        return f"{kind} is a subclass of torch.nn.Linear"
+    parameters = linear._parameters
+    if parameters.keys() != {"weight", "bias"}:
+        return f"the parameters are {', '.join(parameters)}, not weight and bias"
+    for part, parameter in parameters.items():
+        if parameter is None:
+            continue
+        if type(parameter) is not nn.Parameter:
+            return f"the {part} is a {type(parameter).__name__}"
+        if parameter.dtype not in FLOAT_TYPES:
+            return f"the {part} is {str(parameter.dtype).removeprefix('torch.')}"
+        if parameter.numel() == 0:
+            return f"the {part} is empty"
+        if len(owners[_address(parameter)]) > 1:
+            return f"the {part} is also another module's"
+    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    if any(hooks):
+        return "hooks are registered"
+    if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):
+        return "the layer's forward was replaced"
+    return ""
+
+
+def _check_values(layer: _Layer) -> None:
+    """Raise ``ValueError`` if a layer's weight has no values or some that are not finite."""
+    weight = layer.module.weight.detach()
+    if weight.is_meta:
+        raise ValueError(f"{layer.name!r}: the weight is on the meta device (not loaded, or offloaded); it has no values")
+    ops._check_device(weight.device)
+    if not all(bound.isfinite() for bound in weight.aminmax()):
+        raise ValueError(f"{layer.name!r}: the weight has NaN or infinite values")
+
+
+def _replace(chosen: list[_Layer], packed: Callable[[Any], MixedLinear]) -> None:
+    """Put the packed layer in the place of each, one after another."""
+    from .progress import progress
+
+    sizes = [layer.module.weight.nbytes for layer in chosen]
+    with progress("quantising", sum(sizes)) as advance:
+        for done, (layer, size) in enumerate(zip(chosen, sizes, strict=True)):
+            try:
+                new = packed(layer.module)
+            except (MemoryError, RuntimeError, ValueError) as error:
+                raise type(error)(
+                    f"{layer.name!r}: {error}; {done} of {len(chosen)} layers were quantised before it, "
+                    "the others are as they were"
+                ) from error
+            for parent, child in layer.places:
+                parent._modules[child] = new
+            advance(layer.name, size)
+
+
+def _packed(
+    linear: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
+) -> MixedLinear:
+    weight = linear.weight.detach()
+    if not isinstance(linear, nn.Linear):
+        weight = weight.t()  # Conv1D has [K, N]
+    packed = reorder(quantize(weight, bits, group_size, symmetric, book, clip))
+    if linear.bias is not None:
+        packed = replace(packed, bias=linear.bias.detach().contiguous())
+    layer = MixedLinear(packed, act_quant).train(linear.training)
+    if hasattr(linear, "_hf_hook"):
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(layer, linear._hf_hook)
+    return layer
+
+
+# ---- modules that read the weights of others
+
+
+def _readers(model: nn.Module) -> dict[str, str]:
+    """Names of layers whose weight the code of a module around them reads, and which class does so."""
+    known: dict[type, set[_Path]] = {}
+    readers: dict[str, str] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        if kind not in known:
+            known[kind] = set(_weights_read(kind))
+        happens = _OPTIONAL_READS.get(_qualified(kind))
+        if happens is not None and not happens(module):
+            continue
+        for path in known[kind]:
+            layer = ".".join((name, *path) if name else path)
+            readers[layer] = f"{kind.__name__} reads the weight itself"
+    return readers
+
+
+def _weights_read(kind: type) -> Iterator[_Path]:
+    """Attribute chains that end in ``.weight`` in the methods of a class, without that and without what they start from."""
+    for base in kind.__mro__:
+        if base is nn.Module:
+            return
+        for name, member in vars(base).items():
+            # what initialises weights does so before there are any to quantise
+            if "init" in name or "reset" in name:
+                continue
+            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
+            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+            if isinstance(code, CodeType):
+                yield from _chains(code)
+
+
+def _chains(code: CodeType) -> Iterator[_Path]:
+    # Code that asks this does otherwise in a quantised model.
+    if "_is_quantized" in code.co_consts:
+        return
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _chains(constant)
+    if "weight" not in code.co_names:
+        return
+    chain: list[str] = []
+    index: str | None = None
+    for instruction in dis.get_instructions(code):
+        operation, value = instruction.opname, instruction.argval
+        if operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
+            if value == "weight" and chain:
+                yield tuple(chain)
+            chain.append(value)
+        elif operation in ("LOAD_CONST", "LOAD_SMALL_INT") and type(value) in (int, str):
+            index = str(value)
+            continue
+        elif index is not None and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
+            chain.append(index)
+        else:
+            chain = []
+        index = None
