@@ -242,17 +242,6 @@ def test_a_row_with_nan_or_infinity_is_nan_and_no_other(symmetric: bool, act_qua
     assert torch.equal(y[[0, 1, 3]], clean[[0, 1, 3]])
 
 
-@pytest.mark.parametrize("act_quant", ["none", "block"])
-def test_no_gradient_flows(act_quant: str) -> None:
-    x = activations(4, K).requires_grad_()
-    packed = co.reorder(weight())
-    residual = torch.nn.Parameter(activations(4, N))
-    assert not co.mixed_gemm(x, packed, act_quant=act_quant, residual=residual).requires_grad
-    qa = co.quantize_activations(x, block=64)
-    assert not qa.scales.requires_grad
-    assert not co.mixed_gemm(qa, packed, residual=residual).requires_grad
-
-
 # ---- quantised activations
 
 
