@@ -502,11 +502,10 @@ def _named_activation(activation: str | None, low: float, high: float) -> refere
     return ("clamp", low, high) if activation == "clamp" else activation
 
 
-def _row_by_row(run: Callable[[slice], Tensor], m: int, batch_invariant: bool) -> Tensor:
-    """What ``run`` gives for all rows. torch's CPU products give a row other bits beside other rows."""
-    if not batch_invariant or m == 0:
-        return run(slice(None)).detach()
-    return torch.cat([run(slice(row, row + 1)) for row in range(m)]).detach()
+def _row_by_row(run: Callable[[slice], Tensor], shape: tuple[int, ...], m: int, batch_invariant: bool) -> Tensor:
+    """What ``run`` gives for all rows, seen as ``shape``. torch's CPU products give a row other bits beside other rows."""
+    y = run(slice(None)) if not batch_invariant or m == 0 else torch.cat([run(slice(row, row + 1)) for row in range(m)])
+    return y if y.shape == shape else y.view(shape)  # autograd lets views be written to less often
 
 
 def _gemm_floats(
@@ -531,7 +530,7 @@ def _gemm_floats(
             )
 
         with _without_autocast(x.device):
-            return _row_by_row(run, m, batch_invariant).view(shape)
+            return _row_by_row(run, shape, m, batch_invariant)
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
@@ -579,7 +578,7 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
             )
 
         with _without_autocast(codes.device):
-            return _row_by_row(run, m, batch_invariant).view(shape)
+            return _row_by_row(run, shape, m, batch_invariant)
     codes = x.codes
     rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
     quantized = _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
