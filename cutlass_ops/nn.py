@@ -40,6 +40,7 @@ class MixedLinear(nn.Module):
         act_quant: how x is quantised: "none", "token" or "block".
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
         activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
+        shared_by: names of the siblings whose work this layer does, and which alone call it (:func:`fuse_linears`); or none.
 
     Raises:
         TypeError: a weight that is not packed.
@@ -73,6 +74,7 @@ class MixedLinear(nn.Module):
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
         self.activation = activation
+        self.shared_by: tuple[str, ...] = ()
         for name in PARTS:
             self.register_buffer(name, getattr(packed, name))
         self._packed = packed
@@ -353,6 +355,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
             first = parts[0]
             layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
             layer.train(first.training)
+            layer.shared_by = tuple(children)
             shared = _Shared(layer, [part.out_features for part in parts])
             setattr(parent, new, layer)
             for index, child in enumerate(children):
