@@ -111,7 +111,8 @@ def load_model(
             stay as they are.
 
     Returns:
-        The model, in evaluation mode.
+        The model, in evaluation mode. Its packed weights are frozen; gradients flow through them, to adapters of PEFT for
+        example (:func:`cutlass_ops.mixed_gemm` says how).
 
     Raises:
         ModuleNotFoundError: transformers is not installed.

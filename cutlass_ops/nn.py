@@ -87,16 +87,19 @@ class MixedLinear(nn.Module):
             TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
         """
         buffers, packed = self._buffers, self._packed
-        if (
-            buffers.get("codes") is packed.codes
-            and buffers.get("scales") is packed.scales
-            and buffers.get("zeros") is packed.zeros
-            and buffers.get("offsets") is packed.offsets
-            and buffers.get("bias") is packed.bias
-            and buffers.get("perm") is packed.perm
-            and buffers.get("book") is packed.book
-        ):
-            return packed
+        try:
+            if (
+                buffers["codes"] is packed.codes
+                and buffers["scales"] is packed.scales
+                and buffers["zeros"] is packed.zeros
+                and buffers["offsets"] is packed.offsets
+                and buffers["bias"] is packed.bias
+                and buffers["perm"] is packed.perm
+                and buffers["book"] is packed.book
+            ):
+                return packed
+        except KeyError:  # a parameter was assigned to a buffer's name, or it was deleted
+            pass
         found = self._from_buffers()
         if is_dynamo_compiling():  # what is traced is not kept
             return found
@@ -285,7 +288,7 @@ class FusedPart(nn.Module):
 
     The first sibling that is called with an x multiplies x by the weights of all; the others, when they are called with that
     same tensor, take their columns of the result. Called in another order, or alone, each still returns the right values,
-    at the price of a product of all.
+    at the price of a product of all. The parts are differentiable in x as :class:`MixedLinear` is.
 
     Attributes:
         in_features, out_features: of this part.

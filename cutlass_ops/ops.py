@@ -683,7 +683,8 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
-    if not is_dynamo_compiling() and (_jit_state() is not None or forward_ad._current_level >= 0 or _func_transforms()):
+    dynamo = is_dynamo_compiling()
+    if not dynamo and (_jit_state() is not None or forward_ad._current_level >= 0 or _func_transforms()):
         _check_transforms("mixed_gemm", x, bias, residual)
     differentiable = False
     if is_grad_enabled():
@@ -696,7 +697,7 @@ def mixed_gemm(
     if (not act_symmetric or type(x) is QuantizedActivations) and _wants_sums(x, weight, act_quant):
         weight.sum_codes()
     plain = bias is None and activation is None and residual is None and out_dtype is None
-    plain = plain and not (differentiable or saturate or batch_invariant or architecture or is_dynamo_compiling())
+    plain = plain and not (differentiable or saturate or batch_invariant or architecture or dynamo)
     if plain and type(x) in _TENSORS and weight.gpu >= 0:
         # What layers ask for. The module sees to it in less time than the checks below take, or leaves it to them.
         product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
