@@ -74,6 +74,34 @@ def test_a_new_tensor_is_seen(part: str, way: str) -> None:
     assert torch.equal(copy.deepcopy(module)(x), expected)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("way", WAYS)
+def test_a_new_tensor_is_seen_by_kernels(way: str) -> None:
+    """Where pointers to the old ones are kept."""
+    if way == "accelerate":
+        pytest.skip("its tensors are put on the CPU here")
+    module, x = layer(0).cuda(), activations().cuda().half()
+    expected = layer(1).cuda()(x)
+    assert not torch.equal(module(x), expected)
+    WAYS[way](module, {name: t.cuda() for name, t in state(1).items()})
+    for _ in range(3):
+        assert torch.equal(module(x), expected)
+    assert torch.equal(torch.func.functional_call(module, dict(layer(2).cuda().named_buffers()), (x,)), layer(2).cuda()(x))
+    assert torch.equal(module(x), expected)
+
+
+@pytest.mark.gpu
+def test_weights_offloaded_to_the_cpu_are_brought_to_the_gpu() -> None:
+    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    model, x = nn.Sequential(layer(0), nn.ReLU(), nn.Linear(N, K).half(), layer(1)), activations().cuda().half()
+    expected = copy.deepcopy(model).cuda()(x).detach()
+    accelerate.cpu_offload(model, execution_device=torch.device("cuda", 0), offload_buffers=True)
+    with torch.no_grad():
+        for _ in range(3):
+            assert torch.equal(model(x), expected)
+    assert {t.device.type for t in model.state_dict().values()} == {"meta"}
+
+
 def test_a_bias_comes_and_goes() -> None:
     module, x = layer(), activations()
     with_bias, bias = module(x), module.bias

@@ -69,7 +69,8 @@ def adapters(model: Any) -> list[tuple[str, nn.Parameter]]:
 
 
 def gradients(model: Any) -> dict[str, Tensor]:
-    model(input_ids=TOKENS, labels=TOKENS).loss.backward()
+    tokens = TOKENS.to(model.device)
+    model(input_ids=tokens, labels=tokens).loss.backward()
     return {name: parameter.grad for name, parameter in adapters(model)}
 
 
@@ -135,12 +136,17 @@ def test_an_adapter_of_an_unfused_model_serves_a_fused_one(models: tuple[Any, Pa
     torch.testing.assert_close(logits(fused), logits(model), rtol=1e-4, atol=1e-4)
 
 
-def test_a_bf16_model(models: tuple[Any, Path]) -> None:
-    model = adapted(transformers.AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.bfloat16))
-    assert {parameter.dtype for _, parameter in adapters(model)} == {torch.float32}
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("fuse", [False, True])
+def test_a_bf16_model(models: tuple[Any, Path], fuse: bool, device: str) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(models[1], dtype=torch.bfloat16).to(device)
+    if fuse:
+        co.fuse_linears(base)
+    model = adapted(base)
+    assert {(parameter.dtype, parameter.device.type) for _, parameter in adapters(model)} == {(torch.float32, device)}
     expected = gradients(adapted(copy.deepcopy(models[0])))
     for name, gradient in gradients(model).items():
-        assert (gradient - expected[name]).norm() <= 0.1 * expected[name].norm(), name
+        assert (gradient.cpu() - expected[name]).norm() <= 0.1 * expected[name].norm(), name
 
 
 def test_all_linear_leaves_a_packed_head_alone(models: tuple[Any, Path]) -> None:
