@@ -6,6 +6,7 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 
 __version__ = "0.1.0"
 
+from . import gradients as gradients  # registers the gradient of mixed_gemm
 from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .hf import load_model, register_when_imported

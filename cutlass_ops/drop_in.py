@@ -1,6 +1,7 @@
 """Operators on other libraries' tensors as they are, not reordered: drop-ins for code that has them.
 
 4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are AutoAWQ's.
+None of these operators has a gradient: each raises where one is asked for. :func:`cutlass_ops.mixed_gemm` has one.
 """
 
 from __future__ import annotations
@@ -100,12 +101,14 @@ def quantize_4bit(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: x requires a gradient.
     """
     _check_tensor("x", x, _FLOAT_TYPES)
     formats.check_flat_block_size(blocksize)
     formats.check_quant_type(quant_type)
     _check_code(code, x.device)
     ops._check_device(x.device)
+    ops._check_no_gradient("quantize_4bit", x, code)
     run = _quantize_4bit if ops._direct(x, code) else torch.ops.cutlass_ops.quantize_4bit
     packed, absmax = run(x, blocksize, quant_type, code)
     return packed, absmax
@@ -135,6 +138,7 @@ def dequantize_4bit(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: absmax requires a gradient.
     """
     _check_tensor("packed", packed, (torch.uint8,))
     formats.check_flat_block_size(blocksize)
@@ -159,6 +163,7 @@ def dequantize_4bit(
     if first.numel() != blocks or first.device != packed.device:
         _check_size("absmax", first, blocks, packed.device, f"a tensor of shape {tuple(shape)} in blocks of {blocksize}")
     ops._check_device(packed.device)
+    ops._check_no_gradient("dequantize_4bit", values, *nested, code)
     run = _dequantize_4bit if ops._direct(packed, values, code) else torch.ops.cutlass_ops.dequantize_4bit
     return cast(Tensor, run(packed, values, *nested, shape, blocksize, quant_type, dtype, code))
 
@@ -265,8 +270,10 @@ def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: scales requires a gradient.
     """
     _check_awq(qweight, scales, qzeros)
+    ops._check_no_gradient("awq_dequantize", scales)
     run = _awq_dequantize if ops._direct(qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_dequantize
     return cast(Tensor, run(qweight, scales, qzeros))
 
@@ -287,6 +294,7 @@ def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tens
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: x or scales requires a gradient.
     """
     _check_awq(qweight, scales, qzeros)
     _check_tensor("x", x, (scales.dtype,))
@@ -294,6 +302,7 @@ def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tens
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., {qweight.shape[0]}] is expected")
     if x.device != qweight.device:
         raise ValueError(f"x is on {x.device}; the weight is on {qweight.device}")
+    ops._check_no_gradient("awq_gemm", x, scales)
     run = _awq_gemm if ops._direct(x, qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_gemm
     y = cast(Tensor, run(x.reshape(-1, x.shape[-1]), qweight, scales, qzeros))
     return y.view(*x.shape[:-1], scales.shape[1])
@@ -350,7 +359,8 @@ def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
     # The values of small weights stay in the L2 cache on their way to torch's product.
     most = _C.max_awq_rows if qweight.numel() * 8 >= 1 << 25 else _C.max_awq_rows // 2
     if x.device.type == "cpu" or x.shape[0] > most or group % 32:
-        return x @ _awq_dequantize(qweight, scales, qzeros)
+        with ops._without_autocast(x.device):
+            return x @ _awq_dequantize(qweight, scales, qzeros)
     qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
     m, k = x.shape
     if x.stride(1) != 1 or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:

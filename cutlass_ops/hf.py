@@ -3,7 +3,7 @@
 transformers finds quantisation methods only by name in its own tables, and has no entry points for packages to add to them.
 So ``import cutlass_ops`` watches for the import of the module that holds those tables, before or after, and adds the method
 "cutlass_ops" then: ``AutoModelForCausalLM.from_pretrained`` takes a directory that ``cutlass-ops reorder`` wrote, and neither
-package makes the import of the other slower.
+package makes the import of the other slower. PEFT's LoRA is told of packed layers in the same way.
 """
 
 from __future__ import annotations
@@ -36,22 +36,30 @@ from .weight import CheckpointError, PackedWeight
 
 # ---- registration
 
-_TABLES = "transformers.quantizers.auto"
+#: Modules of other packages, and what is said where the module of this one that adds to their tables cannot do so.
+_TABLES = {
+    "transformers.quantizers.auto": ("hf_quantizer", "this transformers cannot load packed models of cutlass_ops"),
+    "peft.tuners.lora.model": ("peft_lora", "this peft cannot train packed models of cutlass_ops"),
+}
 
 
-def _register() -> None:
+def _register(table: str) -> None:
+    module, problem = _TABLES[table]
     try:
-        import_module("cutlass_ops.hf_quantizer")
+        import_module(f"cutlass_ops.{module}")
     except (ImportError, AttributeError) as error:
-        # Someone imports transformers and may not want packed models at all.
-        warnings.warn(f"this transformers cannot load packed models of cutlass_ops: {error}", stacklevel=2)
+        # Someone imports the other package and may not want packed models at all.
+        warnings.warn(f"{problem}: {error}", stacklevel=2)
 
 
 class _Watch(MetaPathFinder):
-    """Finds nothing itself; lets :func:`_register` run right after the module with transformers' tables did."""
+    """Finds nothing itself; lets :func:`_register` run right after a module with tables did."""
+
+    def __init__(self, table: str) -> None:
+        self.table = table
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != _TABLES:
+        if name != self.table:
             return None
         sys.meta_path.remove(self)
         spec = find_spec(name)
@@ -61,18 +69,19 @@ class _Watch(MetaPathFinder):
 
         def exec_module(module: ModuleType) -> None:
             run(module)
-            _register()
+            _register(name)
 
         spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
 def register_when_imported() -> None:
-    """Register with transformers now, if its tables are imported already, or as soon as they are."""
-    if _TABLES in sys.modules:
-        _register()
-    else:
-        sys.meta_path.insert(0, _Watch())
+    """Register with transformers and peft now, if their tables are imported already, or as soon as they are."""
+    for table in _TABLES:
+        if table in sys.modules:
+            _register(table)
+        else:
+            sys.meta_path.insert(0, _Watch(table))
 
 
 # ---- loading
@@ -105,7 +114,8 @@ def load_model(
             stay as they are.
 
     Returns:
-        The model, in evaluation mode.
+        The model, in evaluation mode. Its packed weights are frozen; gradients flow through them, to adapters of PEFT for
+        example (:func:`cutlass_ops.mixed_gemm` says how).
 
     Raises:
         ModuleNotFoundError: transformers is not installed.

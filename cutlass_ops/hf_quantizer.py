@@ -254,8 +254,8 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether gradients flow: no."""
-        return False
+        """Whether adapters on top can be trained: yes, by PEFT's LoRA; the packed weights are frozen."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

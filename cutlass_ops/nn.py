@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 import sys
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
@@ -10,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from . import formats, ops
 from .architecture import features
@@ -28,13 +31,19 @@ class MixedLinear(nn.Module):
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They
     keep their dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the checkpoint, not of the computation.
-    No gradient flows through this layer.
+    The product is always that of the buffers as they are: a buffer may be written to, or replaced by a tensor of the same
+    shape, by assignment, ``torch.func.functional_call`` or offloading hooks. ``bias`` may become None, or a tensor.
+
+    Training: the output is differentiable in x, and the weight and its bias are frozen (see :func:`cutlass_ops.mixed_gemm`).
+    There is no ``weight`` attribute; :meth:`dequantize` returns its values. torch.compile and torch.export record the layer,
+    torch.jit refuses it.
 
     Attributes:
         in_features, out_features: K and N.
         act_quant: how x is quantised: "none", "token" or "block".
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
         activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
+        shared_by: names of the siblings whose work this layer does, and which alone call it (:func:`fuse_linears`); or none.
 
     Raises:
         TypeError: a weight that is not packed.
@@ -48,6 +57,9 @@ class MixedLinear(nn.Module):
     bias: Tensor | None
     perm: Tensor | None
     book: Tensor | None
+    _packed: PackedWeight
+    #: The codes that stood in the place of the packed weight's when they were last looked at.
+    _other_codes: weakref.ref[Tensor] | None = None
 
     def __init__(
         self,
@@ -65,19 +77,72 @@ class MixedLinear(nn.Module):
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
         self.activation = activation
+        self.shared_by: tuple[str, ...] = ()
         for name in PARTS:
             self.register_buffer(name, getattr(packed, name))
         self._packed = packed
 
     @property
     def packed(self) -> PackedWeight:
-        """The weight as this layer's buffers hold it now; it shares their memory."""
-        return self._packed
+        """The weight as this layer's buffers hold it now; it shares their memory.
+
+        Raises:
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+        """
+        buffers, packed = self._buffers, self._packed
+        try:
+            if (
+                buffers["codes"] is packed.codes
+                and buffers["scales"] is packed.scales
+                and buffers["zeros"] is packed.zeros
+                and buffers["offsets"] is packed.offsets
+                and buffers["bias"] is packed.bias
+                and buffers["perm"] is packed.perm
+                and buffers["book"] is packed.book
+            ):
+                return packed
+        except KeyError:  # a parameter was assigned to a buffer's name, or it was deleted
+            pass
+        found = self._from_buffers()
+        if is_dynamo_compiling():  # what is traced is not kept
+            return found
+        # Codes that an offloading hook brings for one call are other ones every time, and must not be kept alive.
+        known = None if self._other_codes is None else self._other_codes()
+        if found.codes is packed.codes or found.codes is known:
+            self._packed = found
+        else:
+            self._other_codes = weakref.ref(found.codes)
+        return found
+
+    def _from_buffers(self) -> PackedWeight:
+        return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
 
     def view_buffers(self) -> None:
-        """Take the buffers into :attr:`packed` as they are now: to be called after one was replaced."""
-        # Checked once here rather than at every forward, which has microseconds to spare, not tens of them.
-        self._packed = replace(self._packed, **{name: getattr(self, name) for name in PARTS})
+        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after they were loaded."""
+        self._packed = self._from_buffers()
+
+    def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
+        """The weight's values, ``[out_features, in_features]`` of ``dtype`` (fp16, bf16 or fp32), as a new tensor.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        return ops.dequantize(self.packed, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no 'weight': its values are packed in 'codes' and 'scales'; "
+                "dequantize() returns them as a matrix"
+            )
+        return super().__getattr__(name)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Copies and pickles; weak references cannot be pickled.
+        return {name: value for name, value in self.__dict__.items() if name != "_other_codes"}
+
+    def __prepare_scriptable__(self) -> None:
+        raise RuntimeError(f"{type(self).__name__} cannot be scripted by torch.jit.script; use torch.compile or torch.export")
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixedLinear:
         module: Any = super()  # torch has no types here
@@ -92,14 +157,13 @@ class MixedLinear(nn.Module):
         self.view_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
-        """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype."""
-        packed = self._packed
-        if any(self._buffers[name] is not getattr(packed, name) for name in PARTS):
-            packed = replace(packed, **{name: getattr(self, name) for name in PARTS})
-            # What accelerate puts in place of an offloaded layer's tensors is there for one call, and must not be kept.
-            if not self._packed.codes.is_meta:
-                self._packed = packed
-        return ops.mixed_gemm(x, packed, None, self.activation, self.act_quant, self.act_symmetric)
+        """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype.
+
+        Raises:
+            TypeError, ValueError: x or a replaced buffer does not fit; the message has its value.
+            RuntimeError: as in :func:`cutlass_ops.mixed_gemm`.
+        """
+        return ops.mixed_gemm(x, self.packed, None, self.activation, self.act_quant, self.act_symmetric)
 
     def extra_repr(self) -> str:
         """Sizes, format and activation mode, as ``print(model)`` shows them."""
@@ -206,7 +270,7 @@ class _Shared:
     layer: MixedLinear
     sizes: list[int]
     biased: list[bool]
-    last: tuple[Tensor, int | None, list[Tensor | None]] | None = None
+    last: tuple[tuple[Tensor | None, ...], tuple[Any, ...], list[Tensor | None]] | None = None
 
     def __init__(self, layer: MixedLinear, sizes: Sequence[int], biased: Sequence[bool]) -> None:
         self.layer = layer
@@ -214,18 +278,32 @@ class _Shared:
         self.biased = list(biased)
 
     def part(self, index: int, x: Tensor) -> Tensor:
-        # Tensors of inference mode do not count what is done to them in place.
-        version = None if torch.compiler.is_compiling() or x.is_inference() else x._version
-        last = self.last
-        parts = last[2] if last is not None and last[0] is x and last[1] == version else None
-        y = None if parts is None else parts[index]
-        if parts is None or y is None:
-            whole = self.layer(x).split(self.sizes, dim=-1)
-            parts, y = list(whole), whole[index]
+        last, state = self.last, self._state(x)
+        kept = last is not None and all(map(operator.is_, last[0], self._tensors(x))) and last[1] == state
+        parts = last[2] if last is not None and kept else []
+        y = parts[index] if kept else None
+        if y is None:
+            whole = self.layer(x)
+            # One view each, so that each may be written to while gradients are recorded.
+            starts = (sum(self.sizes[:i]) for i in range(len(self.sizes)))
+            views = [whole.narrow(-1, start, size) for start, size in zip(starts, self.sizes, strict=True)]
+            parts, y = [*views], views[index]
         parts[index] = None
-        # Nothing is kept once all have their parts.
-        self.last = (x, version, parts) if any(part is not None for part in parts) else None
+        # Nothing is kept once all have their parts. Hooks of the layer may have moved the weight.
+        self.last = (self._tensors(x), state, parts) if any(part is not None for part in parts) else None
         return y
+
+    def _tensors(self, x: Tensor) -> tuple[Tensor | None, ...]:
+        """What a result was computed of."""
+        return (x,) if torch.compiler.is_compiling() else (x, *self.layer._buffers.values())
+
+    def _state(self, x: Tensor) -> tuple[Any, ...]:
+        """On what else a result depends."""
+        if torch.compiler.is_compiling():
+            return ()
+        # Tensors of inference mode do not count what is done to them in place.
+        version = None if x.is_inference() else x._version
+        return version, torch.is_grad_enabled() and x.requires_grad, torch.is_autocast_enabled(x.device.type)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles begin without a result.
@@ -237,7 +315,7 @@ class FusedPart(nn.Module):
 
     The first sibling that is called with an x multiplies x by the weights of all; the others, when they are called with that
     same tensor, take their columns of the result. Called in another order, or alone, each still returns the right values,
-    at the price of a product of all.
+    at the price of a product of all. The parts are differentiable in x as :class:`MixedLinear` is.
 
     Attributes:
         in_features, out_features: of this part.
@@ -325,6 +403,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
             first = parts[0]
             layer = MixedLinear(packed, first.act_quant, first.act_symmetric, first.activation)
             layer.train(first.training)
+            layer.shared_by = tuple(children)
             shared = _Shared(layer, [part.out_features for part in parts], [part.bias is not None for part in parts])
             setattr(parent, new, layer)
             for index, child in enumerate(children):

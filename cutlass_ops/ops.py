@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, cast, overload
 
 import torch
-from torch import Tensor
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
 
 from . import _C, formats, reference
@@ -34,6 +35,12 @@ _TENSORS = frozenset((Tensor, torch.nn.Parameter))
 _PLAIN = _TENSORS | {type(None)}
 #: What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time; torch without CUDA has it not.
 _stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
+#: Whether torch.jit.trace, a transform of torch.func or torch.autocast is at work, in a third of the time of torch's public
+#: functions.
+_jit_state = cast("Callable[[], object]", torch._C._get_tracing_state)
+_func_transforms = torch._C._are_functorch_transforms_active
+_any_autocast = torch._C._is_any_autocast_enabled
+_NO_TANGENTS = "{} has neither forward-mode derivatives nor rules for the transforms of torch.func (grad, jvp, vmap)"
 _MAX_M = 1 << 24
 _MAX_NORM_K = 1 << 22
 #: Rows up to which quantised ones have memory for a power of two of them (as far as dispatch.cpp's own, measured on an H200).
@@ -101,6 +108,62 @@ def _direct(a: Tensor, b: Tensor | None = None, c: Tensor | None = None, d: Tens
     if is_dynamo_compiling():  # other tracers bring tensors of subclasses
         return False
     return type(a) in _PLAIN and type(b) in _PLAIN and type(c) in _PLAIN and type(d) in _PLAIN
+
+
+def _requires_grad(tensor: Any) -> bool:
+    return isinstance(tensor, Tensor) and tensor.requires_grad
+
+
+def _check_transforms(name: str, *tensors: Any) -> None:
+    """Raise ``RuntimeError`` where the result would be a constant to what computes with it.
+
+    Kernels and the reference see values alone: torch.jit.trace would record the result as a constant, and forward-mode
+    derivatives and the transforms of torch.func would lose theirs.
+    """
+    if is_dynamo_compiling():
+        return
+    if _jit_state() is not None:
+        raise RuntimeError(f"{name} cannot be recorded by torch.jit.trace; torch.compile and torch.export record it")
+    if forward_ad._current_level < 0 and not _func_transforms():
+        return
+    unpack_dual: Any = forward_ad.unpack_dual  # torch has no types here
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and (
+            torch._C._functorch.is_functorch_wrapped_tensor(tensor) or unpack_dual(tensor).tangent is not None
+        ):
+            raise RuntimeError(_NO_TANGENTS.format(name))
+
+
+def _check_no_gradient(name: str, *tensors: Any) -> None:
+    """Raise ``RuntimeError`` if a derivative is asked for of an operator that has none."""
+    _check_transforms(name, *tensors)
+    if is_grad_enabled() and any(map(_requires_grad, tensors)):
+        raise RuntimeError(
+            f"{name} has no gradient, and an input requires one; call it under torch.no_grad(), or with .detach() of the input"
+        )
+
+
+def _check_frozen(weight: PackedWeight) -> None:
+    """Raise ``RuntimeError`` if a tensor of the weight requires a gradient."""
+    scales, offsets, bias, book = weight.scales, weight.offsets, weight.bias, weight.book
+    if (
+        scales.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (offsets is not None and offsets.requires_grad)
+        or (book is not None and book.requires_grad)
+    ):
+        name = next(name for name, tensor in weight.tensors().items() if tensor.requires_grad)
+        raise RuntimeError(
+            f"{name} of the packed weight requires a gradient; packed weights are frozen: "
+            "call requires_grad_(False) on it, or multiply under torch.no_grad()"
+        )
+
+
+def _without_autocast(device: torch.device) -> AbstractContextManager[object]:
+    """A context in which torch's own products compute in the dtypes of their arguments."""
+    if not torch.is_autocast_enabled(device.type):
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _ptr(tensor: Tensor | None) -> int:
@@ -262,6 +325,8 @@ def quantize_activations(
     """Quantise activations to int8, one scale (and zero point) for each row and block of K.
 
     The formulas are :func:`cutlass_ops.reference.quantize_activations`; every device finds the same codes and scales.
+    The codes have no gradient: to train through quantised activations, pass floats and ``act_quant`` to
+    :func:`mixed_gemm`.
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]``.
@@ -272,8 +337,10 @@ def quantize_activations(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: x requires a gradient.
     """
     matrix = _check_quantize(x, block, perm)
+    _check_no_gradient("quantize_activations", x)
     run = _quantize if _direct(x, perm) else torch.ops.cutlass_ops.quantize_activations
     codes, scales, zeros = run(matrix, perm, block, symmetric)
     return QuantizedActivations(codes, scales, None if symmetric else zeros, block, x.shape[-1], x.shape, x.dtype, perm)
@@ -325,8 +392,10 @@ def rms_norm_quantize(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: x, weight or residual requires a gradient.
     """
     matrix = _check_quantize(x, block, perm)
+    _check_no_gradient("rms_norm_quantize", x, weight, residual)
     k = matrix.shape[1]
     _check_like("weight", weight, x, (k,))
     if k > _MAX_NORM_K:
@@ -358,8 +427,10 @@ def silu_mul_quantize(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: gate or up requires a gradient.
     """
     matrix = _check_quantize(gate, block, perm)
+    _check_no_gradient("silu_mul_quantize", gate, up)
     _check_like("up", up, gate, tuple(gate.shape))
     run = _silu_mul_quantize if _direct(gate, up, perm) else torch.ops.cutlass_ops.silu_mul_quantize
     codes, scales, zeros = run(matrix, up.reshape(-1, up.shape[-1]), perm, block, symmetric)
@@ -429,11 +500,10 @@ def _named_activation(activation: str | None, low: float, high: float) -> refere
     return ("clamp", low, high) if activation == "clamp" else activation
 
 
-def _row_by_row(run: Callable[[slice], Tensor], m: int, batch_invariant: bool) -> Tensor:
-    """What ``run`` gives for all rows. torch's CPU products give a row other bits beside other rows."""
-    if not batch_invariant or m == 0:
-        return run(slice(None)).detach()
-    return torch.cat([run(slice(row, row + 1)) for row in range(m)]).detach()
+def _row_by_row(run: Callable[[slice], Tensor], shape: tuple[int, ...], m: int, batch_invariant: bool) -> Tensor:
+    """What ``run`` gives for all rows, seen as ``shape``. torch's CPU products give a row other bits beside other rows."""
+    y = run(slice(None)) if not batch_invariant or m == 0 else torch.cat([run(slice(row, row + 1)) for row in range(m)])
+    return y if y.shape == shape else y.view(shape)  # autograd lets views be written to less often
 
 
 def _gemm_floats(
@@ -457,7 +527,8 @@ def _gemm_floats(
                 saturate=saturate,
             )
 
-        return _row_by_row(run, m, batch_invariant).view(shape)
+        with _without_autocast(x.device):
+            return _row_by_row(run, shape, m, batch_invariant)
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
@@ -489,7 +560,8 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
                 saturate=saturate,
             )
 
-        return _row_by_row(run, m, batch_invariant).view(shape)
+        with _without_autocast(codes.device):
+            return _row_by_row(run, shape, m, batch_invariant)
     codes = x.codes
     rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
     quantized = _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
@@ -554,7 +626,14 @@ def mixed_gemm(
     corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. The first such product has the weight's
     codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
-    No gradient flows through it.
+
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
+    ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
+    64 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
+    through, as if they were not rounded. An element that the activation clamps or ``saturate`` limits has gradient 0. There
+    are no gradients of gradients.
+    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear`` does it; fp16 and bf16 stay
+    as they are.
 
     Args:
         x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), or what
@@ -584,14 +663,27 @@ def mixed_gemm(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is launched; the message has its value.
-        RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's shape.
+        RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's shape. Or a gradient is
+            asked for that does not exist: of the weight, or with an x that is quantised already; or torch.jit.trace,
+            forward-mode differentiation or a transform of torch.func is at work.
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    dynamo = is_dynamo_compiling()
+    if not dynamo and (_jit_state() is not None or forward_ad._current_level >= 0 or _func_transforms()):
+        _check_transforms("mixed_gemm", x, bias, residual)
+    differentiable = False
+    if is_grad_enabled():
+        _check_frozen(weight)
+        differentiable = getattr(x, "requires_grad", False)
+        if bias is not None or residual is not None:
+            differentiable = differentiable or _requires_grad(bias) or _requires_grad(residual)
+    if _any_autocast() and isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     if (not act_symmetric or type(x) is QuantizedActivations) and _wants_sums(x, weight, act_quant):
         weight.sum_codes()
     plain = bias is None and activation is None and residual is None and out_dtype is None
-    plain = plain and not (saturate or batch_invariant or architecture or exact or is_dynamo_compiling())
+    plain = plain and not (differentiable or saturate or batch_invariant or architecture or exact or dynamo)
     if plain and type(x) in _TENSORS and weight.gpu >= 0:
         # What layers ask for. The module sees to it in less time than the checks below take, or leaves it to them.
         product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
@@ -644,6 +736,8 @@ def mixed_gemm(
 
     end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
     if isinstance(x, QuantizedActivations):
+        if differentiable:
+            _check_no_gradient("mixed_gemm of quantised activations", bias, residual)
         if _direct(x.codes, bias, residual):
             return _gemm_quantized(x, weight, out_shape, end)
         sums = weight.sums or ()
@@ -651,7 +745,7 @@ def mixed_gemm(
         y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *_fields(weight), *end, *sums)
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
-    if _direct(x, bias, residual):
+    if not differentiable and _direct(x, bias, residual):
         m = shape[0] if is_matrix else matrix.shape[0]
         if m > _MAX_M:
             raise ValueError(f"x has {m} rows; at most {_MAX_M} are supported")
@@ -673,6 +767,7 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 
     Raises:
         TypeError: another weight or dtype.
+        RuntimeError: a tensor of the packed weight requires a gradient.
     """
     if dtype not in _TYPES:
         raise TypeError(f"dtype is {dtype}; supported are {_names(_TYPES)}")
@@ -681,6 +776,9 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight or a QuantizedWeight is expected")
     _check_device(weight.device)
+    _check_transforms("dequantize", *weight.tensors().values())
+    if is_grad_enabled():
+        _check_frozen(weight)
     if _direct(weight.codes):
         return _dequantize(weight, dtype)
     return cast(Tensor, torch.ops.cutlass_ops.dequantize(*_fields(weight), dtype))
@@ -914,9 +1012,17 @@ def _dequantize_fake(*args: Any) -> Tensor:
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
-    name = "cutlass_ops::" + schema.split("(")[0]
+    short = schema.split("(")[0]
+    name = "cutlass_ops::" + short
+
+    def run_checked(*args: Any) -> Any:
+        # A compiled graph calls operators, which see no tangent: torch's dispatcher would drop it without a word.
+        if forward_ad._current_level >= 0:
+            raise RuntimeError(f"{_NO_TANGENTS.format(short)}; compiled, it is refused inside of dual_level()")
+        return run(*args)
+
     torch.library.define(name, schema[schema.index("(") :], tags=(torch.Tag.pt2_compliant_tag,))
-    torch.library.impl(name, ("CPU", "CUDA"), run)
+    torch.library.impl(name, ("CPU", "CUDA"), run_checked)
     torch.library.register_fake(name, fake)
 
 
