@@ -483,7 +483,7 @@ def verify(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Check every byte of a packed model; with --against, that it still is its checkpoint, bit for bit.
+    """Check every bit of a packed model, by its checksums; with --against, that it still is its checkpoint, bit for bit.
 
     The largest difference is between values as the packed file gives them and as the checkpoint does:
     rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
@@ -506,6 +506,8 @@ def verify(
         console = _console()
         for problem in found.problems:
             console.print(f"[red]wrong[/red]    {escape(problem)}", soft_wrap=True, highlight=False)
+        for note in found.notes:
+            console.print(f"note     {escape(note)}", soft_wrap=True, highlight=False)
         console.print(f"checked  {found.weights} weights, {found.tensors} tensors", highlight=False)
         if against is not None:
             same = "has" if found.same_source else "does not have"

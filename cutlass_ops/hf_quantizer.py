@@ -15,7 +15,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .model_directory import QUANT_METHOD, WeightFormat, weight_format
 from .nn import FusedPart, MixedLinear
-from .reorder import packed_problem, packed_specs
+from .reorder import packed_problem, packed_specs, weights_metadata
 from .weight import PARTS, PackedWeight
 
 
@@ -105,14 +105,15 @@ class CutlassOpsQuantizer(HfQuantizer):
         return model
 
     def get_state_dict_and_metadata(self, model: Any) -> tuple[None, dict[str, str]]:
-        """Nothing but the model's own ``state_dict`` is saved.
+        """The model's own ``state_dict`` is saved, and the sizes of its packed weights as metadata of each file.
 
         Raises:
             ValueError: layers of the model were fused.
         """
         if any(isinstance(module, FusedPart) for module in model.modules()):
             raise ValueError("layers of the model are fused (cutlass_ops.fuse_linears); save it before that")
-        return None, {}
+        layers = {name: module.packed for name, module in model.named_modules() if isinstance(module, MixedLinear)}
+        return None, {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in layers.items()})}
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""

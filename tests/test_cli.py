@@ -70,7 +70,7 @@ def test_json(model: Path, tmp_path: Path) -> None:
     assert done["packed_bytes"] == out.stat().st_size
     after = run_json("inspect", out)
     assert after["kind"] == "packed"
-    assert after["layout"] == "cutlass_ops.slab64 version 1"
+    assert after["layout"] == "cutlass_ops.slab64 version 2"
     assert after["sources"].keys() == {"m.safetensors"}
     assert next(t for t in after["tensors"] if t["name"] == UP)["parts"] == {"codes": "uint8", "scales": "float32"}
     assert {t["name"] for t in after["tensors"]} == {UP, *done["tensors"]}

@@ -21,6 +21,8 @@ import cutlass_ops as co
 from cutlass_ops import formats, hf
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
+from cutlass_ops.reorder import packed_info
+from cutlass_ops.verify import verify_packed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Python's own parts of transformers, torch and gguf warn of each other.
@@ -184,6 +186,8 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
     model = transformers.AutoModelForCausalLM.from_pretrained(packed)
     model.save_pretrained(tmp_path / "again")
     again = co.load_model(tmp_path / "again", fuse=False)
+    assert verify_packed(tmp_path / "again").problems == []
+    assert packed_info(tmp_path / "again").weights == packed_info(packed).weights
     for name, layer in mixed(model).items():
         for part, tensor in layer.packed.tensors().items():
             assert torch.equal(mixed(again)[name].packed.tensors()[part], tensor)

@@ -23,11 +23,13 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import formats
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
 INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+_PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
 #: What the format calls torch's dtypes.
 TYPES = {
@@ -150,7 +152,10 @@ def read(path: Path) -> Source:
         tensors, header = _read_file(main)
     directory = main.parent
     config = json_object(directory / "config.json")
-    return Source(path, files, tensors, header, config, _quantization(directory, config))
+    quantization = _quantization(directory, config)
+    if quantization.get("quant_method") == formats.QUANT_METHOD:
+        raise CheckpointError(path, _PACKED)
+    return Source(path, files, tensors, header, config, quantization)
 
 
 def _main_file(directory: Path) -> Path:
@@ -192,7 +197,7 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     with opened(path) as file:
         metadata = file.metadata() or {}
         if metadata.get("layout", "").startswith("cutlass_ops."):
-            raise CheckpointError(path, "is a packed file already; cutlass_ops.load_packed reads it")
+            raise CheckpointError(path, _PACKED)
         headers = {name: file.get_slice(name) for name in file.offset_keys()}
         # The library tells all but where a tensor lies.
         with path.open("rb") as raw:
