@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -78,18 +78,27 @@ class Source:
         split = (name.rpartition(".") for name in self.tensors)
         return list(dict.fromkeys(module for module, _, part in split if module and part in parts))
 
-    def checkpoint(self, dialect: str, weights: Iterable[Entry], facts: Mapping[str, str] | None = None) -> Checkpoint:
+    def checkpoint(
+        self,
+        dialect: str,
+        weights: Iterable[Entry],
+        facts: Mapping[str, str] | None = None,
+        parts: Collection[str] = (),
+    ) -> Checkpoint:
         """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors are plain.
 
-        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``.
+        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``. No other tensor may
+        belong to it: what a reader does not know may change the values.
 
         Args:
             dialect: its name.
             weights: quantised weights, or what cannot become one, with ``parts``.
             facts: for :attr:`Checkpoint.metadata`.
+            parts: ends of names that only parts of quantised weights have.
 
         Raises:
-            CheckpointError: a tensor that belongs to two weights, or two entries of one name.
+            CheckpointError: a tensor that belongs to two weights, or two entries of one name; a part of a quantised weight
+                that the reader did not take.
         """
         owners: dict[str, Entry] = {}
         for entry in weights:
@@ -98,8 +107,16 @@ class Source:
                 if part in owners:
                     raise CheckpointError(self.path, f"belongs to {owners[part].name!r} and to {entry.name!r}", part)
                 owners[part] = entry
+        quantized = {entry.name for entry in owners.values() if entry.quantized is not None}
         entries: dict[str, Entry] = {}
         for name, tensor in self.tensors.items():
+            module, _, part = name.rpartition(".")
+            if name not in owners and part in parts:
+                raise CheckpointError(self.path, f"belongs to no quantised weight; {dialect} has such tensors only there", name)
+            if name not in owners and part != "weight" and module.removesuffix(".weight") in quantized:
+                raise CheckpointError(
+                    self.path, f"is {tensor.kind} {list(tensor.shape)}, no part of a quantised weight that is known", name
+                )
             entry = owners.get(name, tensor)
             if entries.setdefault(entry.name, entry) is not entry:
                 raise CheckpointError(self.path, f"has the same name as a module that is quantised: {name!r}", name)
