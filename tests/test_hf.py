@@ -306,6 +306,17 @@ def test_configs_that_mean_nothing(act_order: Path, tmp_path: Path, change: dict
         co.load_model(tmp_path)
 
 
+@pytest.mark.parametrize("value", [True, 0.5, "4", [1], {"modules": json.loads("[" * 200 + "]" * 200)}])
+def test_a_quantization_config_that_is_no_object(act_order: Path, tmp_path: Path, value: object) -> None:
+    config = json.loads((act_order.parent / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
+    (tmp_path / "model.safetensors").write_bytes(act_order.read_bytes())
+    with pytest.raises(
+        co.CheckpointError, match=r"config\.json: (quantization_config is .*; an object is expected|has objects)"
+    ):
+        co.load_model(tmp_path / "model.safetensors")
+
+
 def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
     tiny(intermediate_size=128).save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), ranks=2)

@@ -140,3 +140,30 @@ def test_a_sparse_mnn_weight(tmp_path: Path) -> None:
     graph["oplists"][0]["main"]["external"][4] = 8
     with pytest.raises(CheckpointError, match="sparse weights"):
         load_checkpoint(dialects.write_mnn(tmp_path, graph, dialects.BLOB))
+
+
+# ---- sizes that no machine has
+
+
+@pytest.mark.parametrize("size", [10**9, 10**18, 1 << 60, -(10**9), 10**400])
+@pytest.mark.parametrize("key", ["bits", "group_size"])
+def test_a_config_of_absurd_sizes(tmp_path: Path, key: str, size: int) -> None:
+    for name, settings in (("gptq", gptq_config()), ("awq gemm", directories.AWQ_CONFIG)):
+        config = {**settings, key: size}
+        with pytest.raises(CheckpointError):
+            load_checkpoint(directories.write(tmp_path, directories.FILES[name], config))
+    weights = ct_weights(**{"num_bits" if key == "bits" else key: size})
+    with pytest.raises(CheckpointError):
+        load_checkpoint(directories.write(tmp_path, PACKED, ct_config({"weights": weights})))["m"]
+
+
+def test_an_empty_tensor_of_absurd_sizes(tmp_path: Path) -> None:
+    header = {"x": {"dtype": "F32", "shape": [1 << 62, 0, 1 << 62], "data_offsets": [0, 0]}}
+    (tmp_path / "m.safetensors").write_bytes(raw_safetensors(header, b""))
+    assert load_checkpoint(tmp_path / "m.safetensors").entries["x"].values().shape == (1 << 62, 0, 1 << 62)
+
+
+def test_json_that_is_nested_deeply(tmp_path: Path) -> None:
+    config = gptq_config() | {"dynamic": {"m": json.loads('{"a":' * 200 + "1" + "}" * 200)}}
+    with pytest.raises(CheckpointError, match="more than 100 deep"):
+        load_checkpoint(directories.write(tmp_path, GPTQ, config))

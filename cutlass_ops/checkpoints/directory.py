@@ -29,6 +29,7 @@ from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
 INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+_MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
 #: What the format calls torch's dtypes.
@@ -332,6 +333,12 @@ def json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(path, f"is a JSON {type(content).__name__}; an object is expected")
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+    if level:
+        raise CheckpointError(path, f"has objects and lists in each other, more than {_MAX_DEPTH} deep")
     return content
 
 
