@@ -61,6 +61,11 @@ MISSING: dict[str, tuple[Tensors, dict[str, Any], str]] = {
         r"'m\.SCB': is missing",
     ),
     "bitsandbytes SCB of a float weight": ({"m.weight": randn(4, 8), "m.SCB": randn(4)}, BNB8, r"'m\.SCB': belongs to no"),
+    "bitsandbytes SCB of another length": (
+        {"m.weight": torch.zeros(1, 4, 8, dtype=torch.int8), "m.SCB": randn(4)},
+        BNB8,
+        r"'m\.SCB': is F32 \[4\]",
+    ),
     "bitsandbytes SCB of bytes": ({"m.weight": torch.zeros(4, 8).byte(), "m.SCB": randn(4)}, BNB8, r"'m\.weight': is U8"),
 }
 

@@ -225,6 +225,7 @@ def _rows(source: Source) -> list[str]:
 
 def _eight_bits(source: Source, module: str) -> Entry:
     weight = _part(source, f"{module}.weight", (torch.int8,))
+    _part(source, f"{module}.SCB", FLOAT_TYPES, weight.shape[0] if weight.shape else 1)
     parts = [name for part in ("weight", "SCB", "weight_format") if (name := f"{module}.{part}") in source.tensors]
     entry = Entry(
         name=module,
@@ -238,7 +239,6 @@ def _eight_bits(source: Source, module: str) -> Entry:
     )
     if len(weight.shape) != 2:
         return replace(entry, problem=f"has shape {list(weight.shape)}; a quantised weight has two dimensions")
-    _part(source, f"{module}.SCB", FLOAT_TYPES, weight.shape[0])
     if f"{module}.weight_format" in source.tensors:
         layout = _part(source, f"{module}.weight_format", (torch.uint8, torch.int32, torch.int64), 1).values().item()
         if layout != 0:
