@@ -1,7 +1,7 @@
 """The command line: ``cutlass-ops inspect | reorder | verify | diff | doctor | demo``.
 
 Results go to stdout, progress and errors to stderr. Exit status: 0 all is well, 1 a check failed, 2 bad usage
-or bad input.
+or bad input, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ import ctypes
 import json
 import math
 import platform
+import re
 import sys
 import time
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from importlib import import_module
@@ -26,12 +27,13 @@ import torch
 import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.padding import Padding
+from safetensors import SafetensorError
 
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
 from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
-from .plan import Options
+from .plan import Options, plan
 from .progress import progress as _progress
 from .quantize import quantize
 from .reorder import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info, reorder, spec_bytes
@@ -39,7 +41,7 @@ from .tensor_parallel import STYLES, parse_overrides
 from .verify import diff_packed, rank_directories, verify_packed
 from .weight import PackedWeight
 
-_FAILED, _BAD_INPUT = 1, 2
+_FAILED, _BAD_INPUT, _INTERRUPTED = 1, 2, 130
 
 app = typer.Typer(
     name="cutlass-ops",
@@ -64,13 +66,20 @@ def main() -> None:
 
 
 @contextmanager
-def _reported() -> Iterator[None]:
-    """Turn the errors that a user can cause into one line and an exit status."""
+def _reported(kept: Callable[[], str] = lambda: "") -> Iterator[None]:
+    """Turn the errors that a user can cause into one line and an exit status; ``kept`` says what Ctrl-C left behind."""
+    console = Console(stderr=True)
     try:
         yield
-    except (ValueError, TypeError, OSError, RuntimeError, ImportError) as error:
-        Console(stderr=True).print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
+    except (ValueError, TypeError, OSError, RuntimeError, ImportError, SafetensorError) as error:
+        console.print(f"[red]error:[/red] {escape(str(error))}", soft_wrap=True, highlight=False)
         raise typer.Exit(_BAD_INPUT) from None
+    except MemoryError:
+        console.print("[red]error:[/red] out of memory", highlight=False)
+        raise typer.Exit(_BAD_INPUT) from None
+    except KeyboardInterrupt:
+        console.print(f"[red]interrupted[/red]{escape(kept())}", soft_wrap=True, highlight=False)
+        raise typer.Exit(_INTERRUPTED) from None
 
 
 def _console() -> Console:
@@ -153,38 +162,86 @@ def inspect(
 ) -> None:
     """List what a checkpoint or a packed model holds, from headers alone, and which kernel would multiply by it.
 
-    Kernels are given for one token and for 4096, and for each GPU, which need not be there.
+    Kernels are given for one token and for 4096, and for each GPU, which need not be there. Tensors that differ but in the
+    numbers in their names are shown as one, as in layers.{0..31}.mlp; --json lists each.
     """
     with _reported():
+        if twice := [name for name, count in Counter(gpu or ()).items() if count > 1]:
+            raise ValueError(f"--gpu {twice[0]} is given twice")
         gpus = gpu or _gpus_here() or ["sm_80", "sm_90"]
         described = _describe_packed(packed_info(path)) if is_packed(path) else _describe(_load(path, zero_offset))
         _add_kernels(described["tensors"], gpus, act_quant)
     if as_json:
         _print_json(described)
         return
-    console = _console()
-    for key in ("path", "kind", "bytes", "layout", "tool", "rank"):
+    _show(_console(), described, gpus, act_quant)
+
+
+def _show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
+    """What inspect prints: facts of the whole, how many weights there are of each format, then the tensors."""
+
+    def line(key: str, value: str) -> None:
+        console.print(Padding(f"{key + ':':10}{escape(value)}", (0, 0)), highlight=False, soft_wrap=False)
+
+    tensors, files = described["tensors"], len(described["files"])
+    for key in ("path", "kind", "layout", "tool", "rank"):
         if described.get(key) is not None:
-            value = _size(described[key]) if key == "bytes" else described[key]
-            console.print(f"{key + ':':10}{escape(str(value))}", soft_wrap=True, highlight=False)
+            line(key, str(described[key]))
+    line("size", f"{_size(described['bytes'])} in {files} file{'s' if files > 1 else ''}")
     for key in ("sources", "tied", "metadata"):
         for name, value in described.get(key, {}).items():
-            console.print(f"{key + ':':10}{escape(f'{name} = {value}')}", soft_wrap=True, highlight=False)
-    console.print(f"kernels:  of {' and '.join(map(str, _TOKENS))} tokens, act_quant {act_quant!r}", highlight=False)
-    table = Table("name", "type", "shape", "size", "in the file", "note", *gpus, box=None, header_style="bold")
-    table.columns[3].justify = "right"
-    for tensor in described["tensors"]:
-        source = tensor.get("source", tensor["name"])
-        table.add_row(
-            escape(tensor["name"]),
-            tensor["type"],
-            _shape(tensor["shape"]),
-            _size(tensor["bytes"]),
-            "" if source == tensor["name"] else escape(source),
-            escape(tensor["note"]),
-            *(escape(" / ".join(dict.fromkeys(tensor["kernels"][name].values()))) for name in gpus if tensor["kernels"]),
-        )
-    console.print(table)
+            line(key, f"{name} = {value}")
+    kinds: dict[tuple[bool, str], list[int]] = {}
+    for tensor in tensors:
+        packed = tensor["parts"] is not None
+        what = tensor["note"] if packed else f"{tensor['type']}{': ' if tensor['note'] else ''}{tensor['note']}"
+        kinds.setdefault((packed, what), []).append(tensor["bytes"])
+    for (packed, what), sizes in sorted(kinds.items(), key=lambda item: not item[0][0]):
+        line("weights" if packed else "others", f"{len(sizes)} ({_size(sum(sizes))}) {what}")
+    if any(tensor["kernels"] for tensor in tensors):
+        line("kernels", f"of {' and '.join(map(str, _TOKENS))} tokens, act_quant {act_quant!r}")
+    for name, alike in _alike(tensors):
+        first = alike[0]
+        console.print(escape(name), highlight=False)
+        each = f"{len(alike)} of " if len(alike) > 1 else ""
+        words = [f"{each}{_shape(first['shape'])}", _size(first["bytes"]), first["type"], first["note"]]
+        source = first.get("source", first["name"])
+        if source != first["name"]:
+            words.append(f"in the file: {source}")
+        words += [f"{gpu}: {' / '.join(dict.fromkeys(first['kernels'][gpu].values()))}" for gpu in gpus if first["kernels"]]
+        console.print(Padding(escape("; ".join(word for word in words if word)), (0, 0, 0, 4)), highlight=False)
+
+
+def _alike(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Tensors that differ but in the numbers of their names, under one name that has those numbers in braces."""
+    groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+    for tensor in tensors:
+        facts = [str(tensor[key]) for key in ("type", "shape", "bytes", "note", "kernels")]
+        groups.setdefault((*_NUMBER.split(tensor["name"])[::2], *facts), []).append(tensor)
+    for alike in groups.values():
+        numbers = [[int(text) for text in _NUMBER.findall(tensor["name"])] for tensor in alike]
+        places = [sorted(set(column)) for column in zip(*numbers, strict=True)]
+        if math.prod(map(len, places)) != len(alike):  # not every combination is there
+            yield from ((tensor["name"], [tensor]) for tensor in alike)
+            continue
+        texts = iter([_ranges(values) for values in places])
+        yield _NUMBER.sub(lambda _, texts=texts: next(texts), alike[0]["name"]), alike  # type: ignore[misc]
+
+
+#: A number that is a part of a name between dots.
+_NUMBER = re.compile(r"(?<![^.])([0-9]{1,9})(?![^.])")
+
+
+def _ranges(values: list[int]) -> str:
+    """Sorted numbers as "3" or "{0..3,7}"."""
+    runs: list[list[int]] = []
+    for value in values:
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    text = ",".join(str(first) if first == last else f"{first}..{last}" for first, last in runs)
+    return text if len(values) == 1 else f"{{{text}}}"
 
 
 #: Tokens for which inspect names the kernels: one as a model generates, many as it reads a prompt.
@@ -363,8 +420,9 @@ def reorder_command(
     ] = None,
     jobs: Annotated[int, typer.Option("--jobs", "-j", min=1, help="Tensors to work on, and to hold in memory, at a time.")] = 2,
     shard_gb: Annotated[
-        float, typer.Option("--shard-size", metavar="GB", min=0.001, help="The most that a file of a directory holds.")
-    ] = SHARD_BYTES / 1e9,
+        float | None,
+        typer.Option("--shard-size", metavar="GB", min=0.001, help="The most that a file of a directory holds.  [default: 5]"),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: _Json = False,
 ) -> None:
@@ -375,14 +433,32 @@ def reorder_command(
     them. Everything else is copied; a directory's config.json says how to load it. A directory whose making was
     interrupted is completed by the same command.
     """
-    with _reported():
+    one_file = output.suffix == ".safetensors"
+
+    def kept() -> str:
+        finished = [] if one_file or dry_run else [*output.glob("*.safetensors"), *output.glob("rank-*/*.safetensors")]
+        if not finished:
+            return f": nothing is written to {output}"
+        return f": {len(finished)} finished files are kept in {output}; the same command makes the others"
+
+    with _reported(kept):
         if bits is None and (group_size is not None or symmetric is not None or clip is not None):
             raise ValueError(
                 "--group-size, --symmetric/--asymmetric and --clip say how to quantise float weights: give --bits too"
             )
-        one_file = output.suffix == ".safetensors"
         if one_file and ranks > 1:
             raise ValueError(f"--tp {ranks} makes a directory for each rank; {output} names one file")
+        given = {"--act-quant": act_quant, "--act-symmetric": act_symmetric, "--shard-size": shard_gb, "--tp-split": split}
+        if one_file and (useless := [name for name, value in given.items() if value is not None]):
+            raise ValueError(f"{useless[0]} is for a model's directory; {output} names one file")
+        if split and ranks == 1:
+            raise ValueError("--tp-split says how layers are split over ranks: give --tp too")
+        if not output.parent.is_dir():
+            raise ValueError(f"{output}: there is no folder {output.parent}")
+        if output.exists() and output.is_dir() == one_file:
+            raise ValueError(
+                f"{output} is a {'folder; a file' if one_file else 'file; a folder'} of that name is to be written"
+            )
         options = Options(
             bits=bits,
             group_size=128 if group_size is None else group_size,
@@ -394,6 +470,10 @@ def reorder_command(
         start = time.perf_counter()
         _keep_freed_memory()
         checkpoint = _load(source, zero_offset)
+        if bits is not None and not any(step.weight and not step.entry.quantized for step in plan(checkpoint, options).steps):
+            raise ValueError(f"--bits {bits} changes nothing: no float weight of {source} is to be packed; leave it out")
+        if act_symmetric is not None and (act_quant or (checkpoint.activations or ("none",))[0]) == "none":
+            raise ValueError("--act-symmetric and --act-asymmetric say how activations are quantised: give --act-quant too")
         total = sum(entry.nbytes for entry in checkpoint.entries.values()) + sum(f.stat().st_size for f in checkpoint.files)
         with _progress("reordering", total) as advance:
             if one_file:
@@ -408,7 +488,7 @@ def reorder_command(
                     act_quant=act_quant,
                     act_symmetric=act_symmetric,
                     jobs=jobs,
-                    shard_bytes=round(shard_gb * 1e9),
+                    shard_bytes=SHARD_BYTES if shard_gb is None else round(shard_gb * 1e9),
                     dry_run=dry_run,
                     progress=advance,
                 )
@@ -441,10 +521,10 @@ def reorder_command(
         f"packed   {len(done.weights)} weights ({listed})",
         f"copied   {len(done.tensors)} tensors" + "".join(f", {name}" for name in done.copied),
     ]
-    kept: dict[str, list[str]] = {}
+    unpacked: dict[str, list[str]] = {}
     for name, reason in done.kept.items():
-        kept.setdefault(reason, []).append(name)
-    for reason, names in kept.items():
+        unpacked.setdefault(reason, []).append(name)
+    for reason, names in unpacked.items():
         lines.append(f"kept     {len(names)} unpacked: {reason} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
     if ranks > 1:
         styles = Counter(done.styles.values())
@@ -479,7 +559,7 @@ def verify(
     ] = None,
     as_json: _Json = False,
 ) -> None:
-    """Check every byte of a packed model; with --against, that it still is its checkpoint, bit for bit.
+    """Check every bit of a packed model, by its checksums; with --against, that it still is its checkpoint, bit for bit.
 
     The largest difference is between values as the packed file gives them and as the checkpoint does:
     rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
@@ -502,6 +582,8 @@ def verify(
         console = _console()
         for problem in found.problems:
             console.print(f"[red]wrong[/red]    {escape(problem)}", soft_wrap=True, highlight=False)
+        for note in found.notes:
+            console.print(f"note     {escape(note)}", soft_wrap=True, highlight=False)
         console.print(f"checked  {found.weights} weights, {found.tensors} tensors", highlight=False)
         if against is not None:
             same = "has" if found.same_source else "does not have"

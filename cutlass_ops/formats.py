@@ -10,9 +10,13 @@ from __future__ import annotations
 
 BITS = (4, 8)
 
-#: Name and version of the packed order; a file that carries another pair is refused.
+#: What ``config.json`` calls a packed model's quantisation.
+QUANT_METHOD = "cutlass_ops"
+
+#: Name of the packed order, and version of the files that hold it: version 2 has checksums, version 1 has none.
 LAYOUT_NAME = "cutlass_ops.slab64"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
+LAYOUT_VERSIONS = (1, 2)
 
 #: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), as bitsandbytes has them.
 NF4 = (
@@ -54,6 +58,17 @@ ROWS_PER_SLAB = 64
 K_PER_TILE = 128
 #: The longest run of K that shares one activation scale in block mode.
 MAX_ACTIVATION_BLOCK = 128
+
+
+def check_layout(name: object, version: object) -> None:
+    """Raise ``ValueError`` for the layout of a file, by its name and version, that this package does not read.
+
+    A file's header gives the version as text, ``config.json`` as a number.
+    """
+    known = (*LAYOUT_VERSIONS, *map(str, LAYOUT_VERSIONS))
+    if name != LAYOUT_NAME or isinstance(version, (bool, float)) or version not in known:
+        versions = " and ".join(map(str, LAYOUT_VERSIONS))
+        raise ValueError(f"layout {name!r:.100}, version {version!r:.100}; known is {LAYOUT_NAME!r}, versions {versions}")
 
 
 def check_bits(bits: int) -> int:

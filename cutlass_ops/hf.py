@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
+from .checkpoints.directory import json_object
 from .hub import local_path
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
@@ -178,6 +179,9 @@ def _config(transformers: ModuleType, path: Path) -> Any:
     directory = path if path.is_dir() else path.parent
     if not (directory / "config.json").is_file():
         raise CheckpointError(path, f"there is no config.json in {directory}, and no config is given")
+    quantization = json_object(directory / "config.json").get("quantization_config")
+    if not isinstance(quantization, (dict, type(None))):
+        raise CheckpointError(directory / "config.json", f"quantization_config is {quantization!r:.100}; an object is expected")
     return transformers.AutoConfig.from_pretrained(directory)
 
 

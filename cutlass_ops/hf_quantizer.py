@@ -24,7 +24,7 @@ from .architecture import Architecture, features
 from .checkpoints.directory import opened
 from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
-from .reorder import packed_problem, packed_specs
+from .reorder import packed_problem, packed_specs, weights_metadata
 from .weight import PARTS, PackedWeight
 
 #: How many names an error lists.
@@ -239,14 +239,19 @@ class CutlassOpsQuantizer(HfQuantizer):
             return None, {}
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
-        if not parts:
-            return None, {}
         shared = {id(part.shared) for part in parts.values()}
-        fused = tuple(f"{name}." for name, module in model.named_modules() if id(module) in shared)
-        state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(fused)}
+        modules = dict(model.named_modules())
+        fused = {name for name, module in modules.items() if id(module) in shared}
+        layers = {name: m.packed for name, m in modules.items() if isinstance(m, MixedLinear) and name not in fused}
+        layers.update({name: part.packed for name, part in parts.items()})
+        metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
+        if not parts:
+            return None, metadata
+        prefixes = tuple(f"{name}." for name in fused)
+        state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
         for name, part in parts.items():
             state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
-        return state, {}
+        return state, metadata
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""

@@ -16,7 +16,7 @@ whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every oth
 ========================  ================================================================================
 ``quant_method``          "cutlass_ops"
 ``layout``                "cutlass_ops.slab64"
-``layout_version``        1
+``layout_version``        2, or 1 in directories that older versions wrote
 ``bits``, ``group_size``  of most weights
 ``tensors``               dtypes of most weights' tensors beside the codes: ``{"scales": "float16", ...}``
 ``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ from those
@@ -66,7 +66,7 @@ from .reorder import (
 from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, slice_weight, sliced_format, split_style
 from .weight import CheckpointError
 
-QUANT_METHOD = "cutlass_ops"
+QUANT_METHOD = formats.QUANT_METHOD
 #: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in a packed directory:
 #: transformers refuses it, with this text, unless cutlass_ops takes it out again (see ``hf_quantizer.py``). Without it,
 #: transformers alone would only warn of a quantisation that it does not know, and load random weights.
@@ -162,9 +162,7 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     Raises:
         ValueError: a layout that is not known, or a format that means nothing; the message names it.
     """
-    layout = (config.get("layout"), config.get("layout_version"))
-    if layout != (known := (formats.LAYOUT_NAME, formats.LAYOUT_VERSION)):
-        raise ValueError(f"layout {layout[0]!r}, version {layout[1]!r}; known is {known[0]!r}, version {known[1]}")
+    formats.check_layout(config.get("layout"), config.get("layout_version"))
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))

@@ -8,14 +8,23 @@ tensor stands under its own name.
 ==================  ======================================================================================
 ``format``          "pt", as other tools expect
 ``layout``          "cutlass_ops.slab64"
-``layout_version``  "1"
+``layout_version``  "2"; in version 1 the last two lines of this table are missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
 ``options``         JSON: how the checkpoint was read and its float matrices quantised
 ``tensor_parallel``  JSON, if the file holds one rank's part: ``{"rank": r, "size": R, "styles": {module: style}}``
+``checksums``       JSON: ``{tensor: sha256}`` of the data of each tensor in the file, hexadecimal
+``header_sha256``   of all bytes before the data, with 64 zeros in the place of these 64 digits
 ==================  ======================================================================================
+
+``verify`` checks them; who loads a file does not read all of it. The writer knows them last, so it writes the header last:
+its length does not depend on them.
+
+Files that ``save_pretrained`` of transformers wrote are recognised by the ``config.json`` beside them. Of the table they have
+``format`` and ``weights``, the latter of the whole model in each shard. Where they lack that, ``config.json`` has bits and
+group size, and N and K are those of ``bias`` and ``perm`` or, without them, those of the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied`` naming
 ``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the table as a tensor and ties
@@ -25,13 +34,14 @@ gives it, a tied embedding then as ``model.embed_tokens.weight``.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
 import reprlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -40,8 +50,8 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .checkpoints.directory import INDEX, TYPES, opened, placement
-from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows
+from .checkpoints.directory import INDEX, TYPES, json_object, opened, placement
+from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows, not_finite
 
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
@@ -52,6 +62,8 @@ _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
+_PIECE = 1 << 20  # bytes that are summed and written at a time: the second finds them in the cache
+_NO_SUM = "0" * 64  # in the place of a sha256 that is not known yet
 
 
 # ---- one weight
@@ -115,7 +127,8 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
 
     Raises:
         TypeError: not QuantizedWeights.
-        ValueError: none, or weights that differ in what they must share; the message says in what.
+        ValueError: none, or weights that differ in what they must share; the message says in what. Scales, offsets or a
+            code book that are not finite.
     """
     from . import _C
 
@@ -123,6 +136,8 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         weight = _one_below_another(weight)
     if not isinstance(weight, QuantizedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a sequence, is expected")
+    if problem := not_finite(weight.scales, weight.offsets, weight.book):
+        raise ValueError(f"the weight cannot be packed: {problem}")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
     codes = weight.codes.cpu().contiguous()
     packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)
@@ -174,7 +189,7 @@ class Slices:
 def stream_safetensors(
     path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]
 ) -> Iterator[Callable[[str, Tensor], None]]:
-    """Write a safetensors file tensor by tensor, holding none of them.
+    """Write a safetensors file tensor by tensor, holding none of them, with checksums.
 
     The file has a temporary name beside ``path`` until it is whole and on the disk. If the block is left by
     an exception, or the machine stops, what ``path`` named before is untouched.
@@ -182,24 +197,24 @@ def stream_safetensors(
     Args:
         path: the file to make or replace.
         specs: dtype and shape of every tensor to come.
-        metadata: strings for the header.
+        metadata: strings for the header; ``checksums`` and ``header_sha256`` are added.
 
     Yields:
-        ``write(name, tensor)``, to be called once for each name of ``specs``, in any order.
+        ``write(name, tensor)``, to be called once for each name of ``specs``, in any order, on any thread.
 
     Raises:
         ValueError: a tensor that was not announced so, twice, or never; a dtype that the format lacks.
         OSError: the file cannot be written.
     """
-    header, begins, size = _header(specs, metadata)
+    _, begins, size = _header(specs, metadata, {})
     missing = set(specs)
+    sums: dict[str, str] = {}
     target = Path(os.path.realpath(path))  # replace what a link leads to, not the link
     temporary = target.with_name(f".{target.name}.{secrets.token_hex(8)}.partial")
     # The mode that open() gives a new file; tempfile's is private.
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            _write_all(file.fileno(), header, 0)
             file.truncate(size)
 
             def write(name: str, tensor: Tensor) -> None:
@@ -209,12 +224,17 @@ def stream_safetensors(
                     raise ValueError(f"tensor {name!r} is {tensor.dtype} {list(tensor.shape)}; announced was {specs[name]}")
                 missing.remove(name)
                 # One after another, so that a GPU's tensor has one copy on the host at a time.
-                values = tensor.detach().cpu().contiguous().reshape(-1)
-                _write_all(file.fileno(), values.view(torch.uint8).numpy(), begins[name])
+                data, digest = _bytes(tensor), hashlib.sha256()
+                for first in range(0, len(data), _PIECE):
+                    piece = data[first : first + _PIECE]
+                    digest.update(piece)
+                    _write_all(file.fileno(), piece, begins[name] + first)
+                sums[name] = digest.hexdigest()
 
             yield write
             if missing:
                 raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
+            _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
             os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
@@ -228,13 +248,29 @@ def stream_safetensors(
         os.close(directory)
 
 
-def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[bytes, dict[str, int], int]:
-    """The header of a safetensors file, where each of its tensors begins, and the file's size."""
+def _bytes(tensor: Tensor) -> Any:
+    """A tensor's data as a file has it, on the host."""
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+
+
+def checksum(tensor: Tensor) -> str:
+    """The sha256 of a tensor's data, as ``checksums`` has it."""
+    return hashlib.sha256(_bytes(tensor)).hexdigest()
+
+
+def _header(
+    specs: Mapping[str, Spec], metadata: Mapping[str, str], sums: Mapping[str, str]
+) -> tuple[bytes, dict[str, int], int]:
+    """All before the data of a safetensors file, where each of its tensors begins, and the file's size.
+
+    What ``sums`` lacks is zeros in ``checksums``: the length is the same.
+    """
     # Largest power of two in the size first: then every tensor starts at a multiple of its own elements'
     # size, without the holes that the format forbids.
     sizes = {name: spec_bytes(spec) for name, spec in specs.items()}
     begins: dict[str, int] = {}
-    header: dict[str, Any] = {"__metadata__": dict(metadata)}
+    checksums = json.dumps({name: sums.get(name, _NO_SUM) for name in specs})
+    header: dict[str, Any] = {"__metadata__": {**metadata, "checksums": checksums, "header_sha256": _NO_SUM}}
     end = 0
     for name in sorted(sizes, key=lambda name: sizes[name] & -sizes[name] or math.inf, reverse=True):
         dtype, shape = specs[name]
@@ -251,16 +287,42 @@ def _header(specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> tuple[byt
     if len(text) > _MAX_HEADER_BYTES:
         raise ValueError(f"the header takes {len(text)} bytes; safetensors allows {_MAX_HEADER_BYTES}")
     start = 8 + len(text)
-    return len(text).to_bytes(8, "little") + text, {name: start + begin for name, begin in begins.items()}, start + end
+    head = len(text).to_bytes(8, "little") + text
+    head = head.replace(_sum_field(_NO_SUM), _sum_field(hashlib.sha256(head).hexdigest()), 1)
+    return head, {name: start + begin for name, begin in begins.items()}, start + end
+
+
+def _sum_field(value: str) -> bytes:
+    # Inside of JSON's strings quotes are escaped: this stands nowhere else.
+    return f'"header_sha256":"{value}"'.encode()
+
+
+def header_is_intact(path: Path) -> bool:
+    """Whether the header of a file with checksums has its own."""
+    recorded = _read_header(path)[0].get("header_sha256", "")
+    with path.open("rb") as file:
+        length = file.read(8)
+        head = length + file.read(int.from_bytes(length, "little"))
+    return hashlib.sha256(head.replace(_sum_field(recorded), _sum_field(_NO_SUM), 1)).hexdigest() == recorded
 
 
 def is_written(path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bool:
-    """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is there."""
-    header, _, size = _header(specs, metadata)
+    """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is there.
+
+    Its checksums may be any: the data are not read.
+    """
+    header, _, size = _header(specs, metadata, {})
     try:
         with open(path, "rb") as file:
-            return os.fstat(file.fileno()).st_size == size and file.read(len(header)) == header
+            if os.fstat(file.fileno()).st_size != size:
+                return False
+            found = file.read(len(header))
     except FileNotFoundError:
+        return False
+    try:
+        sums = json.loads(json.loads(found[8:])["__metadata__"]["checksums"])
+        return isinstance(sums, dict) and found == _header(specs, metadata, sums)[0]
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 
@@ -312,6 +374,12 @@ def empty_packed(
     return PackedWeight(**tensors, n=n, k=k, bits=bits, group_size=group_size)
 
 
+def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
+    """``weights`` of the table above, of ``(n, k, bits, group_size)`` by name."""
+    fields = ("n", "k", "bits", "group_size")
+    return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
+
+
 def packed_metadata(
     weights: Mapping[str, tuple[int, int, int, int]],
     tied: Mapping[str, str],
@@ -322,12 +390,11 @@ def packed_metadata(
     """``__metadata__`` of a packed file, as in the table above."""
     from . import __version__
 
-    fields = ("n", "k", "bits", "group_size")
     metadata = {
         "format": "pt",
         "layout": formats.LAYOUT_NAME,
         "layout_version": str(formats.LAYOUT_VERSION),
-        "weights": json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()}),
+        "weights": weights_metadata(weights),
         "tied": json.dumps(dict(tied)),
         "sources": json.dumps(dict(sources)),
         "tool": f"cutlass_ops {__version__}",
@@ -402,10 +469,13 @@ class PackedInfo:
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
+        saved_elsewhere: whether transformers wrote the files.
+        rounded: weights of which N or K may be rounded up, since no metadata has them.
         tied, sources, tool: as in the module's table.
         options: as in the module's table.
         slices: which part of the model this is, or None for all of it.
-        places: the file that holds each weight or tensor; of a directory, one of its shards.
+        places: the file that holds each stored tensor, by its name in there ("m.codes"); of a directory, one of its shards.
+        checksums: sha256 of each stored tensor as the header has it, or None for files without checksums.
     """
 
     path: Path
@@ -419,22 +489,41 @@ class PackedInfo:
     options: Mapping[str, Any]
     slices: Slices | None
     places: Mapping[str, Path]
+    checksums: Mapping[str, str] | None
+    saved_elsewhere: bool = False
+    rounded: tuple[str, ...] = ()
 
     @property
     def files(self) -> list[Path]:
         """The files that hold it."""
         return sorted(set(self.places.values())) or [self.path]
 
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Names of the weights and of the other tensors."""
+        return (*self.weights, *self.tensors)
+
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file, or the first shard of a directory, claims to be packed by this package, in whatever version."""
+    """Whether a file, or the first shard of a directory, claims to be packed by this package, in whatever version.
+
+    Raises:
+        CheckpointError: a file that is no safetensors, or JSON that is not readable.
+    """
     path = Path(path)
     if path.is_dir():
         path = min((*path.glob("*.safetensors"), *path.glob("rank-0-of-*/*.safetensors")), default=path)
     if not path.is_file() or path.suffix != ".safetensors":
         return False
     with opened(path) as file:
-        return bool((file.metadata() or {}).get("layout", "").startswith("cutlass_ops."))
+        layout = (file.metadata() or {}).get("layout")
+    return bool(_saved_config(path)) if layout is None else layout.startswith("cutlass_ops.")
+
+
+def _saved_config(path: Path) -> dict[str, Any] | None:
+    """The ``quantization_config`` beside a file, if it is ours."""
+    config = json_object(path.parent / "config.json").get("quantization_config")
+    return config if isinstance(config, dict) and config.get("quant_method") == formats.QUANT_METHOD else None
 
 
 def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
@@ -447,44 +536,43 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
     path = Path(path)
     if path.is_dir():
         return _directory_info(path)
+    metadata, specs = _read_header(path)
+    if "layout" not in metadata and (config := _saved_config(path)) is not None:
+        return _saved_info(path, [path], config)
+    return _file_info(path, metadata, specs)
+
+
+def _read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
+    """A file's metadata, and its tensors in their order."""
     with opened(path) as file:
-        metadata = file.metadata() or {}
-        specs = {}
+        specs: dict[str, Spec] = {}
         for name in file.offset_keys():
             part = file.get_slice(name)
             if part.get_dtype() not in TYPES:
                 raise CheckpointError(path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name)
             specs[name] = (TYPES[part.get_dtype()], tuple(part.get_shape()))
+        return file.metadata() or {}, specs
+
+
+def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) -> PackedInfo:
     layout, version = metadata.get("layout"), metadata.get("layout_version")
-    known = (formats.LAYOUT_NAME, str(formats.LAYOUT_VERSION))
     if layout is None:
         raise CheckpointError(path, "not a packed file: its metadata names no layout; cutlass-ops reorder makes one")
-    if (layout, version) != known:
-        raise CheckpointError(path, f"layout {layout!r}, version {version!r}; known is {known[0]!r}, version {known[1]!r}")
+    try:
+        formats.check_layout(layout, version)
+    except ValueError as error:
+        raise CheckpointError(path, str(error)) from error
+    checksums = _strings(path, metadata, "checksums") if version != "1" else None
+    places = dict.fromkeys(specs, path)
     weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
-    parts: dict[str, dict[str, Spec]] = {}
-    for name, (n, k, bits, group_size) in weights.items():
-        found = {part: specs.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in specs}
-        for part in ("codes", "scales"):
-            if part not in found:
-                raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
-        expected = packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
-        for part, (_, shape) in found.items():
-            if shape != expected[part][1]:
-                raise CheckpointError(
-                    path,
-                    f"has shape {list(shape)}; n={n}, k={k}, bits={bits}, group_size={group_size} make it "
-                    f"{list(expected[part][1])}",
-                    f"{name}.{part}",
-                )
-        parts[name] = found
+    parts = {name: _weight_parts(path, name, fields, specs) for name, fields in weights.items()}
     tied = _strings(path, metadata, "tied")
     for name in tied:
         if name not in weights:
             raise CheckpointError(path, f"the metadata ties {name!r}, which is no weight of this file")
     return PackedInfo(
         path=path,
-        layout=known,
+        layout=(layout, str(version)),
         weights=weights,
         parts=parts,
         tensors=specs,
@@ -493,8 +581,91 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
         tool=metadata.get("tool", ""),
         options=_json_object(path, metadata, "options"),
         slices=_slices(path, metadata),
-        places=dict.fromkeys((*weights, *specs), path),
+        places=places,
+        checksums=checksums,
     )
+
+
+def _weight_parts(path: Path, name: str, weight: tuple[int, int, int, int], specs: dict[str, Spec]) -> dict[str, Spec]:
+    """The tensors of a weight, taken out of ``specs``; their shapes are checked."""
+    n, k, bits, group_size = weight
+    found = {part: specs.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in specs}
+    for part in ("codes", "scales"):
+        if part not in found:
+            raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
+    expected = packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
+    for part, (_, shape) in found.items():
+        if shape != expected[part][1]:
+            raise CheckpointError(
+                path,
+                f"has shape {list(shape)}; n={n}, k={k}, bits={bits}, group_size={group_size} make it "
+                f"{list(expected[part][1])}",
+                f"{name}.{part}",
+            )
+    return found
+
+
+def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) -> PackedInfo:
+    """What transformers wrote: files without our metadata, which may have parts of one weight in two shards."""
+    try:
+        formats.check_layout(config.get("layout"), config.get("layout_version"))
+    except ValueError as error:
+        raise CheckpointError(path, f"quantization_config: {error}") from error
+    specs: dict[str, Spec] = {}
+    places: dict[str, Path] = {}
+    stated: dict[str, Any] = {}
+    for file in files:
+        metadata, held = _read_header(file)
+        stated |= _json_object(file, metadata, "weights")
+        for name, spec in held.items():
+            if name in specs:
+                raise CheckpointError(file, f"stands in {places[name].name} too", name)
+            specs[name], places[name] = spec, file
+    modules = config.get("modules", {})
+    if not isinstance(modules, dict):
+        raise CheckpointError(path, f"quantization_config: modules is {modules!r:.100}; an object is expected")
+    weights: dict[str, tuple[int, int, int, int]] = {}
+    parts: dict[str, dict[str, Spec]] = {}
+    rounded: list[str] = []
+    for name in dict.fromkeys([*stated, *(name.removesuffix(".codes") for name in specs if name.endswith(".codes"))]):
+        if (fields := stated.get(name)) is None:
+            form = modules.get(name, config)
+            fields = {key: form.get(key) for key in ("bits", "group_size")} if isinstance(form, dict) else {}
+            fields |= _saved_sizes(path, name, specs, fields.get("bits"))
+            rounded += [name] if not {f"{name}.bias", f"{name}.perm"} <= specs.keys() else []
+        weights[name] = _weight_fields(path, name, fields)
+        parts[name] = _weight_parts(path, name, weights[name], specs)
+    return PackedInfo(
+        path=path,
+        layout=(formats.LAYOUT_NAME, str(config.get("layout_version"))),
+        weights=weights,
+        parts=parts,
+        tensors=specs,
+        tied={},
+        sources={},
+        tool="",
+        options={},
+        slices=None,
+        places=places,
+        checksums=None,
+        saved_elsewhere=True,
+        rounded=tuple(rounded),
+    )
+
+
+def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) -> dict[str, int]:
+    """N and K of a weight by its tensors' shapes; both rounded up where neither a bias nor an act order tells them."""
+    codes, scales = specs[f"{name}.codes"][1], specs.get(f"{name}.scales", (None, ()))[1]
+    if len(codes) != 1 or len(scales) != 2 or 0 in (*codes, *scales) or bits not in formats.BITS:
+        raise CheckpointError(
+            path, f"has codes {list(codes)}, scales {list(scales)} and bits {bits!r:.100}, which make no packed weight", name
+        )
+    n, k = scales[1], codes[0] * 8 // bits // scales[1]
+    for part, padded, pad in (("bias", n, formats.padded_rows), ("perm", k, formats.padded_k)):
+        shape = specs.get(f"{name}.{part}", (None, ()))[1]
+        if len(shape) == 1 and shape[0] > 0 and pad(shape[0]) == padded:
+            n, k = (shape[0], k) if part == "bias" else (n, shape[0])
+    return {"n": n, "k": k}
 
 
 def _directory_info(directory: Path) -> PackedInfo:
@@ -505,17 +676,22 @@ def _directory_info(directory: Path) -> PackedInfo:
         raise CheckpointError(directory, "has no config.json: not a packed model, or one whose reordering was interrupted")
     index = directory / INDEX
     placed = placement(index) if index.is_file() else {}
-    files = {directory / name for name in placed.values()} if index.is_file() else {directory / "model.safetensors"}
-    shards = [packed_info(file) for file in sorted(files)]
-    if not shards:
+    files = sorted({directory / name for name in placed.values()} if index.is_file() else {directory / "model.safetensors"})
+    if not files:
         raise CheckpointError(index, "names no file")
+    config = _saved_config(files[0])
+    if config is not None and "layout" not in _read_header(files[0])[0]:
+        info = _saved_info(directory, files, config)
+        _check_placement(index, placed, info.places)
+        return info
+    shards = [packed_info(file) for file in files]
     first = shards[0]
     weights: dict[str, tuple[int, int, int, int]] = {}
     parts: dict[str, Mapping[str, Spec]] = {}
     tensors: dict[str, Spec] = {}
     tied: dict[str, str] = {}
     places: dict[str, Path] = {}
-    found: dict[str, str] = {}
+    checksums: dict[str, str] = {}
     for shard in shards:
         if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):
             raise CheckpointError(shard.path, f"was not written with {first.path.name}: the sources, options or slices differ")
@@ -527,12 +703,27 @@ def _directory_info(directory: Path) -> PackedInfo:
         tensors.update(shard.tensors)
         tied.update(shard.tied)
         places.update(shard.places)
-        names = [*shard.tensors, *(f"{name}.{part}" for name, named in shard.parts.items() for part in named)]
-        found.update(dict.fromkeys(names, shard.path.name))
-    if index.is_file() and found != placed:
+        checksums.update(shard.checksums or {})
+    _check_placement(index, placed, places)
+    return replace(
+        first,
+        path=directory,
+        weights=weights,
+        parts=parts,
+        tensors=tensors,
+        tied=tied,
+        places=places,
+        checksums=checksums if all(shard.checksums is not None for shard in shards) else None,
+    )
+
+
+def _check_placement(index: Path, placed: Mapping[str, str], places: Mapping[str, Path]) -> None:
+    if not index.is_file():
+        return
+    found = {name: file.name for name, file in places.items()}
+    if found != placed:
         name = min(name for name in {*found, *placed} if found.get(name) != placed.get(name))
         raise CheckpointError(index, f"is placed in {placed.get(name)!r}; it is in {found.get(name)!r}", name)
-    return replace(first, path=directory, weights=weights, parts=parts, tensors=tensors, tied=tied, places=places)
 
 
 def _slices(path: Path, metadata: Mapping[str, str]) -> Slices | None:
@@ -610,21 +801,23 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     """
     info = packed_info(path)
     result: dict[str, PackedWeight | Tensor] = {}
-    for path in info.files:
-        with opened(path) as file:
-            for name in (name for name, place in info.places.items() if place == path):
-                if name in info.weights:
-                    result[name] = read_packed_weight(info, name, file).to(device)
-                else:
-                    result[name] = file.get_tensor(name).to(device)
+    with ExitStack() as stack:
+        files = {file: stack.enter_context(opened(file)) for file in info.files}
+        for name in info.names:
+            if name in info.weights:
+                result[name] = read_packed_weight(info, name, files).to(device)
+            else:
+                result[name] = files[info.places[name]].get_tensor(name).to(device)
     return result
 
 
-def read_packed_weight(info: PackedInfo, name: str, file: Any) -> PackedWeight:
-    """A weight of the file that holds it, which is open, checked."""
+def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight:
+    """A weight of the open files that hold it, checked but for what every value would have to be read for."""
     n, k, bits, group_size = info.weights[name]
-    path = info.places[name]
-    parts: dict[str, Any] = {part: file.get_tensor(f"{name}.{part}") if part in info.parts[name] else None for part in PARTS}
+    path = info.places[f"{name}.codes"]
+    parts: dict[str, Any] = dict.fromkeys(PARTS)
+    for part in info.parts[name]:
+        parts[part] = files[info.places[f"{name}.{part}"]].get_tensor(f"{name}.{part}")
     try:
         weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
     except (TypeError, ValueError) as error:

@@ -6,6 +6,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -14,11 +15,12 @@ from torch import Tensor
 
 from . import reference
 from .checkpoints import Checkpoint, Entry
-from .checkpoints.directory import opened
+from .checkpoints.directory import json_object, opened
+from .model_directory import weight_format
 from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
-from .reorder import PackedInfo, packed_info, read_packed_weight, reorder, spec_bytes
+from .reorder import PackedInfo, checksum, header_is_intact, packed_info, read_packed_weight, reorder, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
-from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight
+from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, not_finite
 
 
 @dataclass
@@ -28,6 +30,7 @@ class Verified:
     Attributes:
         weights, tensors: how many were checked.
         problems: one line each; empty if all is well.
+        notes: what could not be checked, one line each.
         same_source: whether the checkpoint's files have the sha256 in the packed file; None if none was
             given.
         largest_difference: of a weight's values, packed against the checkpoint's own (for a float checkpoint:
@@ -38,6 +41,7 @@ class Verified:
     weights: int = 0
     tensors: int = 0
     problems: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
     same_source: bool | None = None
     largest_difference: float | None = None
     largest_at: str = ""
@@ -46,11 +50,16 @@ class Verified:
 def verify_packed(
     path: str | os.PathLike[str], against: Checkpoint | None = None, progress: Progress | None = None
 ) -> Verified:
-    """Check every byte of a packed file or directory, and compare it with the checkpoint that it was made from.
+    """Check every bit of a packed file or directory, and compare it with the checkpoint that it was made from.
 
-    Without a checkpoint: the structure, and that padding is zero. With one: codes, scales, zero points,
-    offsets, biases and copied tensors must be equal bit for bit (float weights are quantised again with the
-    file's own options, and split as it is split), and nothing may be missing or extra.
+    Without a checkpoint: the structure, the checksums of the header and of each tensor, that scales, offsets and code books
+    are finite (a bias may hold infinities), that padding is zero, and that a directory's ``config.json`` describes the
+    weights that its files hold. With one, too: codes, scales, zero points, offsets, biases and copied tensors must be equal
+    bit for bit (float weights are quantised again with the file's own options, and split as it is split), and nothing may be
+    missing or extra.
+
+    Files of layout version 1, and those that ``save_pretrained`` of transformers wrote, have no checksums: a bit that turns
+    one code into another is seen only with the checkpoint.
 
     Args:
         path: a file, a directory, or one that holds the directories of several ranks, all of which are checked.
@@ -89,14 +98,39 @@ def rank_directories(path: Path) -> list[Path]:
 
 def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progress: Progress | None) -> None:
     info = packed_info(path)
-    left = {*info.weights, *info.tensors}
+    left = set(info.names)
+    if info.saved_elsewhere:
+        found.notes.append(f"{path}: was written by save_pretrained, which keeps no checksums")
+        if info.rounded:
+            found.notes.append(
+                f"{path}: keeps no N and K of {len(info.rounded)} weights; their padding is not told from their values"
+            )
+    elif info.checksums is None:
+        found.notes.append(f"{path}: has layout version {info.layout[1]}, which has no checksums")
+    else:
+        changed = [file.name for file in info.files if not header_is_intact(file)]
+        found.problems += [f"{file}: the header does not have its checksum" for file in changed]
+        found.problems += [f"{name}: has a checksum, and is not there" for name in sorted(info.checksums.keys() - info.places)]
+    if path.is_dir():
+        _compare_config(found, info)
     for name in info.weights:
         weight = _weight(info, name)
-        _compare(found, name, reorder(weight.unpack()).tensors(), weight.tensors(), "has padding that is not zero")
+        for part, tensor in weight.tensors().items():
+            _compare_sum(found, info, name, f"{name}.{part}", tensor)
+        matrix = weight.unpack()
+        if problem := not_finite(matrix.scales, matrix.offsets, matrix.book):
+            found.problems.append(f"{name}: {problem}")
+        else:
+            _compare(found, name, reorder(matrix).tensors(), weight.tensors(), "has padding that is not zero")
         found.weights += 1
         if progress is not None:
             progress(name, weight.nbytes)
-    found.tensors += len(info.tensors)
+    for name, spec in info.tensors.items():
+        if info.checksums is not None:
+            _compare_sum(found, info, name, name, _tensor(info, name))
+        found.tensors += 1
+        if progress is not None:
+            progress(name, spec_bytes(spec))
     if against is not None:
         sources = {source.name: sha256(source) for source in against.files}
         found.same_source = sources == info.sources and found.same_source is not False
@@ -109,14 +143,41 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
 
 def _weight(info: PackedInfo, name: str) -> PackedWeight:
     # Opened again for each, so that no more than one of them is held.
+    with ExitStack() as stack:
+        files = {info.places[f"{name}.{part}"] for part in info.parts[name]}
+        return read_packed_weight(info, name, {file: stack.enter_context(opened(file)) for file in files})
+
+
+def _tensor(info: PackedInfo, name: str) -> Tensor:
     with opened(info.places[name]) as file:
-        return read_packed_weight(info, name, file)
-
-
-def _tensor(info: PackedInfo, name: str, owner: str | None = None) -> Tensor:
-    with opened(info.places[owner or name]) as file:
         tensor: Tensor = file.get_tensor(name)
         return tensor
+
+
+def _compare_sum(found: Verified, info: PackedInfo, name: str, stored: str, tensor: Tensor) -> None:
+    if info.checksums is not None and checksum(tensor) != info.checksums.get(stored):
+        part = stored.removeprefix(name).removeprefix(".") or "the tensor"
+        found.problems.append(f"{name}: {part} does not have its checksum")
+
+
+def _compare_config(found: Verified, info: PackedInfo) -> None:
+    """Whether ``config.json`` describes the weights of the files."""
+    config = json_object(info.path / "config.json").get("quantization_config")
+    if not isinstance(config, dict):
+        found.problems.append("config.json: has no quantization_config")
+        return
+    for name, (_, _, bits, group_size) in info.weights.items():
+        try:
+            form = weight_format(config, name)
+        except (TypeError, ValueError, AttributeError) as error:
+            found.problems.append(f"config.json: {name}: {error}")
+            continue
+        dtypes = {part: dtype for part, (dtype, _) in info.parts[name].items() if part != "codes"}
+        stated = {} if form is None else dict(form.tensors)
+        if "bias" in dtypes:  # that a layer has one, the model's own configuration may tell
+            stated.setdefault("bias", dtypes["bias"])
+        if form is None or (form.bits, form.group_size, stated) != (bits, group_size, dtypes):
+            found.problems.append(f"config.json: does not describe {name} as the files have it")
 
 
 def _compare(found: Verified, name: str, expected: Mapping[str, Tensor], actual: Mapping[str, Tensor], problem: str) -> None:
@@ -164,7 +225,7 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
                 found,
                 owner,
                 {"bias": _sliced(info, owner, entry.values())},
-                {"bias": _tensor(info, f"{owner}.bias", owner)},
+                {"bias": _tensor(info, f"{owner}.bias")},
                 "differs from the checkpoint's",
             )
             return set()
@@ -232,18 +293,19 @@ def diff_packed(first: str | os.PathLike[str], second: str | os.PathLike[str], p
         CheckpointError: a file that cannot be read.
     """
     a, b = packed_info(first), packed_info(second)
+    in_a, in_b = set(a.names), set(b.names)
     found = Differences()
-    for name in dict.fromkeys((*a.places, *b.places)):
-        if name not in b.places:
+    for name in dict.fromkeys((*a.names, *b.names)):
+        if name not in in_b:
             found.only_first.append(name)
-        elif name not in a.places:
+        elif name not in in_a:
             found.only_second.append(name)
         elif changes := _changes(a, b, name):
             found.changed[name] = changes
         else:
             found.same += 1
         if progress is not None:
-            progress(name, sum(_nbytes(info, name) for info in (a, b) if name in info.places))
+            progress(name, sum(_nbytes(info, name) for info, names in ((a, in_a), (b, in_b)) if name in names))
     return found
 
 

@@ -70,6 +70,18 @@ def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.de
     _check("book", book, (16,), (torch.float32,), device)
 
 
+def not_finite(scales: Tensor, offsets: Tensor | None, book: Tensor | None) -> str | None:
+    """Which scale, offset or value of a code book is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
+
+    A bias may hold infinities: some models mask outputs with it.
+    """
+    for name, values in (("scales", scales), ("offsets", offsets), ("book", book)):
+        if values is not None and not bool((finite := values.isfinite()).all()):
+            place = [int(i) for i in (~finite).nonzero()[0]]
+            return f"{name}{place} is {float(values[tuple(place)])}"
+    return None
+
+
 def flat_group_size(n: int, k: int, blocksize: int) -> int:
     """The group size at which a matrix ``[n, k]`` has one scale a group, if blocks of its flattened elements have.
 

@@ -70,7 +70,7 @@ def test_json(model: Path, tmp_path: Path) -> None:
     assert done["packed_bytes"] == out.stat().st_size
     after = run_json("inspect", out)
     assert after["kind"] == "packed"
-    assert after["layout"] == "cutlass_ops.slab64 version 1"
+    assert after["layout"] == "cutlass_ops.slab64 version 2"
     assert after["sources"].keys() == {"m.safetensors"}
     assert next(t for t in after["tensors"] if t["name"] == UP)["parts"] == {"codes": "uint8", "scales": "float32"}
     assert {t["name"] for t in after["tensors"]} == {UP, *done["tensors"]}
@@ -236,7 +236,7 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         (["inspect", "{dir}/m.safetensors", "--gpu", "sm_70"], "device is 'sm_70'"),
         (["inspect", "{dir}/m.safetensors", "--act-quant", "row"], "act_quant is 'row'"),
         (["diff", "{dir}/m.safetensors", "{dir}/m.safetensors"], "not a packed file"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--tp-split", "x"], "REGEX=STYLE"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--tp", "2", "--tp-split", "x"], "REGEX=STYLE"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--act-quant", "x"], "act_quant is 'x'"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "2"], "auto, 0 and 1"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--zero-offset", "1"], "has no such option"),
@@ -252,7 +252,7 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--group-size", "32"], "give --bits too"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "3"], "bits is 3; supported are 4, 8"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "4", "--include", "["], "regular expression"),
-        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/no/p", "--bits", "4"], "No such file or directory"),
+        (["reorder", "{dir}/m.safetensors", "-o", "{dir}/no/p", "--bits", "4"], "there is no folder {dir}/no"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/m.safetensors", "--bits", "4"], "checkpoint itself"),
         (["reorder", "{dir}/m.safetensors"], "--output"),
         (["reorder", "{dir}/m.safetensors", "-o", "{dir}/p", "--bits", "many"], "--bits"),

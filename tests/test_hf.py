@@ -21,6 +21,8 @@ import cutlass_ops as co
 from cutlass_ops import formats, hf
 from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
 from cutlass_ops.plan import Options
+from cutlass_ops.reorder import packed_info
+from cutlass_ops.verify import verify_packed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Python's own parts of transformers, torch and gguf warn of each other.
@@ -294,6 +296,8 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
     model = transformers.AutoModelForCausalLM.from_pretrained(packed)
     model.save_pretrained(tmp_path / "again")
     again = co.load_model(tmp_path / "again", fuse=False)
+    assert verify_packed(tmp_path / "again").problems == []
+    assert packed_info(tmp_path / "again").weights == packed_info(packed).weights
     for name, layer in mixed(model).items():
         for part, tensor in layer.packed.tensors().items():
             assert torch.equal(mixed(again)[name].packed.tensors()[part], tensor)
@@ -501,6 +505,17 @@ def test_configs_that_mean_nothing(act_order: Path, tmp_path: Path, change: dict
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=match):
         co.load_model(tmp_path)
+
+
+@pytest.mark.parametrize("value", [True, 0.5, "4", [1], {"modules": json.loads("[" * 200 + "]" * 200)}])
+def test_a_quantization_config_that_is_no_object(act_order: Path, tmp_path: Path, value: object) -> None:
+    config = json.loads((act_order.parent / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": value}))
+    (tmp_path / "model.safetensors").write_bytes(act_order.read_bytes())
+    with pytest.raises(
+        co.CheckpointError, match=r"config\.json: (quantization_config is .*; an object is expected|has objects)"
+    ):
+        co.load_model(tmp_path / "model.safetensors")
 
 
 def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:

@@ -38,8 +38,8 @@ def test_the_config_gives_every_module_its_format() -> None:
 @pytest.mark.parametrize(
     ("change", "match"),
     [
-        ({"layout": "other"}, "layout 'other', version 1; known is"),
-        ({"layout_version": 2}, "version 2"),
+        ({"layout": "other"}, "layout 'other', version 2; known is"),
+        ({"layout_version": 3}, "version 3; known is 'cutlass_ops.slab64', versions 1 and 2"),
         ({"bits": 3}, "bits is 3"),
         ({"group_size": 48}, "group_size is 48"),
         ({"tensors": {"scales": "Tensor"}}, "'scales' has dtype 'Tensor'"),
@@ -400,7 +400,7 @@ def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks
     other = same if ranks == 1 else same / "rank-1-of-2"
     info = packed_info(rank)
     equal = diff_packed(rank, other)
-    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (len(info.places), [], [], {})
+    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (len(info.names), [], [], {})
     # Byte 0 holds rows 0 and 8 of column 0, row 0 in its low half; scales are fp16.
     for tensor, position, part, difference in (
         (f"{DOWN0}.codes", 0, "codes", r"codes: 1 of \d+ differ, the first at [0, 0]"),
@@ -408,10 +408,13 @@ def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks
         ("model.layers.0.input_layernorm.weight", 9, "", "values: 1 of 128 differ, the first at [4]"),
     ):
         name = tensor.removesuffix(f".{part}") if part else tensor
-        place = info.places[name]
+        place = info.places[tensor]
         flip(place, tensor, position)
         found = verify_packed(out, checkpoint)
-        assert found.problems == [f"{prefix}{name}: {f'{part} ' if part else ''}differs from the checkpoint's"]
+        assert found.problems == [
+            f"{prefix}{name}: {part or 'the tensor'} does not have its checksum",
+            f"{prefix}{name}: {f'{part} ' if part else ''}differs from the checkpoint's",
+        ]
         assert found.same_source
         changed = diff_packed(rank, other).changed
         assert changed.keys() == {name}

@@ -36,6 +36,7 @@ from .words import unpack_along_k, unpack_along_n
 
 _ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _VERSIONS = ("gemm", "gemv")
+_PARTS = ("qweight", "qzeros", "scales")
 
 
 def recognise(source: Source) -> bool:
@@ -61,12 +62,13 @@ def read(source: Source) -> Checkpoint:
         raise CheckpointError(source.path, f"AWQ with {bits} bits; 4 are supported")
     size = grouped.setting(source, settings, ("group_size", "q_group_size"), None)
     stated = None if version is None else str(version).lower()
-    return source.checkpoint("awq", [_entry(source, module, stated, size) for module in source.modules("qweight", "qzeros")])
+    entries = [_entry(source, module, stated, size) for module in source.modules("qweight", "qzeros")]
+    return source.checkpoint("awq", entries, parts=_PARTS)
 
 
 def _layout(source: Source, module: str) -> str | None:
     """The version that a module's shapes are those of; None if they are of neither."""
-    tensors = [source.tensors.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales")]
+    tensors = [source.tensors.get(f"{module}.{part}") for part in _PARTS]
     if any(tensor is None or len(tensor.shape) != 2 for tensor in tensors) or f"{module}.g_idx" in source.tensors:
         return None
     (rows, words), zeros, (first, second) = (tensor.shape for tensor in tensors if tensor is not None)

@@ -20,6 +20,8 @@ tensor                                      holds
 A block that straddles rows gives its absmax to a group in each of them: nothing is rounded. Where the pieces would be
 shorter than 32 the weight is refused. The book is the file's own.
 
+A file that the config says is quantised has no ``<m>.weight`` of integers without these.
+
 8 bits. ``<m>.weight`` int8 [N, K], ``<m>.SCB`` float [N], and perhaps ``<m>.weight_format``, of which only 0 (rows) is
 known. value = code * SCB / 127. (Columns that the library keeps in fp16 are columns of activations, not of W.)
 """
@@ -44,7 +46,9 @@ from .words import unpack_bytes
 
 _STATE = "quant_state.bitsandbytes__"
 _MAX_STATE_BYTES = 1_000_000
-_PARTS = ("absmax", "quant_map", "nested_absmax", "nested_quant_map")
+_NESTED = ("nested_absmax", "nested_quant_map")
+_PARTS = ("absmax", "quant_map", *_NESTED)
+_INTEGERS = (torch.int8, torch.uint8)
 #: Elements that are dequantised at a time: whole blocks of every size.
 _PIECE = 1 << 20
 
@@ -64,8 +68,12 @@ def read(source: Source) -> Checkpoint:
     """
     modules = dict.fromkeys(name.removesuffix(".weight") for name in source.modules(*_PARTS) if name.endswith(".weight"))
     modules |= dict.fromkeys(name.split(f".weight.{_STATE}")[0] for name in source.tensors if f".weight.{_STATE}" in name)
+    for module in source.modules("weight"):
+        if module not in modules and source.tensors[f"{module}.weight"].dtype in _INTEGERS:
+            _part(source, f"{module}.SCB", FLOAT_TYPES)
     entries = [_four_bits(source, module) for module in modules]
-    return source.checkpoint("bitsandbytes", [*entries, *(_eight_bits(source, module) for module in _rows(source))])
+    entries += [_eight_bits(source, module) for module in _rows(source)]
+    return source.checkpoint("bitsandbytes", entries, parts=(*_PARTS, "SCB", "weight_format"))
 
 
 def _part(source: Source, name: str, types: tuple[torch.dtype, ...], count: int | None = None) -> Entry:
@@ -112,6 +120,10 @@ def _four_bits(source: Source, module: str) -> Entry:
         _part(source, f"{name}.nested_quant_map", FLOAT_TYPES, 256)
         _part(source, f"{name}.nested_absmax", FLOAT_TYPES, -(-blocks // inner))
         nested = (inner, float(offset))
+    elif unused := [part for part in _NESTED if f"{name}.{part}" in source.tensors]:
+        raise CheckpointError(source.path, f"belongs to absmax of 8 bits; it is {absmax.kind}", f"{name}.{unused[0]}")
+    elif state.get("nested_blocksize") is not None:
+        raise CheckpointError(source.path, f"nested_blocksize is stated; absmax is {absmax.kind}, not of 8 bits", states[0])
     parts = (name, *(f"{name}.{part}" for part in _PARTS if f"{name}.{part}" in source.tensors), states[0])
     kind = states[0].rpartition("_")[2].upper()
     entry = Entry(
@@ -208,11 +220,12 @@ def _values(source: Source, name: str, shape: tuple[int, ...], blocksize: int, n
 def _rows(source: Source) -> list[str]:
     """The modules of 8 bits, and those that lack their codes."""
     weights = ((module, source.tensors.get(f"{module}.weight")) for module in source.modules("SCB"))
-    return [module for module, weight in weights if weight is None or weight.dtype == torch.int8]
+    return [module for module, weight in weights if weight is None or weight.dtype in _INTEGERS]
 
 
 def _eight_bits(source: Source, module: str) -> Entry:
     weight = _part(source, f"{module}.weight", (torch.int8,))
+    _part(source, f"{module}.SCB", FLOAT_TYPES, weight.shape[0] if weight.shape else 1)
     parts = [name for part in ("weight", "SCB", "weight_format") if (name := f"{module}.{part}") in source.tensors]
     entry = Entry(
         name=module,
@@ -226,7 +239,6 @@ def _eight_bits(source: Source, module: str) -> Entry:
     )
     if len(weight.shape) != 2:
         return replace(entry, problem=f"has shape {list(weight.shape)}; a quantised weight has two dimensions")
-    _part(source, f"{module}.SCB", FLOAT_TYPES, weight.shape[0])
     if f"{module}.weight_format" in source.tensors:
         layout = _part(source, f"{module}.weight_format", (torch.uint8, torch.int32, torch.int64), 1).values().item()
         if layout != 0:

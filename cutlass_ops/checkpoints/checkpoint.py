@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..weight import CheckpointError, QuantizedWeight
+from ..weight import CheckpointError, QuantizedWeight, not_finite
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -124,13 +124,20 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
 
 
 def read_weight(path: Path, source: str, build: Callable[[], QuantizedWeight]) -> QuantizedWeight:
-    """What ``build`` returns; that the tensors of a file make no weight becomes a CheckpointError."""
+    """What ``build`` returns.
+
+    Raises:
+        CheckpointError: the tensors of the file make no weight, or scales, offsets or a code book hold NaN or infinity.
+    """
     try:
-        return build()
+        weight = build()
     except CheckpointError:
         raise
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), source) from error
+    if problem := not_finite(weight.scales, weight.offsets, weight.book):
+        raise CheckpointError(path, problem, source)
+    return weight
 
 
 def dequantize(codes: Tensor, scales: Tensor, zeros: Tensor | int, group: Tensor) -> Tensor:

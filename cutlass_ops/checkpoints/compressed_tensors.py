@@ -20,8 +20,10 @@ int-quantized
 =========================  ===========================================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
-So are shapes and groups; the config gives the bits of int-quantized codes and settles the rest. Scales for static
-activations (``input_scale``, ``input_zero_point``) are not used: activations are quantised online.
+So are shapes and groups; the config gives the bits of int-quantized codes and settles the rest. Where it says that weights
+are not symmetric, or are in act order ("group"), there must be zero points, or groups of inputs. Scales for static
+activations (``input_scale`` and the like) are not used, which ``Checkpoint.metadata`` says: activations stay floats, or are
+quantised online.
 """
 
 from __future__ import annotations
@@ -45,7 +47,8 @@ from .grouped import Stored
 from .words import unpack_along_k
 
 _INTEGERS = (torch.int64, torch.int32)
-_STATIC = ("input_scale", "input_zero_point")
+_STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
+_PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
 
 @dataclass(frozen=True)
@@ -57,12 +60,16 @@ class _Group:
         bits: of the weights; None if they stay floats.
         size: inputs in a group; None unless the strategy is "group".
         block: rows and columns of a block; None unless the strategy is "block".
+        symmetric: whether there are no zero points.
+        act_order: whether groups are told by an index.
     """
 
     targets: tuple[str, ...]
     bits: int | None
     size: int | None
     block: tuple[int, int] | None
+    symmetric: bool
+    act_order: bool
 
 
 def recognise(source: Source) -> bool:
@@ -91,7 +98,10 @@ def read(source: Source) -> Checkpoint:
     for module in source.modules("weight"):
         if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype == torch.int8:
             entries.append(_plain(source, module, groups, deadline))
-    return replace(source.checkpoint("compressed-tensors", entries), activations=_activations(source))
+    unused = sum(name.rpartition(".")[2] == "input_scale" for entry in entries for name in entry.parts)
+    facts = {"static activations": f"input_scale of {unused} modules is not used"} if unused else {}
+    found = source.checkpoint("compressed-tensors", entries, facts, (*_PARTS, *_STATIC))
+    return replace(found, activations=_activations(source))
 
 
 # ---- the config
@@ -121,7 +131,34 @@ def _groups(source: Source) -> Iterator[_Group]:
             bits=grouped.setting(source, weights, ("num_bits",), None) if weights.get("type", "int") == "int" else None,
             size=grouped.setting(source, weights, ("group_size",), None),
             block=None if block is None else (block[0], block[1]),
+            symmetric=_flag(source, weights, "symmetric", True),
+            act_order=weights.get("actorder") in (True, "group"),
         )
+
+
+def _flag(source: Source, settings: dict[str, Any], name: str, default: bool) -> bool:
+    if (value := settings.get(name)) is None:
+        return default
+    if type(value) is not bool:
+        raise CheckpointError(source.path, f"{name} is {value!r:.100}; true or false is expected")
+    return value
+
+
+def _check_promises(
+    source: Source, module: str, groups: tuple[_Group, ...], deadline: float, counted: int, zeros: Entry | None, index: bool
+) -> None:
+    """Refuse a module without the zero points or the act order that its config group promises; ``counted`` groups of inputs."""
+    if all(group.symmetric and not group.act_order for group in groups):
+        return
+    scheme = _scheme(source, module, groups, deadline)
+    if scheme is None:
+        return
+    if not scheme.symmetric and zeros is None:
+        name = f"{module}.weight_zero_point"
+        raise CheckpointError(source.path, "is missing; the config says that the weights are not symmetric", name)
+    if scheme.act_order and not index and counted > 1:
+        name = f"{module}.weight_g_idx"
+        raise CheckpointError(source.path, 'is missing; the config says actorder "group", and the order is told by it', name)
 
 
 def _activations(source: Source) -> tuple[str, bool] | None:
@@ -213,6 +250,7 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
         parts.append(name)
         if bool((grouped.checked(source, name, _INTEGERS, (k,)).values() != -1).any()):
             index = partial(grouped.group_index, source, name, k, vector[1])
+    _check_promises(source, module, groups, deadline, vector[1], zeros, f"{module}.weight_g_idx" in source.tensors)
     return _entry(
         source,
         module,
@@ -265,6 +303,7 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
     zeros = source.tensors.get(f"{module}.weight_zero_point")
     if zeros is not None:
         grouped.checked(source, zeros.name, (torch.int8,), scales.shape)
+    _check_promises(source, module, groups, deadline, 1, zeros, False)
     size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
     return _entry(
         source,
@@ -314,7 +353,7 @@ def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ..
     def values() -> Tensor:
         raise CheckpointError(source.path, what, codes.name)
 
-    parts = [name for name in source.tensors if name.startswith(f"{module}.weight")]
+    parts = [name for name in source.tensors if name.rpartition(".")[0] == module and name != f"{module}.bias"]
     return Entry(
         name=module,
         source=codes.name,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import mmap
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -23,11 +23,14 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from .. import formats
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
 INDEX = "model.safetensors.index.json"
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+_MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
+_PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
 #: What the format calls torch's dtypes.
 TYPES = {
@@ -76,18 +79,27 @@ class Source:
         split = (name.rpartition(".") for name in self.tensors)
         return list(dict.fromkeys(module for module, _, part in split if module and part in parts))
 
-    def checkpoint(self, dialect: str, weights: Iterable[Entry], facts: Mapping[str, str] | None = None) -> Checkpoint:
+    def checkpoint(
+        self,
+        dialect: str,
+        weights: Iterable[Entry],
+        facts: Mapping[str, str] | None = None,
+        parts: Collection[str] = (),
+    ) -> Checkpoint:
         """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors are plain.
 
-        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``.
+        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``. No other tensor may
+        belong to it: what a reader does not know may change the values.
 
         Args:
             dialect: its name.
             weights: quantised weights, or what cannot become one, with ``parts``.
             facts: for :attr:`Checkpoint.metadata`.
+            parts: ends of names that only parts of quantised weights have.
 
         Raises:
-            CheckpointError: a tensor that belongs to two weights, or two entries of one name.
+            CheckpointError: a tensor that belongs to two weights, or two entries of one name; a part of a quantised weight
+                that the reader did not take.
         """
         owners: dict[str, Entry] = {}
         for entry in weights:
@@ -96,8 +108,16 @@ class Source:
                 if part in owners:
                     raise CheckpointError(self.path, f"belongs to {owners[part].name!r} and to {entry.name!r}", part)
                 owners[part] = entry
+        quantized = {entry.name for entry in owners.values() if entry.quantized is not None}
         entries: dict[str, Entry] = {}
         for name, tensor in self.tensors.items():
+            module, _, part = name.rpartition(".")
+            if name not in owners and part in parts:
+                raise CheckpointError(self.path, f"belongs to no quantised weight; {dialect} has such tensors only there", name)
+            if name not in owners and part != "weight" and module.removesuffix(".weight") in quantized:
+                raise CheckpointError(
+                    self.path, f"is {tensor.kind} {list(tensor.shape)}, no part of a quantised weight that is known", name
+                )
             entry = owners.get(name, tensor)
             if entries.setdefault(entry.name, entry) is not entry:
                 raise CheckpointError(self.path, f"has the same name as a module that is quantised: {name!r}", name)
@@ -150,7 +170,10 @@ def read(path: Path) -> Source:
         tensors, header = _read_file(main)
     directory = main.parent
     config = json_object(directory / "config.json")
-    return Source(path, files, tensors, header, config, _quantization(directory, config))
+    quantization = _quantization(directory, config)
+    if quantization.get("quant_method") == formats.QUANT_METHOD:
+        raise CheckpointError(path, _PACKED)
+    return Source(path, files, tensors, header, config, quantization)
 
 
 def _main_file(directory: Path) -> Path:
@@ -192,7 +215,7 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
     with opened(path) as file:
         metadata = file.metadata() or {}
         if metadata.get("layout", "").startswith("cutlass_ops."):
-            raise CheckpointError(path, "is a packed file already; cutlass_ops.load_packed reads it")
+            raise CheckpointError(path, _PACKED)
         headers = {name: file.get_slice(name) for name in file.offset_keys()}
         # The library tells all but where a tensor lies.
         with path.open("rb") as raw:
@@ -310,6 +333,12 @@ def json_object(path: Path) -> dict[str, Any]:
         raise CheckpointError(path, f"not JSON: {error}") from error
     if not isinstance(content, dict):
         raise CheckpointError(path, f"is a JSON {type(content).__name__}; an object is expected")
+    level: list[Any] = [content]
+    for _ in range(_MAX_DEPTH):
+        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
+        level = [inner for inner in level if isinstance(inner, (dict, list))]
+    if level:
+        raise CheckpointError(path, f"has objects and lists in each other, more than {_MAX_DEPTH} deep")
     return content
 
 

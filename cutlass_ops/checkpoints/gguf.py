@@ -442,7 +442,7 @@ def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64
     step = max(1, _PIECE // nbytes)
     for first in range(0, len(blocks), step):
         part = slice(first, first + step)
-        with np.errstate(all="ignore"):  # a block that holds infinities is its file's business
+        with np.errstate(all="ignore"):  # read_weight refuses scales and offsets that are not finite
             kind.convert(
                 blocks[part],
                 codes[part].numpy(),

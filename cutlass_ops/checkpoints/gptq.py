@@ -9,7 +9,8 @@ tensor           dtype, shape                holds
 ``<m>.qweight``  int32 ``[K * b / 32, N]``   codes along K, the first in the lowest bits
 ``<m>.qzeros``   int32 ``[G, N * b / 32]``   zero points along N; version 1 stores them less one
 ``<m>.scales``   float ``[G, N]``            value = scale * (code - zero)
-``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act order; optional
+``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act order; optional, but
+                                             with several groups and ``desc_act`` (act order)
 ===============  ==========================  =====================================================================
 
 Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from the whole
@@ -24,7 +25,7 @@ symmetric module shows it: all its zero points are 8 (at 4 bits), stored as 7 in
 stored value is 7, or every one is 8, that is believed before the metadata, unless the config says that the
 weights are not symmetric.
 
-Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``checkpoint_format`` or ``format``, ``dynamic``
+Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``desc_act``, ``checkpoint_format`` or ``format``, ``dynamic``
 (overrides by regular expressions); in ``config.json`` or ``quantize_config.json``. AutoRound writes the same
 tensors ("auto_round:auto_gptq"), and its overrides as ``extra_config``. Which of the bits and group
 sizes in there a module has is seen from the shapes of its own tensors, without a look at the expressions.
@@ -55,6 +56,7 @@ _LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
 #: What AutoRound calls this format; it has no other name for version 1.
 _AUTO_ROUND = "auto_round:auto_gptq"
 _OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}
+_PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
 @dataclass(frozen=True)
@@ -64,6 +66,7 @@ class _Settings:
     Attributes:
         bits, sizes: of codes and of groups, the most usual first.
         symmetric: None if it does not say.
+        act_order: whether every module has its own groups of inputs.
         offset: what to add to stored zero points.
         forced: whether the user gave the offset.
     """
@@ -71,6 +74,7 @@ class _Settings:
     bits: tuple[int, ...]
     sizes: tuple[int, ...]
     symmetric: bool | None
+    act_order: bool
     offset: int
     forced: bool
 
@@ -104,7 +108,7 @@ def read(source: Source, zero_offset: int | None = None) -> Checkpoint:
         entries.append(entry)
         offsets[f"{offset}" if offset == settings.offset else f"{offset} by their values (metadata: {settings.offset})"] += 1
     facts = {"zero_offset": ", ".join(f"{offset} in {count} modules" for offset, count in offsets.items())}
-    return source.checkpoint("gptq", entries, facts)
+    return source.checkpoint("gptq", entries, facts, _PARTS)
 
 
 def _settings(source: Source, zero_offset: int | None) -> _Settings:
@@ -113,16 +117,17 @@ def _settings(source: Source, zero_offset: int | None) -> _Settings:
     if not isinstance(kind, (str, type(None))) or kind not in _OFFSETS:
         known = ", ".join(repr(name) for name in _OFFSETS if name)
         raise CheckpointError(source.path, f"GPTQ's checkpoint_format is {kind!r:.100}; known are {known}")
-    symmetric = settings.get("sym")
-    if symmetric is not None and type(symmetric) is not bool:
-        raise CheckpointError(source.path, f"sym is {symmetric!r:.100}; true or false is expected")
+    for name in ("sym", "desc_act"):
+        if (value := settings.get(name)) is not None and type(value) is not bool:
+            raise CheckpointError(source.path, f"{name} is {value!r:.100}; true or false is expected")
     places = [settings, *_overrides(source)]
     bits = [grouped.setting(source, place, ("bits",), None) for place in places]
     sizes = [grouped.setting(source, place, ("group_size",), None) for place in places]
     return _Settings(
         bits=_distinct(bits) or _BITS,
         sizes=_distinct(sizes),
-        symmetric=symmetric,
+        symmetric=settings.get("sym"),
+        act_order=settings.get("desc_act") is True,
         offset=_OFFSETS[kind] if zero_offset is None else zero_offset,
         forced=zero_offset is not None,
     )
@@ -163,6 +168,10 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
     n, k, bits = shape
     groups = scales.shape[0]
     size = grouped.group_size(k, groups, settings.sizes)
+    if index is None and settings.act_order and groups > 1:
+        raise CheckpointError(
+            source.path, "is missing; the config says desc_act, and the order is told by it", f"{module}.g_idx"
+        )
     if index is not None:
         parts.append(index.name)
         if size is None:  # groups of any lengths: the size is but a wish

@@ -61,6 +61,9 @@ _STATE = (
     "stores_quant_config",
 )
 
+#: Those that other modules have no tensors of.
+_OWN = ("W_q", "nbits", "group_size", "axis", "packing", "quant_scale", "quant_zero", "zero")
+
 
 def recognise(source: Source) -> bool:
     """Whether the config says so, or a module has codes, scales and zero points under the package's names."""
@@ -75,7 +78,8 @@ def read(source: Source) -> Checkpoint:
     Raises:
         CheckpointError: a module whose state is incomplete or contradicts itself.
     """
-    return source.checkpoint("hqq", [_entry(source, module) for module in source.modules("W_q", "nbits")])
+    entries = [_entry(source, module) for module in source.modules("W_q", "nbits")]
+    return source.checkpoint("hqq", entries, parts=_OWN)
 
 
 def _entry(source: Source, module: str) -> Entry:

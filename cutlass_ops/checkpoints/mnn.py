@@ -18,6 +18,8 @@ alpha         float (fp16 with ``scaleStorage`` "FP16"): scale [N, K/g] or, with
 bias          float [N], if its size is not 0
 ============  ======================================================================================================
 
+A fifth part, the index of a sparse weight, is refused.
+
 The values are sorted before use; mostly they are -2^(b-1) .. 2^(b-1) - 1. W = q scale or, with an offset,
 W = (q - c) scale + offset, where c is 0 for ``aMin`` > 0 (what the exporter writes), -128 for 0, and ``aMin`` itself below.
 ``quantScale`` multiplies scale and offset. ``quanParameter`` of type 3 means fp16 weights, and none means fp32.
@@ -286,7 +288,9 @@ def _linear(path: Path, blob: _Blob, name: str, main: Mapping[str, Any], externa
         return [_refused(blob, module, name, (n, k), external, f"has a quanParameter of type {kind}; 1 and 3 are supported")]
     if len(external) < 4:
         raise CheckpointError(path, f"external is {external}; a position and three sizes are expected", name)
-    first, weight_size, alpha_size, bias_size, *_ = external
+    first, weight_size, alpha_size, bias_size, *more = external
+    if any(more):
+        raise CheckpointError(path, f"external is {external}; sparse weights, which have a fifth part, are not supported", name)
     index_bits, values, head = _head(path, blob, name, first, weight_size, (n, k), quan.get("shapeInt32") is True)
     factor = quan.get("quantScale", 0.0)
     if not isinstance(factor, (int, float)) or isinstance(factor, bool) or not 0 < abs(factor) < 1e38:

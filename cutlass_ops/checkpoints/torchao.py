@@ -1,7 +1,8 @@
 """torchao: integer weights in safetensors, as its tensor subclasses are flattened.
 
 A weight ``<m>.weight`` is several tensors ``<m>._weight_<part>``, and the file's metadata has, under its name, JSON
-``{"_type": class, "_data": {"block_size": [1, group], ...}, "_tensor_data_names": [part, ...]}``.
+``{"_type": class, "_data": {"block_size": [1, group], ...}, "_tensor_data_names": [part, ...]}``. The parts that are named
+there, where it names any, must be those of the file.
 Sources: ``torchao/prototype/safetensors``, ``torchao/quantization/quantize_/workflows`` and PyTorch's
 ``aten/src/ATen/native/cuda/int4mm.cu``.
 
@@ -147,6 +148,11 @@ def _stored(source: Source, name: str, prefix: str) -> _Stored:
     data = content.get("_data") if isinstance(content, dict) else None
     if not isinstance(kind, str) or not isinstance(data, dict):
         raise CheckpointError(source.path, f'its metadata is {text:.100}; "_type" and "_data" are expected', name)
+    named = content.get("_tensor_data_names")
+    if named is not None and (not isinstance(named, list) or sorted(map(str, named)) != sorted(parts)):
+        raise CheckpointError(
+            source.path, f"its metadata names the parts {named!r:.200}; the file has {', '.join(sorted(parts))}", name
+        )
     return _Stored(source, name, kind, data, parts)
 
 
@@ -171,6 +177,8 @@ def _entry(stored: _Stored) -> Entry:
         return replace(entry, problem="is of more than two dimensions; a quantised weight has two")
     form = _KINDS[stored.kind](stored)
     entry = replace(entry, shape=form.shape, values=partial(_values, form))
+    if unknown := stored.parts.keys() - _READ[stored.kind]:
+        return replace(entry, problem=f"has a part {min(unknown)!r}, which is not known")
     try:
         formats.check_group_size(form.group_size)
     except ValueError as error:
@@ -310,4 +318,12 @@ _KINDS: dict[str, Callable[[_Stored], _Form]] = {
     "Int4TilePackedTo4dTensor": _tile_packed,
     "Int8Tensor": _int8,
     "IntxUnpackedToInt8Tensor": _intx,
+}
+
+#: The parts that each class may have. Scales of static activations are not used: they are quantised online.
+_READ: dict[str, set[str]] = {
+    "Int4Tensor": {"qdata", "scale", "zero_point"},
+    "Int4TilePackedTo4dTensor": {"qdata", "scale_and_zero"},
+    "Int8Tensor": {"qdata", "scale", "zero_point", "act_quant_scale", "act_quant_zero_point"},
+    "IntxUnpackedToInt8Tensor": {"qdata", "scale", "zero_point"},
 }
