@@ -5,7 +5,7 @@
     config.json                      the model's own, with ``quantization_config`` as below; written last
     model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
                                      each is a packed file by itself (see ``reorder.py``)
-    tokenizer.json, ...              copied
+    tokenizer.json, ...              copied; of a GGUF file, made from what it holds
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
 whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name.
@@ -31,11 +31,15 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -45,7 +49,7 @@ from torch import Tensor
 from . import formats
 from .checkpoints import Checkpoint, Quantized
 from .checkpoints.directory import INDEX, SETTINGS
-from .plan import Options, Progress, Step, plan, sha256
+from .plan import Options, Progress, Step, as_tensors, plan, sha256
 from .reorder import (
     PACKED_DTYPES,
     Slices,
@@ -67,6 +71,8 @@ SHARD_BYTES = 5_000_000_000
 
 _ACT_QUANT = ("none", "token", "block")
 _MAX_COPIED_BYTES = 100_000_000
+#: Word embeddings, of which a directory holds the table of their values: loaders of models look there for it.
+_EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings)$")
 #: Ends of the names of files that hold weights, or say where they are.
 _WEIGHT_FILES = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
@@ -193,8 +199,7 @@ class _Item:
                 yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
 
 
-def _items(checkpoint: Checkpoint, options: Options, ranks: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
-    steps = plan(checkpoint, options)
+def _items(steps: Sequence[Step], checkpoint: Checkpoint, ranks: int, splits: Sequence[tuple[str, str]]) -> list[_Item]:
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
     except ValueError as error:
@@ -314,7 +319,8 @@ class Reordered:
         source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
         files: the packed files, all ranks'.
         found: how many of those were there already, from a run that was interrupted.
-        copied: names of the other files that were copied.
+        copied: names of the other files that were copied or, of a GGUF file, made from what it holds.
+        warnings: what a user should know: that there is no tokenizer, and why.
         styles: how the layers that are split over ranks are split, by name.
     """
 
@@ -326,6 +332,7 @@ class Reordered:
     files: tuple[Path, ...]
     found: int = 0
     copied: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -362,13 +369,16 @@ def reorder_checkpoint(
     """
     path = Path(path)
     options = Options(bits, group_size, symmetric, include, exclude, clip)
-    items = _items(checkpoint, options, 1, ())
+    items = _items(plan(checkpoint, options), checkpoint, 1, ())
     for file in checkpoint.files:
         if path.exists() and file.samefile(path):
             raise ValueError(f"{path} is a file of the checkpoint itself; give the packed file another name")
     if not dry_run:
         how = {**asdict(options), **checkpoint.options}
-        contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
+        specs, metadata = _contents(items, _sources(checkpoint, jobs, progress), how, None)
+        if checkpoint.config:
+            metadata["config"] = json.dumps(_plain_config(checkpoint.config))
+        contents = specs, metadata
         _write([path], [contents], items, jobs, progress)
     return Reordered(
         **_summary(checkpoint, items),
@@ -415,7 +425,7 @@ def reorder_model(
 
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`. Where it has no ``config.json``, the written one holds our
-            part alone.
+            part alone. A GGUF file's configuration is made from its keys, and its tokenizer by transformers.
         path: the directory; made if it is not there.
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
         ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.
@@ -428,7 +438,7 @@ def reorder_model(
         progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed.
+        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers could not load so.
         ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a directory that is the
             checkpoint's own or holds other packed files, or that another process writes.
         OSError: a file cannot be written.
@@ -446,7 +456,9 @@ def reorder_model(
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
-    items = _items(checkpoint, options, ranks, splits)
+    if checkpoint.config_problem:
+        raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
+    items = _items(_with_tables(plan(checkpoint, options)), checkpoint, ranks, splits)
     summary = _summary(checkpoint, items)
     shards = _shards(items, shard_bytes)
     directories = [path] if ranks == 1 else [path / f"rank-{rank}-of-{ranks}" for rank in range(ranks)]
@@ -456,10 +468,11 @@ def reorder_model(
         path=path,
         packed_bytes=ranks * sum(item.nbytes for item in items),
         files=tuple(directory / name for directory in directories for name in names),
-        copied=tuple(file.name for file in _small_files(source)) if checkpoint.config else (),
     )
     if dry_run:
-        return result
+        return replace(result, copied=tuple(_small_files(checkpoint)))
+    small_files, problem = _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint), "")
+    result = replace(result, copied=tuple(small_files), warnings=(problem,) if problem else ())
     path.mkdir(exist_ok=True)
     with _locked(path):
         if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:
@@ -484,8 +497,8 @@ def reorder_model(
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
         for rank, directory in enumerate(directories):
-            for name in result.copied:
-                _replace(directory / name, (source / name).read_bytes())
+            for name, content in small_files.items():
+                _replace(directory / name, content.read_bytes() if isinstance(content, Path) else content)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             quantization = quantization_config(
@@ -572,17 +585,52 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
-def _small_files(directory: Path) -> list[Path]:
+def _with_tables(steps: Iterable[Step]) -> list[Step]:
+    """Steps with quantised word embeddings left as tables."""
+    result = []
+    for step in steps:
+        table = step.entry.quantized is not None and step.weight is not None and _EMBEDDING.search(step.entry.tied_to or step.name)
+        result += as_tensors(step.entry) if table else [step]
+    if not any(step.weight is not None for step in result):
+        raise ValueError("there is no weight to pack but the word embedding, which stays a table")
+    return result
+
+
+def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
     """What belongs to the model beside its weights and their description: the tokenizer and the like."""
-    return sorted(
-        file
-        for file in directory.iterdir()
+    if not checkpoint.config or checkpoint.dialect == "gguf":
+        return {}
+    return {
+        file.name: file
+        for file in sorted(checkpoint.files[0].parent.iterdir())
         if file.is_file()
         and not file.name.startswith(".")
         and not file.name.endswith(_WEIGHT_FILES)
         and file.name not in ("config.json", *SETTINGS)
         and file.stat().st_size <= _MAX_COPIED_BYTES
-    )
+    }
+
+
+def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
+    """The same of a GGUF file, made from what it holds; and why it gives no tokenizer, or ""."""
+    tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = {name: token for name, token in tokens.items() if token is not None}
+    files = {"generation_config.json": _json(tokens)} if tokens else {}
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transformers = import_module("transformers")
+            with tempfile.TemporaryDirectory() as scratch:
+                # Alone in a directory: transformers would read settings that stand beside it.
+                (Path(scratch) / "model.gguf").symlink_to(checkpoint.path.resolve())
+                # Not AutoTokenizer, which takes the architecture's class; some files have a tokenizer of another.
+                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
+                saved = Path(scratch) / "saved"
+                tokenizer.save_pretrained(saved)
+                files |= {file.name: file.read_bytes() for file in sorted(saved.iterdir())}
+    except Exception as error:  # of many kinds, as transformers checks little of what the file says
+        return files, f"no tokenizer was written: {type(error).__name__}: {error}"
+    return files, ""
 
 
 def _json(value: Any) -> bytes:

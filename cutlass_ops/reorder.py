@@ -14,6 +14,7 @@ tensor stands under its own name.
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
 ``options``         JSON: how the checkpoint was read and its float matrices quantised
+``config``          JSON, in a file of its own where it is known: the model's ``config.json``
 ``tensor_parallel``  JSON, if the file holds one rank's part: ``{"rank": r, "size": R, "styles": {module: style}}``
 ==================  ======================================================================================
 
@@ -404,6 +405,7 @@ class PackedInfo:
         layout: its name and version.
         tied, sources, tool: as in the module's table.
         options: as in the module's table.
+        config: as in the module's table; {} where there is none.
         slices: which part of the model this is, or None for all of it.
         places: the file that holds each weight or tensor; of a directory, one of its shards.
     """
@@ -417,6 +419,7 @@ class PackedInfo:
     sources: Mapping[str, str]
     tool: str
     options: Mapping[str, Any]
+    config: Mapping[str, Any]
     slices: Slices | None
     places: Mapping[str, Path]
 
@@ -492,6 +495,7 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
         sources=_strings(path, metadata, "sources"),
         tool=metadata.get("tool", ""),
         options=_json_object(path, metadata, "options"),
+        config=_json_object(path, metadata, "config"),
         slices=_slices(path, metadata),
         places=dict.fromkeys((*weights, *specs), path),
     )
