@@ -71,6 +71,8 @@ SHARD_BYTES = 5_000_000_000
 
 _ACT_QUANT = ("none", "token", "block")
 _MAX_COPIED_BYTES = 100_000_000
+#: Shows whether two tokenizers agree.
+_SAMPLE = " ab  c\n\tIt's 12345 <s>naïve 你好; (x_1 == y)!"
 #: Word embeddings, of which a directory holds the table of their values: loaders of models look there for it.
 _EMBEDDING = re.compile(r"(^|\.)(embed_tokens|word_embeddings)$")
 #: Ends of the names of files that hold weights, or say where they are.
@@ -497,8 +499,8 @@ def reorder_model(
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
         for rank, directory in enumerate(directories):
-            for name, content in small_files.items():
-                _replace(directory / name, content.read_bytes() if isinstance(content, Path) else content)
+            for name, small in small_files.items():
+                _replace(directory / name, small.read_bytes() if isinstance(small, Path) else small)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             quantization = quantization_config(
@@ -589,7 +591,9 @@ def _with_tables(steps: Iterable[Step]) -> list[Step]:
     """Steps with quantised word embeddings left as tables."""
     result = []
     for step in steps:
-        table = step.entry.quantized is not None and step.weight is not None and _EMBEDDING.search(step.entry.tied_to or step.name)
+        table = (
+            step.entry.quantized is not None and step.weight is not None and _EMBEDDING.search(step.entry.tied_to or step.name)
+        )
         result += as_tensors(step.entry) if table else [step]
     if not any(step.weight is not None for step in result):
         raise ValueError("there is no weight to pack but the word embedding, which stays a table")
@@ -612,10 +616,11 @@ def _small_files(checkpoint: Checkpoint) -> dict[str, Path]:
 
 
 def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
-    """The same of a GGUF file, made from what it holds; and why it gives no tokenizer, or ""."""
+    """The same of a GGUF file, made from what it holds; and why its tokenizer is missing or differs, or ""."""
     tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokens = {name: token for name, token in tokens.items() if token is not None}
     files = {"generation_config.json": _json(tokens)} if tokens else {}
+    problem = ""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -628,9 +633,17 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
                 saved = Path(scratch) / "saved"
                 tokenizer.save_pretrained(saved)
                 files |= {file.name: file.read_bytes() for file in sorted(saved.iterdir())}
+                (saved / "config.json").write_bytes(_json(checkpoint.config))
+                found = transformers.AutoTokenizer.from_pretrained(saved)
+                if tokenizer(_SAMPLE).input_ids != found(_SAMPLE).input_ids:
+                    # For some model types AutoTokenizer takes a class of its own, whatever the files say.
+                    problem = (
+                        f"the tokenizer differs from what AutoTokenizer makes of it ({type(found).__name__}); "
+                        f"load it with transformers.PreTrainedTokenizerFast"
+                    )
     except Exception as error:  # of many kinds, as transformers checks little of what the file says
         return files, f"no tokenizer was written: {type(error).__name__}: {error}"
-    return files, ""
+    return files, problem
 
 
 def _json(value: Any) -> bytes:

@@ -102,6 +102,7 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 
+
 def recognise(path: Path) -> bool:
     """Whether the file starts as GGUF does, or says by its name that it would be one."""
     if not path.is_file():

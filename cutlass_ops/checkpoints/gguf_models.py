@@ -222,15 +222,13 @@ class _Keys:
         return self.keys.get(f"{self.architecture}.{key}")
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key)
-        value = default if value is None else value
-        if type(value) not in (int, float) or not 0 < value < float("inf"):
+        value = default if self.get(key) is None else self.get(key)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < float("inf"):
             raise ConfigError(f"key {self.architecture}.{key} is {value!r:.100}; a number above 0 is expected")
         return float(value)
 
     def count(self, key: str, default: int | None = None) -> int:
-        value = self.get(key)
-        value = default if value is None else value
+        value = default if self.get(key) is None else self.get(key)
         if type(value) is not int or not 0 < value < 1 << 31:
             raise ConfigError(f"key {self.architecture}.{key} is {value!r:.100}; a count of at least 1 is expected")
         return value
@@ -329,6 +327,7 @@ def _dtype(architecture: str, kinds: Collection[str]) -> str:
 
 def _parts(architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:
     """What the presence of tensors says."""
+
     def has(module: str) -> bool:
         return f"blk.0.{module}" in shapes
 
@@ -351,7 +350,9 @@ def _rope(has: _Keys, head_dim: int, factors: Mapping[str, Sequence[float]]) -> 
     if has.architecture in ("phi3", "nemotron", "stablelm"):
         settings["partial_rotary_factor"] = turned / head_dim
     elif turned != head_dim:
-        raise ConfigError(f"key {has.architecture}.rope.dimension_count is {turned}; {head_dim}, the size of a head, is expected")
+        raise ConfigError(
+            f"key {has.architecture}.rope.dimension_count is {turned}; {head_dim}, the size of a head, is expected"
+        )
     kind = has.get("rope.scaling.type") or ("linear" if has.get("rope.scaling.factor") else "none")
     context = has.count("context_length")
     if factors:
