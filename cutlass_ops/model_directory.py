@@ -8,7 +8,8 @@
     tokenizer.json, ...              copied; of a GGUF file, made from what it holds
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
-whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name.
+whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name. A quantised
+word embedding is a table of its fp32 values, which a tied head shares.
 
 ``quantization_config`` says enough to make the modules before any tensor is read:
 

@@ -411,6 +411,7 @@ def test_an_architecture_that_is_not_supported_is_refused_when_it_is_reordered(a
         ({"blk.0.what.weight": (32,)}, {}, "'blk.0.what.weight' has no place"),
         ({"rope_freqs.weight": (7,)}, {}, r"rope_freqs.weight: \[7\] values; 8 are expected"),
         ({}, {"block_count": 0}, "llama.block_count is 0; a count of at least 1"),
+        ({}, {"block_count": 2**31 - 1}, "llama.block_count is 2147483647; the file has tensors of 1 layers"),
         ({}, {"rope.dimension_count": 8}, "llama.rope.dimension_count is 8; 16"),
     ],
 )

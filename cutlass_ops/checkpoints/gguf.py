@@ -61,7 +61,7 @@ from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
-from .gguf_models import ARCHITECTURES, Architecture, ConfigError, model_config, rope_tensors
+from .gguf_models import ARCHITECTURES, MAX_ROPE_FACTORS, Architecture, ConfigError, model_config, rope_tensors
 from .words import unpack_bytes
 
 if TYPE_CHECKING:
@@ -158,7 +158,10 @@ def _model_config(data: mmap.mmap, tensors: list[_Info], architecture: str, keys
     factors = {
         tensor.name: _tensor(_bytes(data, tensor)).view(torch.float32).tolist()
         for tensor in tensors
-        if tensor.name in rope_tensors(architecture) and tensor.kind.name == "F32" and len(tensor.shape) == 1
+        if tensor.name in rope_tensors(architecture)
+        and tensor.kind.name == "F32"
+        and len(tensor.shape) == 1
+        and tensor.shape[0] <= MAX_ROPE_FACTORS
     }
     return model_config(architecture, keys, shapes, kinds, factors)
 

@@ -18,6 +18,8 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+#: More rotary frequencies than any model has.
+MAX_ROPE_FACTORS = 4096
 #: Modules of the whole model; all others belong to a layer.
 _GLOBAL = ("token_embd", "token_embd_norm", "output_norm", "output")
 
@@ -266,6 +268,9 @@ def model_config(
         raise ConfigError("the file has no matrix token_embd.weight")
     has = _Keys(architecture, keys)
     layers, heads, hidden = (has.count(key) for key in ("block_count", "attention.head_count", "embedding_length"))
+    found = {int(match[1]) for name in shapes if (match := re.match(r"blk\.(\d{1,9})\.", name, re.ASCII))}
+    if len(found) != layers or found != set(range(layers)):
+        raise ConfigError(f"key {architecture}.block_count is {layers}; the file has tensors of {len(found)} layers")
     config: dict[str, Any] = {
         "model_type": known.model_type,
         "architectures": [known.model_class],
@@ -367,6 +372,8 @@ def _rope(has: _Keys, head_dim: int, factors: Mapping[str, Sequence[float]]) -> 
         settings["attention_factor"] = has.number("rope.scaling.attn_factor", 1.0)
         # transformers divides them where the configuration has both
         settings["factor"] = context / settings["original_max_position_embeddings"]
+        if not all(0 < value < float("inf") for part in values for value in part):
+            raise ConfigError(f"{', '.join(factors)}: values are not all finite and above 0")
     elif kind == "linear":
         settings |= {"rope_type": "linear", "factor": has.number("rope.scaling.factor", 1.0)}
     elif kind == "yarn":
