@@ -504,6 +504,7 @@ def reorder_command(
                 "files": [str(file) for file in done.files],
                 "found": done.found,
                 "copied": list(done.copied),
+                "warnings": list(done.warnings),
                 "styles": dict(done.styles),
                 "kept": dict(done.kept),
                 "source_bytes": done.source_bytes,
@@ -531,6 +532,7 @@ def reorder_command(
         lines.append(f"split    {', '.join(f'{count} {style}' for style, count in styles.items())} over {ranks} ranks")
     if done.found:
         lines.append(f"found    {done.found} of {len(done.files)} files finished by an earlier run")
+    lines += [f"warning  {warning}" for warning in done.warnings]
     verb = "to write" if dry_run else "wrote   "
     files = "" if one_file else f" in {len(done.files)} file{'s' if len(done.files) > 1 else ''}"
     time_taken = "" if dry_run else f", in {seconds:.1f} s"

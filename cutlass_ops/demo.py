@@ -281,9 +281,8 @@ def run_demo(
     done = reorder_checkpoint(checkpoint, packed)
     reorder_seconds = time.perf_counter() - begin
 
-    report("Loading configuration and tokenizer")
+    report("Loading the tokenizer")
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(model.parent), "gguf_file": model.name}
-    config = transformers.AutoConfig.from_pretrained(**source)
     tokenizer = transformers.AutoTokenizer.from_pretrained(**source)
     if tokenizer.chat_template:
         message = [{"role": "user", "content": prompt}]
@@ -314,7 +313,7 @@ def run_demo(
         )
 
     report("Answering with the dequantised model in fp32")
-    oracle: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, config=config, dtype=torch.float32)
+    oracle: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
     oracle.to(place).eval()
     logits(oracle, asked)  # the first use of a device takes longer
     reference = answer("fp32", oracle, None, ())
@@ -331,7 +330,7 @@ def run_demo(
     gc.collect()
 
     report("Loading the packed model")
-    mixed = load_model(packed, config=config, dtype=dtype, device=place)
+    mixed = load_model(packed, dtype=dtype, device=place)
     generations = []
     for name, act_quant, act_symmetric in MODES:
         report(f"Answering with {name}")

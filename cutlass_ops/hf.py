@@ -105,7 +105,8 @@ def load_model(
         path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint that
             :func:`cutlass_ops.load_checkpoint` reads, which is packed in memory; or the id of a model of the Hub with
             safetensors files, "organisation/model".
-        config: transformers' configuration; None takes the one beside the file, or a GGUF file's own.
+        config: transformers' configuration; None takes the one that a GGUF file's keys give, else the one beside the file,
+            else the one in a packed file's metadata.
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's.
         device: where the model shall be.
@@ -174,15 +175,24 @@ def load_model(
 
 def _config(transformers: ModuleType, path: Path) -> Any:
     """The configuration of the model in a directory, of a GGUF file, or of the directory that a file is in."""
-    if path.is_file() and path.suffix == ".gguf":
-        return transformers.AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
     directory = path if path.is_dir() else path.parent
-    if not (directory / "config.json").is_file():
-        raise CheckpointError(path, f"there is no config.json in {directory}, and no config is given")
-    quantization = json_object(directory / "config.json").get("quantization_config")
-    if not isinstance(quantization, (dict, type(None))):
-        raise CheckpointError(directory / "config.json", f"quantization_config is {quantization!r:.100}; an object is expected")
-    return transformers.AutoConfig.from_pretrained(directory)
+    fields: Mapping[str, Any] = {}
+    problem = f"there is no config.json in {directory}, and no config is given"
+    if path.is_file() and path.suffix == ".gguf":
+        checkpoint = load_checkpoint(path)
+        fields, problem = checkpoint.config, f"{checkpoint.config_problem}; config can be given"
+    elif (directory / "config.json").is_file():
+        quantization = json_object(directory / "config.json").get("quantization_config")
+        if not isinstance(quantization, (dict, type(None))):
+            raise CheckpointError(
+                directory / "config.json", f"quantization_config is {quantization!r:.100}; an object is expected"
+            )
+        return transformers.AutoConfig.from_pretrained(directory)
+    elif path.is_file() and is_packed(path):
+        fields = packed_info(path).config
+    if not isinstance(fields.get("model_type"), str):
+        raise CheckpointError(path, problem)
+    return transformers.AutoConfig.for_model(**fields)
 
 
 def _tensors(

@@ -6,10 +6,11 @@
     model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
                                      each is a packed file by itself (see ``reorder.py``)
     README.md                        a model card: the base model, the formats, how to load it; the source's card below
-    tokenizer.json, ...              copied
+    tokenizer.json, ...              copied; of a GGUF file, made from what it holds
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
-whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name.
+whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name. A quantised
+word embedding is a table of its fp32 values, which a tied head shares.
 
 ``quantization_config`` says enough to make the modules before any tensor is read:
 
@@ -36,11 +37,14 @@ import fcntl
 import json
 import os
 import re
+import tempfile
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -83,6 +87,8 @@ SHARD_BYTES = 5_000_000_000
 
 _ACT_QUANT = ("none", "token", "block")
 _MAX_COPIED_BYTES = 100_000_000
+#: Shows whether two tokenizers agree.
+_SAMPLE = " ab  c\n\tIt's 12345 <s>naïve 你好; (x_1 == y)!"
 #: Ends of the names of files that hold weights, or say where they are.
 _WEIGHT_FILES = (
     ".safetensors", ".index.json", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
@@ -329,7 +335,8 @@ class Reordered:
         source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
         files: the packed files, all ranks'.
         found: how many of those were there already, from a run that was interrupted.
-        copied: names of the other files that were copied.
+        copied: names of the other files that were copied or, of a GGUF file, made from what it holds.
+        warnings: what a user should know: that there is no tokenizer, and why.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
     """
@@ -342,6 +349,7 @@ class Reordered:
     files: tuple[Path, ...]
     found: int = 0
     copied: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
 
@@ -388,7 +396,10 @@ def reorder_checkpoint(
         how = _how(options, checkpoint, planned)
         if checkpoint.activations is not None:
             how[ACTIVATIONS] = list(checkpoint.activations)
-        contents = _contents(items, _sources(checkpoint, jobs, progress), how, None)
+        specs, metadata = _contents(items, _sources(checkpoint, jobs, progress), how, None)
+        if checkpoint.config:
+            metadata["config"] = json.dumps(_plain_config(checkpoint.config))
+        contents = specs, metadata
         _write([path], [contents], items, jobs, progress)
     return Reordered(
         **_summary(checkpoint, items, planned),
@@ -442,7 +453,7 @@ def reorder_model(
 
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`. Where it has no ``config.json``, the written one holds our
-            part alone.
+            part alone. A GGUF file's configuration is made from its keys, and its tokenizer by transformers.
         path: the directory; made if it is not there.
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
         ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.
@@ -455,7 +466,7 @@ def reorder_model(
         progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed.
+        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers could not load so.
         ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a directory that is the
             checkpoint's own or holds other packed files, or that another process writes.
         OSError: a file cannot be written.
@@ -473,6 +484,8 @@ def reorder_model(
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
+    if checkpoint.config_problem:
+        raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
     planned = plan(checkpoint, options)
     items = _items(checkpoint, planned.steps, ranks, splits)
     summary = _summary(checkpoint, items, planned)
@@ -484,10 +497,11 @@ def reorder_model(
         path=path,
         packed_bytes=ranks * sum(item.nbytes for item in items),
         files=tuple(directory / name for directory in directories for name in names),
-        copied=tuple(file.name for file in _small_files(source) if file.name != CARD or ranks > 1) if checkpoint.config else (),
     )
     if dry_run:
-        return result
+        return replace(result, copied=tuple(_small_files(checkpoint, ranks)))
+    small_files, problem = _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
+    result = replace(result, copied=tuple(small_files), warnings=(problem,) if problem else ())
     path.mkdir(exist_ok=True)
     with _locked(path):
         if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:
@@ -512,8 +526,8 @@ def reorder_model(
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
         for rank, directory in enumerate(directories):
-            for name in result.copied:
-                _replace(directory / name, (source / name).read_bytes())
+            for name, small in small_files.items():
+                _replace(directory / name, small.read_bytes() if isinstance(small, Path) else small)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             quantization = quantization_config(
@@ -664,17 +678,50 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
 
 
-def _small_files(directory: Path) -> list[Path]:
-    """What belongs to the model beside its weights and their description: the tokenizer and the like."""
-    return sorted(
-        file
-        for file in directory.iterdir()
+def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
+    """What is copied besides weights and configuration: the tokenizer and the like; a whole model has a card of its own."""
+    if not checkpoint.config or checkpoint.dialect == "gguf":
+        return {}
+    return {
+        file.name: file
+        for file in sorted(checkpoint.files[0].parent.iterdir())
         if file.is_file()
         and not file.name.startswith(".")
         and not file.name.endswith(_WEIGHT_FILES)
-        and file.name not in ("config.json", *SETTINGS)
+        and file.name not in ("config.json", *SETTINGS, *((CARD,) if ranks == 1 else ()))
         and file.stat().st_size <= _MAX_COPIED_BYTES
-    )
+    }
+
+
+def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
+    """The same of a GGUF file, made from what it holds; and why its tokenizer is missing or differs, or ""."""
+    tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    tokens = {name: token for name, token in tokens.items() if token is not None}
+    files = {"generation_config.json": _json(tokens)} if tokens else {}
+    problem = ""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            transformers = import_module("transformers")
+            with tempfile.TemporaryDirectory() as scratch:
+                # Alone in a directory: transformers would read settings that stand beside it.
+                (Path(scratch) / "model.gguf").symlink_to(checkpoint.path.resolve())
+                # Not AutoTokenizer, which takes the architecture's class; some files have a tokenizer of another.
+                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
+                saved = Path(scratch) / "saved"
+                tokenizer.save_pretrained(saved)
+                files |= {file.name: file.read_bytes() for file in sorted(saved.iterdir())}
+                (saved / "config.json").write_bytes(_json(checkpoint.config))
+                found = transformers.AutoTokenizer.from_pretrained(saved)
+                if tokenizer(_SAMPLE).input_ids != found(_SAMPLE).input_ids:
+                    # For some model types AutoTokenizer takes a class of its own, whatever the files say.
+                    problem = (
+                        f"the tokenizer differs from what AutoTokenizer makes of it ({type(found).__name__}); "
+                        f"load it with transformers.PreTrainedTokenizerFast"
+                    )
+    except Exception as error:  # of many kinds, as transformers checks little of what the file says
+        return files, f"no tokenizer was written: {type(error).__name__}: {error}"
+    return files, problem
 
 
 def _json(value: Any) -> bytes:

@@ -14,6 +14,7 @@ tensor stands under its own name.
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
 ``options``         JSON: how the checkpoint was read and its float matrices quantised
+``config``          JSON, in a file of its own where it is known: the model's ``config.json``
 ``tensor_parallel``  JSON, if the file holds one rank's part: ``{"rank": r, "size": R, "styles": {module: style}}``
 ``checksums``       JSON: ``{tensor: sha256}`` of the data of each tensor in the file, hexadecimal
 ``header_sha256``   of all bytes before the data, with 64 zeros in the place of these 64 digits
@@ -473,6 +474,7 @@ class PackedInfo:
         rounded: weights of which N or K may be rounded up, since no metadata has them.
         tied, sources, tool: as in the module's table.
         options: as in the module's table.
+        config: as in the module's table; {} where there is none.
         slices: which part of the model this is, or None for all of it.
         places: the file that holds each stored tensor, by its name in there ("m.codes"); of a directory, one of its shards.
         checksums: sha256 of each stored tensor as the header has it, or None for files without checksums.
@@ -487,6 +489,7 @@ class PackedInfo:
     sources: Mapping[str, str]
     tool: str
     options: Mapping[str, Any]
+    config: Mapping[str, Any]
     slices: Slices | None
     places: Mapping[str, Path]
     checksums: Mapping[str, str] | None
@@ -580,6 +583,7 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
         sources=_strings(path, metadata, "sources"),
         tool=metadata.get("tool", ""),
         options=_json_object(path, metadata, "options"),
+        config=_json_object(path, metadata, "config"),
         slices=_slices(path, metadata),
         places=places,
         checksums=checksums,
@@ -644,6 +648,7 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
         tied={},
         sources={},
         tool="",
+        config={},
         options={},
         slices=None,
         places=places,

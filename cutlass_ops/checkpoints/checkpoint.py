@@ -78,7 +78,8 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
         files: those that hold the tensors.
         entries: every tensor, by :attr:`Entry.name`, in the order of the file.
         metadata: short facts from the header, for people.
-        config: what the model's ``config.json`` holds; {} where there is none.
+        config: what the model's ``config.json`` holds, or would hold by the keys of a GGUF file; {} where there is none.
+        config_problem: why a file whose keys should give the configuration does not give it, or "".
         options: those of :func:`load_checkpoint` that it was read with.
         activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it was made, or None.
     """
@@ -89,6 +90,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     entries: Mapping[str, Entry]
     metadata: Mapping[str, str] = field(default_factory=dict)
     config: Mapping[str, Any] = field(default_factory=dict)
+    config_problem: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
     activations: tuple[str, bool] | None = None
 

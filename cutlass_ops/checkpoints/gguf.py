@@ -36,10 +36,11 @@ which trusts them and makes several objects of each of a tokenizer's words: 4 s 
 parameters whose header this file reads in a tenth of a second. The package gives the table of types and
 dequantises.
 
-Names: for the architectures in ``_ARCHITECTURES`` tensors are renamed as ``transformers`` names them, from
-the table ``_MODULES``; other names stay as they are. llama.cpp's converter also permutes the rows of llama's
-attn_q and attn_k (its rope takes neighbours, Hugging Face's takes halves); that is undone here, on codes,
-scales and offsets alike, so nothing is rounded.
+Names: for the architectures of ``gguf_models.py`` tensors are renamed as ``transformers`` names them, and the
+changes that llama.cpp's converter made to their values are undone; other names stay as they are. The converter
+permutes the rows of llama's attn_q and attn_k (its rope takes neighbours, Hugging Face's takes halves) and of
+bloom's attn_qkv; that is undone on codes, scales and offsets alike, so nothing is rounded. It adds 1 to gemma's
+norms, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -51,9 +52,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TypeAlias
 
-import gguf
 import numpy as np
 import numpy.typing as npt
 import torch
@@ -61,7 +61,11 @@ from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
+from .gguf_models import ARCHITECTURES, MAX_ROPE_FACTORS, Architecture, ConfigError, model_config, rope_tensors
 from .words import unpack_bytes
+
+if TYPE_CHECKING:
+    import gguf
 
 _GROUP = 32
 #: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers side by side seldom wait
@@ -98,25 +102,6 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 
-#: Architectures whose tensors are renamed, and whether llama.cpp permuted their attn_q and attn_k.
-_ARCHITECTURES = {"llama": True, "mistral": True, "qwen2": False, "qwen3": False}
-_MODULES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
 
 def recognise(path: Path) -> bool:
     """Whether the file starts as GGUF does, or says by its name that it would be one."""
@@ -139,9 +124,16 @@ def read(path: Path) -> Checkpoint:
         # A copy on write, as torch has no tensors that are read-only. Nothing writes.
         data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     keys, tensors = _Header(path, data).read()
-    architecture = str(keys.get("general.architecture", ""))
-    found = [_entry(path, data, tensor, architecture, keys) for tensor in tensors]
-    if architecture in _ARCHITECTURES and all(tensor.name != "output.weight" for tensor in tensors):
+    name = str(keys.get("general.architecture", ""))
+    architecture = ARCHITECTURES.get(name)
+    try:
+        config, config_problem = _model_config(data, tensors, name, keys), ""
+    except ConfigError as error:
+        config, config_problem = {}, str(error)
+    # What the configuration says is no tensor of the model.
+    skipped = rope_tensors(name) if config else ()
+    found = [_entry(path, data, tensor, architecture, keys) for tensor in tensors if tensor.name not in skipped]
+    if architecture is not None and all(tensor.name != "output.weight" for tensor in tensors):
         found = [_as_head(entry) if entry.source == "token_embd.weight" else entry for entry in found]
     entries: dict[str, Entry] = {}
     for entry in _with_biases(found):
@@ -155,7 +147,23 @@ def read(path: Path) -> Checkpoint:
         files=(path,),
         entries=entries,
         metadata={k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200},
+        config=config,
+        config_problem=config_problem,
     )
+
+
+def _model_config(data: mmap.mmap, tensors: list[_Info], architecture: str, keys: dict[str, Any]) -> dict[str, Any]:
+    shapes = {tensor.name: tensor.shape for tensor in tensors}
+    kinds = {tensor.kind.name for tensor in tensors if len(tensor.shape) == 2}
+    factors = {
+        tensor.name: _tensor(_bytes(data, tensor)).view(torch.float32).tolist()
+        for tensor in tensors
+        if tensor.name in rope_tensors(architecture)
+        and tensor.kind.name == "F32"
+        and len(tensor.shape) == 1
+        and tensor.shape[0] <= MAX_ROPE_FACTORS
+    }
+    return model_config(architecture, keys, shapes, kinds, factors)
 
 
 # ---- the header
@@ -235,6 +243,8 @@ class _Header:
         self.at = at
 
     def read(self) -> tuple[dict[str, Any], list[_Info]]:
+        import gguf
+
         if self.data[:4] != b"GGUF":
             raise CheckpointError(self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'")
         self.at = 4
@@ -267,6 +277,8 @@ class _Header:
 
     def tensor(self, index: int, alignment: int) -> _Info:
         """One tensor's description; ``start`` still counts from the beginning of the data."""
+        import gguf
+
         name = self.text(f"the name of tensor {index}")
         what = f"the description of tensor {name!r}"
         dimensions = self.number("<I", what)
@@ -314,39 +326,32 @@ class _Header:
 # ---- names
 
 
-def _module(name: str, architecture: str) -> str:
-    """The name that transformers gives to a tensor, or its own."""
-    if architecture not in _ARCHITECTURES:
-        return name
-    if match := re.fullmatch(r"(?:blk\.(\d+)\.)?(\w+)\.(weight|bias)", name, re.ASCII):
-        layer, module, suffix = match.groups()
-        in_layer = not _MODULES.get(module, "").startswith(("model.", "lm_head"))
-        if module in _MODULES and in_layer == (layer is not None):
-            prefix = f"model.layers.{layer}." if in_layer else ""
-            return f"{prefix}{_MODULES[module]}.{suffix}"
-    return name
+def _head_rows(
+    path: Path, info: _Info, architecture: Architecture | None, keys: dict[str, Any]
+) -> npt.NDArray[np.int64] | None:
+    """The file's row at each row of the Hugging Face weight, where llama.cpp's converter permuted them; else None.
 
-
-def _head_rows(path: Path, info: _Info, architecture: str, keys: dict[str, Any]) -> npt.NDArray[np.int64] | None:
-    """For llama's attn_q and attn_k, the file's row at each row of the Hugging Face weight; else None.
-
-    The converter (``permute`` in llama.cpp's convert_hf_to_gguf.py) reshapes rows to [heads, 2, d, ...] and
-    swaps the middle axes.
+    ``permute`` in convert_hf_to_gguf.py reshapes rows of llama's attn_q and attn_k to [heads, 2, d, ...] and swaps
+    the middle axes; bloom's attn_qkv goes from [heads, 3, d, ...] to [3, heads, d, ...].
     """
-    match = re.fullmatch(r"blk\.\d+\.attn_([qk])\.(weight|bias)", info.name, re.ASCII)
-    if match is None or not _ARCHITECTURES.get(architecture, False):
+    match = re.fullmatch(r"blk\.\d+\.(attn_(?:q|k|qkv))\.(weight|bias)", info.name, re.ASCII)
+    if architecture is None or match is None or match[1] not in architecture.permuted:
         return None
-    heads = keys.get(f"{architecture}.attention.head_count")
-    if match[1] == "k":
-        heads = keys.get(f"{architecture}.attention.head_count_kv", heads)
+    prefix = f"{keys.get('general.architecture')}.attention"
+    heads = keys.get(f"{prefix}.head_count")
+    if match[1] == "attn_k":
+        heads = keys.get(f"{prefix}.head_count_kv", heads)
     rows = info.shape[0]
-    if type(heads) is not int or heads < 1 or rows % (2 * heads):
+    parts = 3 if match[1] == "attn_qkv" else 2
+    if type(heads) is not int or heads < 1 or rows % (parts * heads):
         raise CheckpointError(
             path,
             f"its {rows} rows cannot be put back in order: the file gives {heads!r} heads of attention",
             info.name,
         )
-    order: npt.NDArray[np.int64] = np.arange(rows).reshape(heads, -1, 2).swapaxes(1, 2).reshape(rows)
+    shape = (parts, heads, -1) if parts == 3 else (heads, -1, parts)
+    axes = (0, 1) if parts == 3 else (1, 2)
+    order: npt.NDArray[np.int64] = np.arange(rows).reshape(shape).swapaxes(*axes).reshape(rows)
     return order
 
 
@@ -388,8 +393,8 @@ def _read_with_bias(weight: Quantized, bias: Entry) -> QuantizedWeight:
 # ---- the data
 
 
-def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: dict[str, Any]) -> Entry:
-    name = _module(info.name, architecture)
+def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: Architecture | None, keys: dict[str, Any]) -> Entry:
+    name = info.name if architecture is None else architecture.rename(info.name) or info.name
     rows = _head_rows(path, info, architecture, keys)
     kind = info.kind.name
     entry = Entry(
@@ -402,7 +407,7 @@ def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: di
         values=partial(_values, path, data, info, rows),
     )
     if kind in _PLAIN:
-        return entry
+        return entry if architecture is None else _undone(entry, architecture)
     entry = replace(entry, name=name.removesuffix(".weight"))
     if kind not in _KINDS:
         return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(_KINDS)} are supported")
@@ -412,6 +417,16 @@ def _entry(path: Path, data: mmap.mmap, info: _Info, architecture: str, keys: di
     dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
     return replace(entry, quantized=Quantized(bits=into.bits, group_size=_GROUP, dtypes=dtypes, read=read))
+
+
+def _undone(entry: Entry, architecture: Architecture) -> Entry:
+    """A plain tensor with what llama.cpp's converter did to its values or shape undone."""
+    read = entry.values
+    if architecture.norms_plus_one and entry.source.endswith("norm.weight"):
+        return replace(entry, dtype=torch.float32, values=lambda: read().float() - 1)
+    if entry.source.endswith(architecture.squeezed) and len(entry.shape) == 2:
+        return replace(entry, shape=(entry.shape[0], 1, entry.shape[1]), values=lambda: read().unsqueeze(1))
+    return entry
 
 
 def _bytes(data: mmap.mmap, info: _Info) -> npt.NDArray[np.uint8]:
@@ -424,6 +439,8 @@ def _tensor(array: npt.NDArray[Any]) -> Tensor:
 
 
 def _weight(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> QuantizedWeight:
+    import gguf
+
     n, k = info.shape
     kind = _KINDS[info.kind.name]
     size, nbytes = gguf.GGML_QUANT_SIZES[info.kind]
@@ -603,6 +620,8 @@ _KINDS = {
 
 
 def _values(path: Path, data: mmap.mmap, info: _Info, rows: npt.NDArray[np.int64] | None) -> Tensor:
+    import gguf
+
     raw = _bytes(data, info)
     if (dtype := _PLAIN.get(info.kind.name)) is not None:
         values = _tensor(raw).view(dtype).view(info.shape)
