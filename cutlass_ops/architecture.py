@@ -28,7 +28,6 @@ _BY_NAME = (
     (r"(^|\.)experts\.", "an expert, whose weight transformers stacks with those of the other experts"),
     (r"(^|\.)(gate|router|mlp\.router|shared_expert_gate)$", "a router, which transformers keeps as a bare parameter"),
     (r"(^|\.)(dt_proj|x_proj|mixer\.out_proj)$", "a layer of a state-space model, which reads its weight itself"),
-    (r"(^|\.)(embed_tokens|word_embeddings|wte)$", "a word embedding, of which a model looks up rows"),
 )
 #: Models whose linear layers store their weights transposed, ``[in, out]``: transformers' Conv1D.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")

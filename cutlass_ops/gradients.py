@@ -79,9 +79,12 @@ def _through_activation(grad: Tensor, z: Tensor, activation: str | None, low: fl
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return _gradients(grad, x, PackedWeight(*args[: ops._WEIGHT]), *args[ops._WEIGHT :])
+
+
+def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, of the bias (fp32) and of the residual; an empty tensor where one is not wanted."""
-    weight = PackedWeight(*args[: ops._WEIGHT])
-    bias, activation, low, high, residual, saturate, dtype, act_quant, act_symmetric, *choice, wanted = args[ops._WEIGHT :]
+    bias, activation, low, high, residual, saturate, dtype, act_quant, act_symmetric, *choice, wanted = args
     # Of 16 bits where x and the result are of the same; the CPU computes in fp32, as the reference does.
     compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_residual = grad
@@ -147,6 +150,46 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(result)
 
 
+class _Recorded(torch.autograd.Function):
+    """The same for eager calls: torch's recording of an operator takes half a millisecond of host time, this a tenth of it."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: PackedWeight, call: tuple[Any, ...]
+    ) -> Tensor:
+        act_quant, act_symmetric, (activation, low, high, out_dtype, saturate, *choice) = call
+        again = activation is not None or saturate
+        # The weight's tensors are saved so that torch notices when one is written to before the backward pass.
+        ctx.save_for_backward(
+            x if again else None, bias if again else None, residual if saturate else None, *weight.tensors().values()
+        )
+        ctx.weight, ctx.call = weight, call
+        ctx.dtypes = x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
+        end = cast(ops._End, (bias, activation, low, high, residual, out_dtype, saturate, *choice))
+        return ops._gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, (x.shape[0], weight.n), end)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, bias, residual, *_ = ctx.saved_tensors
+        act_quant, act_symmetric, (activation, low, high, _, saturate, *choice) = ctx.call
+        dtype, bias_dtype, residual_dtype = ctx.dtypes
+        wants_x, wants_bias, wants_residual = ctx.needs_input_grad[:3]
+        wanted = [wants_x, wants_bias, wants_residual and saturate]
+        end = (bias, activation, low, high, residual, saturate, dtype, act_quant, act_symmetric, *choice, wanted)
+        if torch.is_grad_enabled():  # the operator says that there is no gradient of a gradient
+            of_x, of_bias, masked = torch.ops.cutlass_ops.mixed_gemm_backward(grad, x, *ops._fields(ctx.weight), *end)
+        else:
+            of_x, of_bias, masked = _gradients(grad, x, ctx.weight, *end)
+        of_residual = masked if wanted[2] else grad
+        return (
+            of_x if wants_x else None,
+            of_bias.to(bias_dtype) if wants_bias else None,
+            of_residual.to(residual_dtype) if wants_residual else None,
+            None,
+            None,
+        )
+
+
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("mixed_gemm has no gradient of its gradient: packed weights support first derivatives only")
 
@@ -160,3 +203,4 @@ ops._register(
 )
 torch.library.register_autograd("cutlass_ops::mixed_gemm", _backward, setup_context=_setup_context)
 torch.library.register_autograd("cutlass_ops::mixed_gemm_backward", _no_second_gradient)
+ops.record = _Recorded.apply

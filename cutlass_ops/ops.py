@@ -570,6 +570,11 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
     return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
 
 
+def record(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: PackedWeight, call: tuple[Any, ...]) -> Tensor:
+    """An eager product with a gradient; gradients.py takes the place of this."""
+    raise RuntimeError("mixed_gemm has a gradient once cutlass_ops.gradients is imported")
+
+
 def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
     """Raise ``ValueError`` if x does not fit the weight; returns x's columns."""
     if not isinstance(x, QuantizedActivations):
@@ -745,10 +750,13 @@ def mixed_gemm(
         y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *_fields(weight), *end, *sums)
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
-    if not differentiable and _direct(x, bias, residual):
+    if _direct(x, bias, residual):
         m = shape[0] if is_matrix else matrix.shape[0]
         if m > _MAX_M:
             raise ValueError(f"x has {m} rows; at most {_MAX_M} are supported")
+        if differentiable:
+            call = (act_quant, act_symmetric, (activation, low, high, *end[5:]))
+            return record(matrix, bias, residual, weight, call).view(out_shape)
         return _gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
     floats = (act_quant, act_symmetric)
     y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], *floats, *end[7:], *(weight.sums or ()))

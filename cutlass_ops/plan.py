@@ -31,6 +31,10 @@ DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*e
 TRANSPOSED = "transposed"
 
 
+#: Word embeddings, where the model cannot be asked.
+_TABLE = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte)$")
+
+
 @dataclass(frozen=True)
 class Step:
     """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under ``name``."""
@@ -139,7 +143,10 @@ def plan(
         if not quantized:
             floats = options.bits is not None and _is_linear(entry)
             chosen = chosen and floats and (include is not None or not default.search(module))
-        if chosen and (for_model or not quantized) and (reason := architecture.reason_to_keep(module)):
+        reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
+        if chosen and for_model and not entry.tied_to and _TABLE.search(module):
+            reason = reason or "its name is that of a word embedding, of which a model looks up rows"
+        if reason:
             kept[module] = reason
             chosen = False
         if quantized and for_model and architecture.is_transposed(module):

@@ -124,7 +124,7 @@ def test_inspect_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.Monkey
             tensors[f"model.layers.{layer}.{name}.weight"] = torch.randn(64, 128).half()
         tensors[f"model.layers.{layer}.norm.weight"] = torch.ones(64 if layer not in (3, 7) else 32)
     for expert in range(3):
-        tensors[f"model.layers.1.experts.{expert}.{'a' * 90}.weight"] = torch.randn(64, 128).half()
+        tensors[f"model.layers.1.parts.{expert}.{'a' * 90}.weight"] = torch.randn(64, 128).half()
     source, out = tmp_path / "m.safetensors", tmp_path / "p.safetensors"
     save_file(tensors, source)
     assert run("reorder", source, "-o", out, "--bits", 4, "--exclude", r"layers\.0\..*up").exit_code == 0
@@ -143,7 +143,7 @@ def test_inspect_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.Monkey
     assert "model.layers.{0..2,4..6,8..11}.norm.weight" in lines
     assert "12 of 64 x 128" in joined
     assert "sm_90: " in joined
-    assert f"model.layers.1.experts.{{0..2}}.{'a' * 90}" in text.getvalue().replace("\n", "")
+    assert f"model.layers.1.parts.{{0..2}}.{'a' * 90}" in text.getvalue().replace("\n", "")
     assert len(json.loads(run("inspect", out, "--json").stdout)["tensors"]) == len(tensors)
 
 

@@ -441,8 +441,6 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials
       return launch_format<Element, Format, 32>(problem, plan, partials, stream);
     case 64:
       return launch_format<Element, Format, 64>(problem, plan, partials, stream);
-    case 96:
-      return launch_format<Element, Format, 96>(problem, plan, partials, stream);
     case 128:
       return launch_format<Element, Format, 128>(problem, plan, partials, stream);
     case 160:

@@ -30,9 +30,8 @@ enum class Promotion {
 
 template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
           bool kCorrects = false>
-struct Config
-    : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
-                         kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, kWarpgroups> {
+struct Config : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock,
+                                   kAsymmetric_, kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, kWarpgroups> {
   // Zero points are corrected by the window of K or, where a token has one, at the end.
   static constexpr bool kWindows = kCorrects && kPromotion_ == Promotion::kBlock;
   using Params = std::conditional_t<kWindows, hopper::CorrectedParams, hopper::Params>;
