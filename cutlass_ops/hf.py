@@ -87,6 +87,8 @@ def register_when_imported() -> None:
 
 # ---- loading
 
+_MISMATCH = "{}: tensor {!r} is {}; the model's is {}"
+
 
 def load_model(
     path: str | os.PathLike[str],
@@ -145,6 +147,10 @@ def load_model(
         with torch.device("meta"):
             model = model_class(config)
         state = _state(path, config, model, options, dtype)
+        # Before transformers allocates what does not fit: sizes of a damaged header may be of any magnitude.
+        for name, parameter in model.named_parameters():
+            if name in state and state[name].shape != parameter.shape:
+                raise ValueError(_MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape)))
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
     try:
         model, found = model_class.from_pretrained(
@@ -155,7 +161,7 @@ def load_model(
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
     for name, shape, expected in sorted(found["mismatched_keys"]):
-        raise ValueError(f"{path}: tensor {name!r} is {list(shape)}; the model's is {list(expected)}")
+        raise ValueError(_MISMATCH.format(path, name, list(shape), list(expected)))
     if found["unexpected_keys"]:
         raise ValueError(f"{path}: the model has no place for {', '.join(sorted(found['unexpected_keys']))}")
     if found["missing_keys"]:

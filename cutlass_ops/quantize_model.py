@@ -82,7 +82,7 @@ def quantize_model(
     - parameters of three dimensions outside of ``torch.nn``'s modules: stacked experts.
 
     Embeddings are never quantised. A model of transformers is told of its packed layers, so that ``from_pretrained`` reads
-    what ``save_pretrained`` writes; but it refuses GPT-2's, which have no ``torch.nn.Linear`` to replace.
+    what ``save_pretrained`` writes.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
     layers, its quantised ones, and, for one layer, at most its float weight, its codes as bytes and their packed

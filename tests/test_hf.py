@@ -483,6 +483,10 @@ def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None
     tiny().save_pretrained(tmp_path / "float")
     with pytest.raises(ValueError, match=r"give bits \(--bits 4 or --bits 8\)"):
         co.load_model(tmp_path / "float")
+    # Sizes that no memory holds are refused before any is taken.
+    config = transformers.LlamaConfig(**{**SIZES, "vocab_size": 1 << 40})
+    with pytest.raises(ValueError, match=rf"embed_tokens.weight' is \[160, 64\]; the model's is \[{1 << 40}, 64\]"):
+        co.load_model(tmp_path / "float", config=config, options=Options(4, 32))
 
 
 @pytest.mark.parametrize(

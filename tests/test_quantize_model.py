@@ -222,7 +222,7 @@ def test_models_of_transformers(family: str) -> None:
     assert (found - exact).abs().max() <= 2e-5 * exact.square().mean().sqrt()
 
 
-@pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon"])
+@pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon", "GPT2"])
 def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     model = tiny(family)
