@@ -34,6 +34,7 @@ constexpr unsigned kFloatInput = 1, kInt8Input = 2;              // Row::inputs
 constexpr unsigned kQuantizes = 4;                               // beside kInt8Input: the kernel quantises floats itself
 constexpr unsigned kUpcasts =
     8;  // it takes 16-bit floats alone: the values of int8 activations, and irregular floats copied to regular rows
+constexpr unsigned kRounds = 32;    // it rounds weights to 16 bits
 constexpr unsigned kCorrects = 16;  // beside kInt8Input: it makes zero points good at once for many blocks
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.

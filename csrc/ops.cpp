@@ -99,7 +99,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        layout.stride,
                        layout.rows};
   }
-  if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.out_type;
+  if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
   if (layout.corrects) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);

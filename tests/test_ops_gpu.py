@@ -744,7 +744,11 @@ def test_one_hot_floats_give_the_decoded_weight(fmt: Format, tokens: int) -> Non
             rows = slice(start, min(start + tokens, k))
             assert_same(multiply(hot[rows], packed, out_dtype=FLOAT), values[rows])
         rows = slice(0, tokens)
-        assert_same(multiply(hot[rows], packed), values[rows].to(dtype))
+        assert_same(multiply(hot[rows], packed, exact=True), values[rows].to(dtype))
+        # Where weights may be rounded they are rounded once, from a value that is not itself rounded to fp32.
+        whole = reference.dequantize_weight(qw, torch.float64).t()[rows]
+        half_unit = {HALF: 2.0**-11, BFLOAT: 2.0**-8}[dtype]
+        assert ((multiply(hot[rows], packed).double() - whole).abs() <= half_unit * 1.001 * whole.abs() + 2.0**-25).all()
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 32, 64, 128])
@@ -1442,7 +1446,8 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
         packed = co.reorder(make_weight(fmt, n, k, exact=False, bias=True))
         x = make_floats(1000, k, HALF)
         whole = co.mixed_gemm(x, packed, **options)
-        assert_close(whole, oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double())  # type: ignore[union-attr]
+        want = oracle(x, packed.unpack(), act_quant, symmetric) + packed.unpack().bias.double()  # type: ignore[union-attr]
+        assert_close(whole, want, not is_exact(whole, x, packed, **options))
         for m in (1, 3, 17, 64, 129, 1000):
             for start in {0, 1000 - m, (1000 - m) // 3}:
                 assert same_bits(co.mixed_gemm(x[start : start + m], packed, **options), whole[start : start + m])

@@ -7,7 +7,7 @@
 //
 // 208 tokens are multiplied and promoted in halves, which share the weights and a set of registers for products.
 //
-// Groups are of 128 or more, without offsets; wgmma_fold16.cu takes all formats, and rounds weights to x's type.
+// Groups are of 128 or more, without offsets; wgmma_fold16 takes all formats, and rounds weights to x's type.
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "kernels/kernels.h"

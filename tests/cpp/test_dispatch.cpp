@@ -337,7 +337,7 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
           if (has_exact_kernel) {
             EXPECT_EQ(choice(p), (std::pair{std::string("wgmma_gemm_a16"), false}));
             p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
-            rounds(p, "mma_gemm_a16");
+            EXPECT_EQ(choice(p), (std::pair{std::string("wgmma_gemm_a16"), false}));
           } else {
             rounds(p, "mma_gemm_a16");
             int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
@@ -637,15 +637,15 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
   p.weight.zeros = nullptr;
   p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
-  EXPECT_EQ(kernel(p), "wgmma_fold16");
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
   for (int stride : {0, 4095, 4097, 4100}) {
     p = floats;
     p.x_stride = stride;
-    EXPECT_EQ(kernel(p), "wgmma_fold16") << stride;
+    EXPECT_EQ(kernel(p), "wgmma_gemm_a16") << stride;
   }
   p = floats;
   p.x = reinterpret_cast<void const*>(uintptr_t(4096 + 2));
-  EXPECT_EQ(kernel(p), "wgmma_fold16");
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
   EXPECT_EQ(kernel(quantized_on_the_way(problem(512, 4096, 4096), ActQuant::kToken, false)), "wgmma_gemm_a8");
   p = quantized_on_the_way(problem(16, 4096, 4096), ActQuant::kBlock, true);
   auto quantizes = [](GemmProblem const& q) {
