@@ -99,7 +99,7 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int tokens, int warpgroups = 2) {
 template <int Tokens, int Warpgroups = 2>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
-// wgmma_fold16.cu: 16-bit activations x weights of every format, rounded once to their type; clusters likewise.
+// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters likewise.
 // Costs of its tiles: of 69 products in results/h200-fold16-tiles.json, those chosen by them take 0.1 % longer than the best in the mean.
 struct Fold16Tile {
   int tokens, cost;

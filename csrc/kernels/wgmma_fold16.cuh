@@ -1,8 +1,7 @@
 // 16-bit activations x weights of any format on Hopper's wgmma (sm_90a): y = x W^T with W's values folded into operand A.
 //
 // A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code], and rounded once to the type of x. Nothing is left
-// to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of x a tile, and groups of 32 with offsets cost what
-// groups of 128 without cost. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are device/hopper_gemm.cuh's.
+// to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of x a tile. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are device/hopper_gemm.cuh's.
 //
 //              BLOCK_M rows of x ->
 //            +---------------------+
@@ -303,8 +302,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   hopper::Ring<C::kPanels> panels;
   hopper::Ring<C::kChunks> chunks;
   int last_panel = 0;
-  // The warpgroups issue MMAs in turn: a warp waits until an MMA has read its operand from registers, and meanwhile the others decode. Without turns all
-  // decode and multiply at the same time, and a step takes the sum of both.
+  // The warpgroups issue MMAs in turn, so that the others decode meanwhile.
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and one for each warpgroup
   int const turn = kTurnBarrier + at.warpgroup, next_turn = kTurnBarrier + (at.warpgroup + 1) % C::kWarpgroups;
   if (at.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
@@ -357,7 +355,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
           if (at.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
           chunks.advance();
         }
-        // After the decoding: while MMAs read shared memory a load takes long, and the wait for them hides it.
+        // After the decoding, which needs the registers: the wait for MMAs hides the latency.
         if (more) load(step);
       }
     }
