@@ -61,7 +61,9 @@ def assert_product(found: Tensor, grad: Tensor, packed: co.PackedWeight, dtype: 
     grad = grad.double()
     assert found.dtype == dtype
     error = (found.double() - grad @ w).abs()
-    assert (error <= 2 * torch.finfo(dtype).eps * (grad.abs() @ w.abs())).all()
+    # Of fp32 the sums themselves, whose order depends on the number of threads, and z's, add to the one rounding.
+    units = 8 if dtype == torch.float32 else 2
+    assert (error <= units * torch.finfo(dtype).eps * (grad.abs() @ w.abs())).all()
 
 
 # ---- values
