@@ -456,11 +456,11 @@ PYBIND11_MODULE(_C, m) {
       py::arg("sum_ptr") = 0, "Quantise [m, k] floats, or a function of them (QuantizeProblem), to int8 in kernel order.");
   m.def(
       "dequantize",
-      [](Weight const& weight, Pointer out, DataType type, Pointer stream) {
-        check(dequantize({weight, as<void>(out), type}, as<void>(stream)));
+      [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {
+        check(dequantize({weight, as<void>(out), type, first_row, rows}, as<void>(stream)));
       },
-      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"),
-      "Write the weight's values [n, k] to out_ptr.");
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"), py::arg("first_row") = 0, py::arg("rows") = -1,
+      "Write the values [rows, k] of the weight's rows from first_row, a multiple of 64, to out_ptr.");
 
   m.def(
       "quantize_flat",

@@ -498,6 +498,11 @@ Status check_sums(PackedWeight const& w) {
 
 Status check_dequantize(DequantizeProblem const& p) {
   if (Status status = check_weight(p.weight); !status.ok()) return status;
+  if (p.first_row < 0 || p.first_row >= p.weight.n || p.first_row % kRowsPerSlab || p.rows < -1 || p.rows == 0 ||
+      p.rows > p.weight.n - p.first_row) {
+    return invalid("rows are " + std::to_string(p.rows) + " from row " + std::to_string(p.first_row) + " of " +
+                   std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerSlab));
+  }
   return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
 }
 

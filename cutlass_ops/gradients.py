@@ -7,7 +7,6 @@ Importing this module is what makes products differentiable; the package does so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -16,29 +15,14 @@ from torch import Tensor
 from . import formats, ops, reference
 from .weight import PackedWeight
 
-#: Values of W that the backward pass holds at a time: 64 MB of 16-bit ones.
-_PANEL_VALUES = 1 << 25
+#: Values of W that the backward pass holds at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
+_PANEL_VALUES = 1 << 26
 
 #: Positions of mixed_gemm's arguments behind x, the weight's and the epilogue's: those that may require a gradient.
 _BIAS = 1 + ops._WEIGHT
 _RESIDUAL = _BIAS + 4
 #: Whether torch has products of 16-bit matrices with fp32 results (torch 2.8).
 _FP32_RESULTS = hasattr(torch.ops.aten.mm, "dtype")
-
-
-def _row_panel(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Rows ``start`` to ``stop`` of a weight, without its bias; ``start`` is a multiple of 64, ``stop`` one or N.
-
-    Row panels of 64 are the outermost order of the codes, which are shared; group vectors are copied.
-    """
-    panel_bytes = weight.codes.numel() // formats.padded_rows(weight.n)
-    end = formats.padded_rows(stop)
-    columns: dict[str, Any] = {
-        part: None if (vectors := getattr(weight, part)) is None else vectors[:, start:end].contiguous()
-        for part in ("scales", "zeros", "offsets")
-    }
-    codes = weight.codes[start * panel_bytes : end * panel_bytes]
-    return replace(weight, codes=codes, n=stop - start, bias=None, **columns)
 
 
 def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
@@ -54,7 +38,7 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
     for start in range(0, weight.n, rows):
         stop = min(start + rows, weight.n)
-        panel = ops._dequantize(_row_panel(weight, start, stop), grad.dtype)
+        panel = ops._dequantize(weight, grad.dtype, start, stop)
         if grad.dtype == torch.float32:
             total.addmm_(grad[:, start:stop], panel)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
 import torch
@@ -635,7 +635,7 @@ def mixed_gemm(
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
     ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
-    64 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
+    128 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
     through, as if they were not rounded. An element that the activation clamps or ``saturate`` limits has gradient 0. There
     are no gradients of gradients.
     Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear`` does it; fp16 and bf16 stay
@@ -793,12 +793,18 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     return cast(Tensor, torch.ops.cutlass_ops.dequantize(*_fields(weight), dtype))
 
 
-def _dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Rows ``start``, a multiple of 64, to ``stop``."""
+    stop = weight.n if stop is None else stop
     if weight.gpu < 0:
-        return reference.dequantize_weight(weight.unpack(), dtype)
-    out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.device)
+        canonical = weight.unpack()
+        if (start, stop) != (0, weight.n):
+            parts = {name: getattr(canonical, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+            canonical = replace(canonical, **{name: part[start:stop] for name, part in parts.items() if part is not None})
+        return reference.dequantize_weight(canonical, dtype)
+    out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
-        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu))
+        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu), start, stop - start)
     return out
 
 

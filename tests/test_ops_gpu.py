@@ -166,8 +166,8 @@ def is_exact(y: Tensor, x: Tensor | co.QuantizedActivations, packed: co.PackedWe
 def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     """Every element within what its type and fp32 sums allow (and, for fp32, the whole within 1e-6).
 
-    With `rounded` operands, weights and values of int8 activations have y's type: then six standard deviations of the sum of
-    their errors, for a row of x and a row of the weight of their size.
+    With `rounded` operands, weights and values of int8 activations have y's type: then 6.7 standard deviations of the sum of
+    their errors, for a row of x and a row of the weight of their size (six are passed once in 5e8 elements: that is seen).
     """
     assert y.shape == exact.shape
     error = (y.double() - exact).abs()
@@ -178,7 +178,7 @@ def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     sums = 1e-5 * rms
     if rounded:
         size = (exact.square().mean(0) * exact.square().mean(1, keepdim=True)).sqrt() / rms
-        sums = {HALF: 1.7e-3, BFLOAT: 1.4e-2}[y.dtype] * size
+        sums = {HALF: 1.9e-3, BFLOAT: 1.5e-2}[y.dtype] * size
     excess = error - (unit * exact.abs() + sums)
     worst = divmod(int(excess.argmax()), y.shape[-1])
     assert not excess.isnan().any(), f"NaN, first at {tuple(excess.isnan().nonzero()[0].tolist())}"
