@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
+#include "cutlass_ops/plan.h"
 #include "cutlass_ops/problem.h"
 
 namespace cutlass_ops {
@@ -15,23 +17,6 @@ struct Status {
   std::string text;
 
   bool ok() const { return code == kOk; }
-};
-
-struct Row;
-
-// What would run for a problem, from the dispatch table.
-struct Plan {
-  Row const* row = nullptr;      // of the dispatch table
-  char const* kernel = nullptr;  // name of the kernel; the file csrc/kernels/<kernel>.cu holds it
-  char const* why = nullptr;     // the measured reason for the row
-  int tile_rows = 0;             // output features a block computes
-  int tile_tokens = 0;           // tokens a block computes
-  int stages = 0;                // depth of the pipeline of tiles in shared memory
-  int splits = 1;                // parts that K is cut into
-  int cut_tiles = 0;       // the last tiles of y, where their K alone is cut, and the kernel adds up itself; 0: that of all
-  size_t workspace = 0;    // bytes
-  bool rounds = false;     // weights, and values of quantised activations, are rounded to 16 bits
-  bool quantizes = false;  // the kernel quantises activations of floats itself
 };
 
 // The current device's properties; read once.
@@ -51,6 +36,9 @@ class DeviceGuard {
 
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
+
+// The kernels that a plan's product starts, in order: files of csrc/kernels.
+std::vector<char const*> launches(Plan const& plan);
 
 // y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so. `plan` is what plan() chose for this
 // problem on the current device; without it, mixed_gemm asks itself.
