@@ -149,6 +149,7 @@ py::object mixed_gemm(PyObject* const* arguments) {
   problem.architecture = next().cast<int>();
   problem.exact = next().cast<bool>();
   DeviceGuard guard(next().cast<int>());
+  check(guard.status());
   auto const stream = next().cast<Pointer>();
 
   if (quantized.is_none()) {
@@ -261,6 +262,7 @@ py::object product(PyObject* const* arguments) {
   for (size_t i = 0; i + 1 < out_shape.size(); ++i) out_shape[i] = py::handle(PyTuple_GET_ITEM(sizes.ptr(), i));
   out_shape[out_shape.size() - 1] = weight.n;
   DeviceGuard guard(weight.gpu);
+  check(guard.status());
   py::object out = new_empty(x, out_shape, {});
   problem.out = as<void>(data_ptr(out));
   run(problem, x, checked(PyObject_CallOneArg(torch.current_stream, py::int_(weight.gpu).ptr())).cast<Pointer>());
@@ -433,6 +435,7 @@ PYBIND11_MODULE(_C, m) {
       "sum_weights",
       [](Weight const& weight, Pointer sums, Pointer scales, Pointer rows, Pointer stream) {
         DeviceGuard guard(weight.gpu);
+        check(guard.status());
         check(sum_weights(weight, as<void>(sums), as<void>(scales), as<float>(rows), as<void>(stream)));
       },
       py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), py::arg("stream"),
@@ -448,6 +451,7 @@ PYBIND11_MODULE(_C, m) {
         problem.norm_weight = as<void>(norm_weight), problem.norm_eps = norm_eps;
         problem.residual = as<void>(residual), problem.residual_stride = residual_stride, problem.sum = as<void>(sum);
         DeviceGuard guard(device_index);
+        check(guard.status());
         check(quantize_activations(problem, as<void>(stream)));
       },
       py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"),
@@ -585,4 +589,6 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_m") = kMaxM;
   m.attr("max_norm_k") = kMaxNormK;
   m.attr("padded_rows") = kPaddedRows;
+  m.attr("compensated_rows") = kCompensatedRows;
+  m.attr("least_norm_eps") = kLeastNormEps;
 }

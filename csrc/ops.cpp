@@ -67,7 +67,10 @@ Status current_device(Device* device) {
 
 DeviceGuard::DeviceGuard(int device) {
   int current = device;
-  if (cudaGetDevice(&current) == cudaSuccess && current != device && cudaSetDevice(device) == cudaSuccess) previous_ = current;
+  status_ = cuda_status("cudaGetDevice", cudaGetDevice(&current));
+  if (!status_.ok() || current == device) return;
+  status_ = cuda_status("cudaSetDevice", cudaSetDevice(device));
+  if (status_.ok()) previous_ = current;
 }
 DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
@@ -177,7 +180,7 @@ Status no_cuda() {
 }  // namespace
 
 Status current_device(Device*) { return no_cuda(); }
-DeviceGuard::DeviceGuard(int) {}
+DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }

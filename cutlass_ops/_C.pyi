@@ -10,6 +10,8 @@ max_awq_rows: int
 max_m: int  # rows of x
 max_norm_k: int  # columns of a norm
 padded_rows: int  # quantised rows up to which they have memory for whole tiles
+compensated_rows: int  # of activations with zero points, from which column sums compensate them
+least_norm_eps: float
 
 class DataType:
     none: DataType
@@ -168,7 +170,7 @@ def quantize_activations(
     sum_ptr: int = 0,
 ) -> None: ...
 def dequantize(
-    weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = ..., rows: int = ...
+    weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = 0, rows: int = -1
 ) -> None: ...
 def quantize_flat(
     x_ptr: int,

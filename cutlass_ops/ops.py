@@ -42,10 +42,11 @@ _func_transforms = torch._C._are_functorch_transforms_active
 _any_autocast = torch._C._is_any_autocast_enabled
 _NO_TANGENTS = "{} has neither forward-mode derivatives nor rules for the transforms of torch.func (grad, jvp, vmap)"
 _MAX_M, _MAX_NORM_K = _C.max_m, _C.max_norm_k
+_LEAST_NORM_EPS = _C.least_norm_eps
 #: Rows up to which quantised ones have memory for a power of two of them.
 _MOST_PADDED_ROWS = _C.padded_rows
 #: Rows of activations with zero points from which a weight's sums are made: dispatch/specs.cpp has kernels for them from there.
-_SUMS_FROM_ROWS = 129
+_SUMS_FROM_ROWS = _C.compensated_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -388,8 +389,8 @@ def rms_norm_quantize(
     _check_like("weight", weight, x, (k,))
     if k > _MAX_NORM_K:
         raise ValueError(f"x has {k} columns; a norm of at most {_MAX_NORM_K} is supported")
-    if not 1e-15 <= eps <= 1.0:
-        raise ValueError(f"eps is {eps!r}; 1e-15 to 1 is supported")
+    if not _LEAST_NORM_EPS <= eps <= 1.0:
+        raise ValueError(f"eps is {eps!r}; {_LEAST_NORM_EPS:g} to 1 is supported")
     if residual is not None:
         _check_like("residual", residual, x, tuple(x.shape))
     rows = None if residual is None else residual.reshape(-1, k)
@@ -638,6 +639,11 @@ def mixed_gemm(
     corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. The first such product has the weight's
     codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
+
+    Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
+    launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
+    points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
+    the next product.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
     ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most

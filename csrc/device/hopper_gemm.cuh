@@ -643,23 +643,43 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_wait();
 }
 
+// The driver's function that makes tensor maps, or why there is none; asked for once.
+struct Encoder {
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  Status status;
+
+  Encoder() {
+    constexpr char const* kCall = "cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)";
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    cudaError_t const error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) {
+      status = cuda_error(kCall, error);
+    } else if (found != cudaDriverEntryPointSuccess || !function) {
+      status = {Status::kCuda, std::string(kCall) + ": the driver has no such function (" + std::to_string(int(found)) +
+                                   "); one of CUDA 12.0 or later is needed"};
+    } else {
+      encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    }
+  }
+};
+inline Encoder const& tensor_map_encoder() {
+  static Encoder const encoder;
+  return encoder;
+}
+
 // A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores write nothing there.
 template <int kRank>
 Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
               cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
               CUtensorMapL2promotion promotion, CUtensorMap* map) {
-  static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
-  if (!encode) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
-    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }
+  Encoder const& encoder = tensor_map_encoder();
+  if (!encoder.status.ok()) return encoder.status;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  CUresult result = encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result = encoder.encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
   return {};
 }
@@ -723,7 +743,7 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                                   : p.whole_tiles + p.cut_tiles * (p.cut.parts - 1) + p.cut.last;
   EpilogueParams const& e = p.epilogue;
   p.store_halves = (!partials || p.marks) && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
-                   e.activation != Activation::kGelu && e.activation != Activation::kSilu;
+                   (e.activation == Activation::kNone || is_clamp(e.activation));
   CUtensorMap out_map = {};
   if (p.store_halves) {
     if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kBoxTokens, &out_map); !status.ok())

@@ -91,7 +91,7 @@ Status check_quantize(QuantizeProblem const& p) {
   if (!p.residual != !p.sum || (p.residual && !p.norm_weight)) {
     return invalid("residual, sum and norm_weight: a residual comes with a norm, and has a place for the sum");
   }
-  if (p.norm_weight && !(p.norm_eps >= kLeastNormEps && p.norm_eps <= 1.0f)) {
+  if (p.norm_weight && !(p.norm_eps >= float(kLeastNormEps) && p.norm_eps <= 1.0f)) {
     return unsupported("norm_eps is " + std::to_string(p.norm_eps) + "; 1e-15 to 1 is supported");
   }
   if (p.norm_weight && p.k > kMaxNormK) {

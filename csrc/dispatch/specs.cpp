@@ -240,10 +240,14 @@ constexpr TileCost compensated(int k4096, int row_scales) { return {k4096 * 86 /
 // than the best in the mean. (Those of 32 rows are single measurements.)
 template <int kBits>
 constexpr Candidate kWgmmaGemmA8[] = {
-    {wgmma_gemm_a8_tile(kBits, 176), 129, kMaxM, compensated(266, 227), compensates_zeros, false, true, kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 144), 129, kMaxM, compensated(231, 196), compensates_zeros, false, true, kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 128), 129, kMaxM, compensated(205, 181), compensates_zeros, false, true, kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 96), 129, kMaxM, compensated(168, 149), compensates_zeros, false, true, kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 176), kCompensatedRows, kMaxM, compensated(266, 227), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 144), kCompensatedRows, kMaxM, compensated(231, 196), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 128), kCompensatedRows, kMaxM, compensated(205, 181), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 96), kCompensatedRows, kMaxM, compensated(168, 149), compensates_zeros, false, true,
+     kCompensates},
     {wgmma_gemm_a8_tile(kBits, 256), 129, kMaxM, {201, 201, 201}, fills_large_tiles},
     {wgmma_gemm_a8_tile(kBits, 176), 33, kMaxM, {266, 210, 143}},
     {wgmma_gemm_a8_tile(kBits, 144), 33, kMaxM, {231, 187, 123}, no_x_zeros},

@@ -1184,4 +1184,15 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
 #endif
 
 }  // namespace
+TEST(Checks, DequantizesRowsFromAWholePanelOn) {
+  DequantizeProblem problem;
+  problem.weight.n = 200, problem.weight.k = 128;
+  auto const ok = [&](int first_row, int rows) {
+    problem.first_row = first_row, problem.rows = rows;
+    return check_dequantize(problem).ok();
+  };
+  EXPECT_TRUE(ok(0, -1) && ok(0, 200) && ok(64, 1) && ok(192, 8) && ok(192, -1));
+  EXPECT_FALSE(ok(-64, -1) || ok(32, -1) || ok(256, -1) || ok(192, 9) || ok(0, 0) || ok(0, -2));
+}
+
 }  // namespace cutlass_ops

@@ -896,4 +896,16 @@ TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {
 }
 
 }  // namespace
+TEST(DeviceGuard, SaysThatADeviceIsNotThere) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  {
+    DeviceGuard const there(0), missing(devices);
+    EXPECT_TRUE(there.status().ok());
+    EXPECT_EQ(missing.status().code, Status::kCuda);
+    EXPECT_NE(missing.status().text.find("cudaSetDevice"), std::string::npos);
+  }
+  cudaGetLastError();
+}
+
 }  // namespace cutlass_ops

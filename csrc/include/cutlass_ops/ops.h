@@ -22,7 +22,7 @@ struct Status {
 // The current device's properties; read once.
 Status current_device(Device* device);
 
-// Makes a device the current one as long as it lives.
+// Makes a device the current one as long as it lives, if status() is ok.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -30,9 +30,16 @@ class DeviceGuard {
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
+  // What CUDA said to it: nothing may be launched unless it is ok.
+  Status const& status() const { return status_; }
+
  private:
+  Status status_;
   int previous_ = -1;  // to go back to, or -1
 };
+
+// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for what was launched before them: what writes
+// a weight must have ended (the stream synchronised) when a product of it is launched. x, bias and residual are waited for.
 
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
