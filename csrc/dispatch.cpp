@@ -43,11 +43,8 @@ bool decode_takes(GemmProblem const& problem, Device const& device) {
          decode_shape(problem, device, kTokens).cluster > 0;
 }
 
-// Whether wgmma_gemm_a8 takes the weight beside int8 activations: a promotion for each 128 columns or more by the scales alone, and codes less zero points that
-// are int8.
-bool has_int8_products(PackedWeight const& w) {
-  return w.group_size != 32 && w.group_size != 64 && !w.offsets && !(w.zeros && w.bits == 8);
-}
+// Whether wgmma_gemm_a8 takes the weight beside int8 activations: a promotion for each 128 columns or more.
+bool has_int8_products(PackedWeight const& w) { return w.group_size != 32 && w.group_size != 64 && !w.offsets; }
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
 bool is_irregular(GemmProblem const& problem) {
@@ -133,6 +130,8 @@ bool small_tiles_have_the_bits(GemmProblem const& problem, Device const&) {
 // whose K it cuts into more parts, mma_gemm_a8 takes less time.
 template <int64_t kLeast, int64_t kLeastWithZeros = kLeast>
 bool is_large(GemmProblem const& problem, Device const&) {
+  // mma_gemm_a8 takes zero points of 8-bit weights far more slowly.
+  if (problem.weight.zeros && problem.weight.bits == 8) return true;
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return padded_size(problem.weight) >= (zeros ? kLeastWithZeros : kLeast);
 }
@@ -141,7 +140,7 @@ bool is_large(GemmProblem const& problem, Device const&) {
 // longer.) Where neither side has blocks int32 sums run over all of K, from which zero points are taken exactly.
 bool corrects(GemmProblem const& problem, Device const&) {
   PackedWeight const& w = problem.weight;
-  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
+  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || (w.zeros && w.bits == 4);
   return w.sums && blocks && has_int8_products(w) && activations_have_zeros(problem) && !problem.batch_invariant &&
          problem.out_type != DataType::kFloat32;
 }
@@ -221,13 +220,13 @@ constexpr Row kTable[] = {
      "tiles of 128 with such corrections: 512 tokens x 4096 x 4096 take 26.4 us, 27.3 with sums that start from zero points", corrects},
     {"wgmma_gemm_a8", kWeights4, kInt8Input | kCorrects, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(4, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<4, 96>)),
      "tiles of 96 with such corrections: 768 tokens x 4096 x 4096 take 40.5 us, 42.3 with sums that start from zero points", corrects},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 176>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects | kSums, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 176>)),
      "corrections of zero points for 32 tiles of K at once, beside fp16 and bf16 results: 1024 tokens x 28672 x 4096 take 267 us, 307 with sums that start from them; 4096 1027 and 1190", corrects},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 144>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects | kSums, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 144>)),
      "tiles of 144 with such corrections: 129 tokens x 14336 x 4096 take 28.6 us, 35.1 by tiles of 176 with sums that start from zero points", corrects},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 128>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects | kSums, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 128>)),
      "tiles of 128 with such corrections: 512 tokens x 4096 x 4096 take 26.3 us, 28.7 with sums that start from zero points", corrects},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 96>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kCorrects | kSums, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_corrected_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8_corrected<8, 96>)),
      "tiles of 96 with such corrections: 768 tokens x 4096 x 4096 take 39.3 us, 44.5 with sums that start from zero points", corrects},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_tile(4, 256), LAUNCHER((launch_wgmma_gemm_a8<4, 256, 2>)),
      "sums over all of K need no others beside them: 4096 tokens x 8192 x 28672 take 1056 us instead of 1109, x 4096 x 4096 84.7 instead of 89.8", sums_large_tiles},
@@ -243,23 +242,23 @@ constexpr Row kTable[] = {
      "few tokens, or few rows: more blocks than the larger tiles give", small_tiles_have_the_bits},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(4, 64, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 64, 4>)),
      "few tokens and many rows: four warpgroups hide each other's latencies; 28672 x 4096 at M = 64 by 28 us instead of 32; no registers for the activations' zero points", small_tiles_have_the_bits},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_tile(8, 256), LAUNCHER((launch_wgmma_gemm_a8<8, 256, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 129, kAnyM, wgmma_gemm_a8_tile(8, 256), LAUNCHER((launch_wgmma_gemm_a8<8, 256, 2>)),
      "sums over all of K need no others beside them: 4096 tokens x 8192 x 28672 take 1120 us instead of 1189, x 4096 x 4096 87.1 instead of 92.1", sums_large_tiles},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 176), LAUNCHER((launch_wgmma_gemm_a8<8, 176, 2>)),
      "the largest tile whose int32 and fp32 sums fit in registers: the least work a token"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, 0, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8<8, 144, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 144), LAUNCHER((launch_wgmma_gemm_a8<8, 144, 2>)),
      "where 176 or 128 would compute more tokens that are none: 288 of them x 8192 x 8192 take 45.4 us instead of 52.6, 129 33.4 instead of 36.4"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 128), LAUNCHER((launch_wgmma_gemm_a8<8, 128, 2>)),
      "where 176 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8<8, 96, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 96), LAUNCHER((launch_wgmma_gemm_a8<8, 96, 2>)),
      "where 128 would leave a wave of blocks less full"},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 33, kAnyM, wgmma_gemm_a8_tile(8, 64), LAUNCHER((launch_wgmma_gemm_a8<8, 64, 2>)),
      "few tokens, or few rows: more blocks than the larger tiles give"},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros | kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(4, 32), LAUNCHER((launch_wgmma_gemm_a8<4, 32, 2>)),
      "few tokens: 32 x 14336 x 4096 take 13.6 us, 17.2 by mma_gemm_a8, x 8192 x 8192 16.4 and 18.0, with zero points of x 19.0 and 27.8; but x 2048 x 4096 8.5 and 7.9", is_large<int64_t(16) << 20, int64_t(24) << 20>},
     {"wgmma_gemm_a8", kWeights4, kInt8Input, kWeightZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(4, 32, 4), LAUNCHER((launch_wgmma_gemm_a8<4, 32, 4>)),
      "few tokens and many rows: 28672 x 4096, which is one wave so, by 21.1 us, 23.7 by tiles of 256 rows, 24.0 by mma_gemm_a8; no registers for the activations' zero points", is_large<int64_t(16) << 20, int64_t(24) << 20>},
-    {"wgmma_gemm_a8", kWeights8, kInt8Input, kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(8, 32), LAUNCHER((launch_wgmma_gemm_a8<8, 32, 2>)),
+    {"wgmma_gemm_a8", kWeights8, kInt8Input | kSums, kWeightZeros | kActivationZeros, 90, 90, 17, 32, wgmma_gemm_a8_tile(8, 32), LAUNCHER((launch_wgmma_gemm_a8<8, 32, 2>)),
      "as for int4: 32 tokens x 8192 x 28672 take 61.9 us, 64.9 by mma_gemm_a8, x 14336 x 4096 19.2 and 23.1, with zero points of x 19.9 and 26.7; but x 6144 x 4096 13.1 and 12.9, and 17 x 28672 x 4096, which is two waves, 33.4 and 31.9", is_large<int64_t(32) << 20>},
     {"wgmma_fold16", kWeights4, kFloatInput | kInt8Input | kUpcasts | kRounds, kAllFeatures, 90, 90, 17, kAnyM, wgmma_fold16_tile(32), LAUNCHER((launch_wgmma_fold16<formats::Int4>)),
      "int4, rounded to x's type: one main loop for groups of any length, offsets and act order", folds},
@@ -476,6 +475,9 @@ Status check_quantize(QuantizeProblem const& p) {
     return invalid("stride is " + std::to_string(p.out.stride) +
                    "; a multiple of 16 that is at least m = " + std::to_string(p.m) + " is expected");
   }
+  if (p.out.sums && (p.norm_weight || p.up || p.out.upcast || p.out.block == 32 || p.out.block == 64)) {
+    return unsupported("sums are asked for; they are of codes of x itself, in blocks of 128 or rows");
+  }
   if (p.norm_weight && p.up) return invalid("both norm_weight and up are given; at most one is supported");
   if (!p.residual != !p.sum || (p.residual && !p.norm_weight)) {
     return invalid("residual, sum and norm_weight: a residual comes with a norm, and has a place for the sum");
@@ -493,7 +495,7 @@ Status check_quantize(QuantizeProblem const& p) {
 Status check_sums(PackedWeight const& w) {
   if (Status status = check_weight(w); !status.ok()) return status;
   if (has_int8_products(w) && !w.book) return {};
-  return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
+  return unsupported("sums of codes are for groups of 128 or more, without offsets or a code book");
 }
 
 Status check_dequantize(DequantizeProblem const& p) {
@@ -626,6 +628,11 @@ WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, u
     layout.corrects = true, layout.zero_values = layout.partials;
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
     layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
+  }
+  if (inputs & kSums && w.zeros) {
+    int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
+    layout.has_sums = true, layout.sums = layout.partials;
+    layout.partials = layout.sums + align_256(size_t(k_pad / kKPerTile) * stride * sizeof(float));
   }
   layout.total = layout.partials;
   if (plan.cut_tiles > 0) {

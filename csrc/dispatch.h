@@ -36,6 +36,7 @@ constexpr unsigned kUpcasts =
     8;  // it takes 16-bit floats alone: the values of int8 activations, and irregular floats copied to regular rows
 constexpr unsigned kRounds = 32;    // it rounds weights to 16 bits
 constexpr unsigned kCorrects = 16;  // beside kInt8Input: it makes zero points good at once for many blocks
+constexpr unsigned kSums = 64;      // beside kInt8Input: it takes QuantizedActivations::sums where weights have zero points
 
 // Row::features: what a problem may have beyond symmetric groups of 128 or more.
 constexpr unsigned kShortGroups = 1;  // groups of 32 or 64
@@ -83,12 +84,14 @@ inline bool activations_have_zeros(GemmProblem const& problem) {
 inline bool activations_have_blocks(GemmProblem const& problem) {
   return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
-// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes reach 128 on one side, and on
-// the other too or, less their zero points, 255.
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, int4's zero points are none, and no sum overflows, where codes
+// reach 128 or, less their zero points, 256.
 inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
-         w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
+  if (!multiplies_int8(problem) || activations_have_blocks(problem) || w.group_size != -1 || (w.zeros && w.bits == 4))
+    return false;
+  int64_t const largest = (activations_have_zeros(problem) ? 256 : 128) * (w.zeros ? 256 : 128);
+  return w.k * largest < int64_t(1) << 31;
 }
 
 // Whether the other operators take their arguments.
@@ -103,12 +106,13 @@ Row const* table(size_t* count);
 
 // Where the parts of a call's workspace lie, in bytes from its start.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, partials = 0, total = 0;
+  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, sums = 0, partials = 0, total = 0;
   int stride = 0;         // QuantizedActivations::stride
   int rows = 0;           // QuantizedActivations::rows
   int block = 0;          // QuantizedActivations::block; 0: nothing is quantised
   bool upcasts = false;   // the row is kUpcasts, and needs it: there are no codes where floats are quantised
   bool corrects = false;  // the row is kCorrects, and there are zero values
+  bool has_sums = false;  // the row is kSums, and the weight has zero points
 };
 // `inputs`: of the row.
 WorkspaceLayout workspace_layout(GemmProblem const& problem, Plan const& plan, unsigned inputs = kInt8Input);

@@ -146,6 +146,9 @@ Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream
 // correct_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
 
+// sum_activations.cu: problem.quantized.sums
+Status launch_sum_activations(GemmProblem const& problem, Stream stream);
+
 // sum_weights.cu
 Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream);
 
