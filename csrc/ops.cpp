@@ -107,7 +107,6 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
   }
-  if (layout.has_sums) ready.quantized.sums = reinterpret_cast<float*>(base + layout.sums);
   Status status;
   if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
@@ -121,7 +120,6 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values have them
   }
   if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
-  if (status.ok() && layout.has_sums && !layout.block) status = launch_sum_activations(ready, stream);
   float* partials = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
   if (status.ok()) status = chosen.spec->launch(ready, chosen, partials, stream);
   if (status.ok() && partials && chosen.tail_tiles == 0) status = launch_reduce_splits(ready, chosen.slices, partials, stream);

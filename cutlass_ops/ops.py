@@ -609,7 +609,7 @@ def _wants_sums(x: Any, weight: PackedWeight, act_quant: str) -> bool:
         wanted, blocks, rows = x.zeros is not None, x.block != -1, x.codes.shape[0]
     else:
         wanted, blocks, rows = act_quant != "none", act_quant == "block", x.numel() // weight.k if isinstance(x, Tensor) else 0
-    wanted = wanted and (blocks or weight.group_size != -1 or (weight.zeros is not None and weight.bits == 4))
+    wanted = wanted and (blocks or weight.group_size != -1 or weight.zeros is not None)
     return wanted and rows >= _SUMS_FROM_ROWS and not torch.cuda.is_current_stream_capturing()
 
 

@@ -382,7 +382,7 @@ class PackedWeight:
     @cached_property
     def takes_sums(self) -> bool:
         """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or more and no offsets."""
-        plain = self.offsets is None and self.book is None
+        plain = self.offsets is None and self.book is None and (self.zeros is None or self.bits == 4)
         groups = self.group_size == -1 or self.group_size % 128 == 0
         return plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)
 

@@ -119,7 +119,7 @@ def test_act_order_and_rows_at_any_address(dtype: torch.dtype, group_size: int, 
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(
     ("kind", "bits", "group_size"),
-    [("symmetric", 4, 32), ("symmetric", 8, 64), ("zeros", 4, 64), ("zeros", 8, 64), ("offsets", 4, 32), ("offsets", 8, 128)],
+    [("symmetric", 4, 32), ("symmetric", 8, 64), ("zeros", 4, 64), ("zeros", 8, 128), ("offsets", 4, 32), ("offsets", 8, 128)],
 )
 def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool, act_quant: str, dtype: torch.dtype) -> None:
     n, k = 576, 712

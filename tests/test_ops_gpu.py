@@ -684,7 +684,7 @@ def test_sums_of_codes_are_made_when_they_are_wanted() -> None:
     assert same_bits(layer(x), same_format(x))  # the sums of the codes that it had are gone
     written = co.mixed_gemm(x, packed, **asymmetric)  # whose tensors were the layer's
     assert same_bits(written, same_format(x))
-    for unfit in (Format(4, "offsets"), Format(8, "offsets"), Format(4, "symmetric", 64)):
+    for unfit in (Format(4, "offsets"), Format(8, "zeros"), Format(4, "symmetric", 64)):
         weight = co.reorder(make_weight(unfit, 200, 576, exact=False))
         weight.sum_codes()
         assert weight.sums is None

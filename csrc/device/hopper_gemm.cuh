@@ -42,17 +42,14 @@ struct Params;
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: likewise the weights' zero points
 //   kTokenZeros: whether activations have zero points, which come with their scales
-//   kTokenSums: whether every stage brings QuantizedActivations::sums
 template <int kBits_, int kTokens_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
-          int kStages_, int kWarpgroups_ = 2, bool kTokenSums_ = false>
+          int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = kTokens_;
   static constexpr bool kLoadScales = kScales_;
   static constexpr bool kLoadTokenScales = kTokenScales_;
   static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
-  static constexpr bool kLoadTokenSums = kTokenSums_;
-  static constexpr bool kPreparesTokens = kLoadTokenScales || kLoadTokenSums;  // whether prepare_tokens() has something to do
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_tokens() prepares the weights' too
@@ -77,10 +74,8 @@ struct TileConfig {
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * chunk_bytes(kBits);
   static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kTokens * 4 : 0);
-  static constexpr int kTokenSums = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);
-  static constexpr int kTokenFactors = kTokenSums + (kLoadTokenSums ? kTokens * 4 : 0);  // what prepare_tokens() makes of them
-  static constexpr int kSumFactors = (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);  // from there
-  static constexpr int kScales = kTokenFactors + kSumFactors + (kLoadTokenSums ? kTokens * 4 : 0);
+  static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kTokens : 0);  // what prepare_tokens() makes of both
+  static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kTokens * 4 : 0) + (kLoadTokenZeros ? kTokens * 4 : 0);
   static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
   static constexpr int kStageBytes =
       (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
@@ -319,10 +314,8 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int m0 = work.token_tile * C::kTokens, end = work.end_k(p);
-    int scaled = C::kPreparesTokens ? min(C::kTokens, p.x.stride - m0) : 0;
-    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes +
-                scaled * ((C::kLoadTokenScales ? 4 : 0) + (C::kLoadTokenZeros ? 1 : 0));
-    int const sum_bytes = C::kLoadTokenSums ? scaled * 4 : 0;
+    int scaled = C::kLoadTokenScales ? min(C::kTokens, p.x.stride - m0) : 0;
+    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -333,18 +326,16 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
         bool const corrects = k == at.correction;
         int const row = corrects ? at.window * C::kWindow / kTilesPerZeroRow : at.tile;
         if (leader) {
-          TransactionBarrier::arrive_and_expect_tx(full, bytes + (corrects ? 0 : sum_bytes));
+          TransactionBarrier::arrive_and_expect_tx(full, bytes);
           cute::SM90_TMA_LOAD_MULTICAST_2D::copy(corrects ? &p.zero_values : &map, full, kEveryBlock,
                                                  uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
                                                  stage + C::kActivations + rank * half * C::kSwizzleBytes,
                                                  row * (corrects ? kZeroRow : kKPerTile), m0 + rank * half);
           cute::SM90_BULK_COPY_G2S::copy((corrects ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
                                          stage + C::kTokenScales, scaled * 4);
-          if (C::kLoadTokenSums && !corrects)
-            cute::SM90_BULK_COPY_G2S::copy(p.x.sums + int64_t(row) * p.x.stride + m0, full, stage + C::kTokenSums, sum_bytes);
         }
       } else if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, bytes + sum_bytes);
+        TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int panel = 0; panel < C::kColumnPanels; ++panel) {
           cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
@@ -353,15 +344,14 @@ __device__ __forceinline__ void produce_tokens(uint8_t* stages, Barriers<C>& bar
               k * kKPerTile + panel * C::kPanelColumns, m0 + rank * half);
         }
         int64_t vector = int64_t(k) * p.x.stride + m0;
-        if (C::kLoadTokenScales) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
+        if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
         if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
-        if (C::kLoadTokenSums) cute::SM90_BULK_COPY_G2S::copy(p.x.sums + vector, full, stage + C::kTokenSums, sum_bytes);
       }
     }
   }
 }
 
-// A warp brings every stage's token scales, and behind them zero points as floats, and sums of codes, into the accumulators' order, so that a thread has those of its
+// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its
 // four tokens of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. Where C::kPrepareScales, it also makes
 // the weights' scales fp32 numbers, times C::kUnit, in their place.
 template <class C>
@@ -378,17 +368,10 @@ __device__ __forceinline__ void prepare_tokens(uint8_t* stages, Barriers<C>& bar
       for (int first = 0; first < C::kTokens / 4; first += 32) {
         int four = first + lane, token = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
         if (first + 32 <= C::kTokens / 4 || four < C::kTokens / 4) {
+          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + token * 4);
+          float2 low = scales[0], high = scales[4];
           auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
-          if constexpr (C::kLoadTokenScales) {
-            auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + token * 4);
-            float2 low = scales[0], high = scales[4];
-            factors[0] = make_float4(low.x, low.y, high.x, high.y);
-          }
-          if constexpr (C::kLoadTokenSums) {
-            auto* sums = reinterpret_cast<float2 const*>(stage + C::kTokenSums + token * 4);
-            float2 low = sums[0], high = sums[4];
-            factors[C::kSumFactors / 16] = make_float4(low.x, low.y, high.x, high.y);
-          }
+          factors[0] = make_float4(low.x, low.y, high.x, high.y);
           if constexpr (C::kLoadTokenZeros) {
             auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + token);
             char2 low_zeros = zeros[0], high_zeros = zeros[4];
@@ -647,7 +630,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1) produce_tokens<C>(stages, barriers, p, map, rank);
-    if (C::kPreparesTokens && warp == 2) prepare_tokens<C>(stages, barriers, p);
+    if (C::kLoadTokenScales && warp == 2) prepare_tokens<C>(stages, barriers, p);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     if constexpr (C::kShortTiles) clear_missing_tokens<C>(stages, p);

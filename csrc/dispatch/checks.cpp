@@ -87,9 +87,6 @@ Status check_quantize(QuantizeProblem const& p) {
     return invalid("stride is " + std::to_string(p.out.stride) +
                    "; a multiple of 16 that is at least m = " + std::to_string(p.m) + " is expected");
   }
-  if (p.out.sums && (p.norm_weight || p.up || p.out.upcast || p.out.block == 32 || p.out.block == 64)) {
-    return unsupported("sums are asked for; they are of codes of x itself, in blocks of 128 or rows");
-  }
   if (p.norm_weight && p.up) return invalid("both norm_weight and up are given; at most one is supported");
   if (!p.residual != !p.sum || (p.residual && !p.norm_weight)) {
     return invalid("residual, sum and norm_weight: a residual comes with a norm, and has a place for the sum");
@@ -107,7 +104,7 @@ Status check_quantize(QuantizeProblem const& p) {
 Status check_sums(PackedWeight const& w) {
   if (Status status = check_weight(w); !status.ok()) return status;
   if (has_int8_products(w) && !w.book) return {};
-  return unsupported("sums of codes are for groups of 128 or more, without offsets or a code book");
+  return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
 }
 
 Status check_dequantize(DequantizeProblem const& p) {

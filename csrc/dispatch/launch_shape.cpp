@@ -80,7 +80,6 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candi
       {w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros, w.zeros != nullptr, tile.stages, tile.block_n / 128});
   int tiles = int(k_tiles(w));
   if (candidate.corrects && blocks) tiles += correction_windows(tiles, w.bits);
-  plan->sums_x = w.zeros && w.bits == 8;
   persistent_grid(problem, device, candidate, tiles, plan);
   return true;
 }

@@ -36,15 +36,14 @@ constexpr int book_gemm_a16_shared_bytes(int block_m) {
 struct WgmmaStage {
   int bits, block_m, x_bytes;      // x_bytes: of an element of x
   bool scales, x_scales, x_zeros;  // every stage brings the weights' scales; those of x; x has zero points
-  bool zeros;  // the weights have; where stages bring scales, they bring those too, and with them sums of int8 x at 8 bits
+  bool zeros;                      // the weights have
   int stages, warpgroups;
 };
 constexpr int wgmma_gemm_shared_bytes(WgmmaStage const& s) {
   int const n = kRowsPerSlab * s.warpgroups, m = s.block_m;
-  bool const zeros_in_stage = s.x_zeros && s.x_scales, zeros = s.zeros && s.scales;
-  bool const x_sums = zeros && s.bits == 8 && s.x_bytes == 1;
+  bool const zeros_in_stage = s.x_zeros && s.x_scales;
   int const stage = m * kKPerTile * s.x_bytes + s.warpgroups * chunk_bytes(s.bits) + (s.x_scales ? m * 8 : 0) +
-                    (zeros_in_stage ? m * 5 : 0) + (x_sums ? m * 8 : 0) + (s.scales ? n * 4 : 0) + (zeros ? n : 0);
+                    (zeros_in_stage ? m * 5 : 0) + (s.scales ? n * 4 : 0) + (s.zeros ? n : 0);
   // Results leave through shared memory, as floats or as lines of 16-bit outputs.
   bool const many = m > 176 && s.x_bytes == 2;
   int const floats = (kRowsPerSlab + 4) * 4 * (many ? 16 : m % 32 ? m / 2 : 32);

@@ -43,11 +43,6 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
     layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
   }
-  if (plan->sums_x) {
-    int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
-    layout.has_sums = true, layout.sums = layout.partials;
-    layout.partials = layout.sums + align_256(size_t(k_pad / kKPerTile) * stride * sizeof(float));
-  }
   plan->layout = layout;
   plan->workspace = layout.partials;
   if (plan->tail_tiles > 0) {
@@ -75,7 +70,6 @@ std::vector<char const*> launches(Plan const& plan) {
     names.push_back("upcast_activations");
   }
   if (plan.layout.corrects && !plan.layout.block) names.push_back("correct_zeros");
-  if (plan.layout.has_sums && !plan.layout.block) names.push_back("sum_activations");
   names.push_back(plan.kernel);
   if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("reduce_splits");
   return names;

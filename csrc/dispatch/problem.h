@@ -35,18 +35,16 @@ inline bool quantizes_rows(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
 }
 
-// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, int4's zero points are none, and no sum overflows, where codes
-// reach 128 or, less their zero points, 256.
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes reach 128 on one side, and on
+// the other too or, less their zero points, 255.
 inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  if (!multiplies_int8(problem) || activations_have_blocks(problem) || w.group_size != -1 || (w.zeros && w.bits == 4))
-    return false;
-  int64_t const largest = (activations_have_zeros(problem) ? 256 : 128) * (w.zeros ? 256 : 128);
-  return w.k * largest < int64_t(1) << 31;
+  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
+         w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more.
-inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets; }
+// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero points that are int8.
+inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8); }
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {

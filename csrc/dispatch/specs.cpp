@@ -79,7 +79,9 @@ Field needs_long_groups(PackedWeight const& w) {
   return has_short_groups(w) ? Field::kGroups : w.offsets ? Field::kOffsets : Field::kNone;
 }
 Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(problem.weight));
+  PackedWeight const& w = problem.weight;
+  return first_of(needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+                  w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
@@ -203,7 +205,6 @@ bool small_tiles_have_the_bits(GemmProblem const& problem) {
 }
 // Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it cuts into more slices, mma_gemm_a8 takes less time.
 bool has_many_weights(GemmProblem const& problem) {
-  if (problem.weight.zeros && is_int8(problem)) return true;  // mma_gemm_a8 takes these zero points far more slowly
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
@@ -212,7 +213,7 @@ bool has_many_weights(GemmProblem const& problem) {
 // zero points are taken exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || (w.zeros && w.bits == 4);
+  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
   return w.sums && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
          problem.out_type != DataType::kFloat32;
 }

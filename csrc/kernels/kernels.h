@@ -82,9 +82,6 @@ Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream
 // correct_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
 
-// sum_activations.cu: problem.quantized.sums
-Status launch_sum_activations(GemmProblem const& problem, Stream stream);
-
 // upcast_activations.cu: problem.quantized.upcast, of quantised activations or, where these are none, of x
 Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 

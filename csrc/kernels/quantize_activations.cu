@@ -13,7 +13,7 @@
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
 // For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that corrects zero points for many blocks at
-// once, their zero values too (device/zero_values.cuh); and for one with zero points of 8-bit weights the sums of 128 columns' codes (device/code_sums.cuh).
+// once, their zero values too (device/zero_values.cuh).
 //
 // One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
 // before they are used.
@@ -28,7 +28,6 @@
 #include <type_traits>
 
 #include "cutlass_ops/layout.h"
-#include "device/code_sums.cuh"
 #include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
@@ -51,9 +50,7 @@ constexpr int kDecodeTokens = 16;
 // may be found there, where whatever made it left it: 1 to 2 % of up to 1024 tokens.
 constexpr int64_t kStreamedBytes = 12 << 20;
 
-// kSums: x as it is, and the sums of its codes. Kernels of its own, which take up to 20 registers more.
-enum class Function { kNone, kSums, kRmsNorm, kSiluMul };
-constexpr bool is_plain(Function function) { return function == Function::kNone || function == Function::kSums; }
+enum class Function { kNone, kRmsNorm, kSiluMul };
 
 struct Params {
   QuantizeProblem problem;
@@ -103,7 +100,7 @@ __device__ __forceinline__ void store(Columns<T> const& c, QuantizeProblem const
 // ---- codes
 
 // The codes of 16 columns, or their values as 16-bit floats.
-template <bool kMayUpcast, bool kSums, class T, bool kSymmetric>
+template <bool kMayUpcast, class T, bool kSymmetric>
 __device__ __forceinline__ void store_codes(Params const& p, int row, int piece, Columns<T> const& c,
                                             Quantizer<kSymmetric> const& quantizer) {
   int64_t const to = int64_t(row) * p.pieces + piece;
@@ -111,7 +108,6 @@ __device__ __forceinline__ void store_codes(Params const& p, int row, int piece,
   // (Those of a block with NaN or infinity are 0, and so is its zero point; its scale is NaN.)
   if (kMayUpcast && p.problem.out.upcast) return store_upcast(p.problem.out, to, codes, quantizer.zero, quantizer.scale);
   reinterpret_cast<uint4*>(p.problem.out.codes)[to] = codes;
-  if constexpr (kSums) store_code_sum(p.problem.out, row, piece, codes, int(quantizer.zero));
 }
 
 // ---- what is quantised
@@ -221,7 +217,7 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Span<T, false
 }
 
 template <class T, bool kSymmetric, Function kFunction>
-__global__ void __launch_bounds__(kSymmetric || !is_plain(kFunction) ? kBlockThreads : kZeroRowThreads)
+__global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
   if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
@@ -245,7 +241,7 @@ __global__ void __launch_bounds__(kSymmetric || !is_plain(kFunction) ? kBlockThr
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
   }
-  if constexpr (!kSymmetric && is_plain(kFunction)) {
+  if constexpr (!kSymmetric && kFunction == Function::kNone) {
     if (q.out.zero_values) store_zero_values(p, spans, row);
   }
   if (piece >= p.pieces || row >= q.m) return;
@@ -254,8 +250,7 @@ __global__ void __launch_bounds__(kSymmetric || !is_plain(kFunction) ? kBlockThr
   for (int i = 0; i < kBlockRows; ++i) {
     Quantizer<kSymmetric> quantizer(spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
-    if (row + i < q.m)
-      store_codes<kFunction == Function::kNone, kFunction == Function::kSums>(p, row + i, piece, c[i], quantizer);
+    if (row + i < q.m) store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
   }
   if (piece & ((1 << p.log2_lanes) - 1)) return;
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
@@ -267,7 +262,7 @@ __global__ void __launch_bounds__(kSymmetric || !is_plain(kFunction) ? kBlockThr
 // ---- rows
 
 // The block's range and codes of 16 columns of a row. `token` is the range of a row that is one block.
-template <bool kMayUpcast, bool kSums, class T, bool kSymmetric>
+template <bool kMayUpcast, class T, bool kSymmetric>
 __device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
                                                Span<T, kSymmetric> const& token) {
   QuantizedActivations const& out = p.problem.out;
@@ -279,7 +274,7 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   }
   if (piece >= p.pieces) return;
   Quantizer<kSymmetric> quantizer(span.range());
-  store_codes<kMayUpcast, kSums>(p, row, piece, c, quantizer);
+  store_codes<kMayUpcast>(p, row, piece, c, quantizer);
   if (piece & ((1u << p.log2_lanes) - 1)) return;
   int64_t to = int64_t(piece >> p.log2_lanes) * out.stride + row;
   out.scales[to] = quantizer.scale;
@@ -301,7 +296,7 @@ constexpr int kRowThreads = kPieces == 1 ? 1024 : 448;  // at most: rows of 1638
 
 template <class T, bool kSymmetric, Function kFunction, int kPieces>
 __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_constant__ Params const p) {
-  constexpr bool kNorm = kFunction == Function::kRmsNorm, kTwo = !is_plain(kFunction);
+  constexpr bool kNorm = kFunction == Function::kRmsNorm, kTwo = kFunction != Function::kNone;
   constexpr int kWarps = kRowThreads<kPieces> / 32;
   // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
   __shared__ float run_sums[2][kWarps * kPieces];
@@ -355,8 +350,7 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
       share_with_block(token, spans[odd]);
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i)
-      quantize_piece<kFunction == Function::kNone, kFunction == Function::kSums>(p, row, first + i * step, c[i], token);
+    for (int i = 0; i < kPieces; ++i) quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], token);
   }
 }
 
@@ -393,7 +387,7 @@ __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_co
   cute::cluster_wait();
   for (int i = 0; i < int(gridDim.x) * kWarps; ++i) span.add(spans[i]);
 #pragma unroll
-  for (int i = 0; i < kPartPieces; ++i) quantize_piece<false, false>(p, row, first + i * kPartThreads, c[i], span);
+  for (int i = 0; i < kPartPieces; ++i) quantize_piece<false>(p, row, first + i * kPartThreads, c[i], span);
 #endif
 }
 
@@ -443,7 +437,7 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
     share_with_block(token, spans);
   }
   for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads)
-    quantize_piece<kFunction == Function::kNone, kFunction == Function::kSums>(p, row, piece, values(piece), token);
+    quantize_piece<kFunction == Function::kNone>(p, row, piece, values(piece), token);
 }
 
 // ---- launch
@@ -526,7 +520,7 @@ Status launch_function(Params const& p, Stream stream) {
       if (device.architecture >= 90 && p.problem.m <= kDecodeTokens && fits) return launch_row_parts<T, kSymmetric>(p, stream);
     }
     if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
-    if constexpr (is_plain(kFunction)) {
+    if constexpr (kFunction == Function::kNone) {
       if (p.pieces <= kRowThreads<4> * 4) return launch_rows<T, kSymmetric, kFunction, 4>(p, stream);
     }
   }
@@ -537,7 +531,6 @@ template <class T, bool kSymmetric>
 Status launch_typed(Params const& p, Stream stream) {
   if (p.problem.norm_weight) return launch_function<T, kSymmetric, Function::kRmsNorm>(p, stream);
   if (p.problem.up) return launch_function<T, kSymmetric, Function::kSiluMul>(p, stream);
-  if (p.problem.out.sums) return launch_function<T, kSymmetric, Function::kSums>(p, stream);
   return launch_function<T, kSymmetric, Function::kNone>(p, stream);
 }
 

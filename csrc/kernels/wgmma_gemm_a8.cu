@@ -7,8 +7,6 @@
 //   shift    with zero points za of the activations: I -= za * (sum of the weights' codes). With one of them for a token and block, the sums of a stage
 //            start from that instead of zero; with one a token, it is a product of 32 more columns, which takes less time there. In every stage,
 //            even so: beside outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
-//   subtract with zero points zw of 8-bit weights, which leave codes less zero points no int8: I -= zw * (sum of the token's codes less za), as exact fp32
-//            numbers in a promotion, or, where int32 sums run over all of K, at the end
 //   correct  instead, where results are rounded to 16 bits: of 16 or 32 tiles of K at once, in a stage that follows them (corrections.h), or, with one zero
 //            point a token, of all of K at the end
 #include <algorithm>
@@ -33,11 +31,8 @@ enum class Promotion {
 
 template <int kBits, int kTokens, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
           bool kCorrects = false>
-struct Config
-    : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock, kAsymmetric_,
-                         kZeros && kPromotion_ != Promotion::kChannel, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages,
-                         kWarpgroups, kBits == 8 && kZeros && kPromotion_ != Promotion::kChannel> {
-  static_assert(kBits == 8 || !kZeros || kPromotion_ != Promotion::kChannel, "int4's zero points come with the stages");
+struct Config : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::kChannel, kPromotion_ == Promotion::kBlock,
+                                   kAsymmetric_, kZeros, wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).stages, kWarpgroups> {
   // Zero points are corrected by the window of K or, where a token has one, at the end.
   static constexpr bool kWindows = kCorrects && kPromotion_ == Promotion::kBlock;
   using Params = std::conditional_t<kWindows, hopper::CorrectedParams, hopper::Params>;
@@ -137,10 +132,10 @@ __device__ __forceinline__ void decode_weights(RawWeights<C> const& raw, uint32_
   }
 }
 
-// Scales of the tile's tokens, or their sums: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
-template <class C, bool kLoads, int kAhead_ = 2>
+// Scales of the tile's tokens: those of a thread's four in 16 come by one load, kAhead sixteens before their use.
+template <class C>
 struct TokenFactors {
-  static constexpr int kAhead = kAhead_;
+  static constexpr int kAhead = 2;
   uint32_t address;
   float sixteens[C::kTokens / 16][4];
 
@@ -149,26 +144,18 @@ struct TokenFactors {
     for (int j = 0; j < kAhead; ++j) load(j);
   }
   __device__ __forceinline__ void load(int j) {
-    if (kLoads && j < C::kTokens / 16) load_shared(address + j * 64, sixteens[j]);
+    if (C::kPromotion == Promotion::kBlock && j < C::kTokens / 16) load_shared(address + j * 64, sixteens[j]);
   }
 };
 
-// -1 times the zero points of rows g and g + 8 where promotions subtract them.
-template <class C>
-__device__ __forceinline__ void negative_zeros(uint32_t zeros, float (&out)[2]) {
-  if constexpr (C::kLoadTokenSums) out[0] = -float(int8_t(zeros)), out[1] = -float(int8_t(zeros >> 8));
-}
-
 // Fold the integers of eight tokens into the fp32 sums. Register 4j + e: row g + 8 (e / 2), token 8j + 2t + e % 2. The same three operations in
-// two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200). Zero points of 8-bit weights cost one more: all integers are
-// below 255 * 255 * 128 < 2^23, and exact.
+// two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200).
 template <class C>
-__device__ __forceinline__ void promote(int j, float const* token, float const* token_sum, uint32_t const (&integers)[C::kSums],
-                                        float const (&scale)[2], float const (&zero)[2], float (&sums)[C::kSums]) {
+__device__ __forceinline__ void promote(int j, float const* token, uint32_t const (&integers)[C::kSums],
+                                        float const (&scale)[2], float (&sums)[C::kSums]) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     float v = float(int(integers[4 * j + e])), &sum = sums[4 * j + e];
-    if (C::kLoadTokenSums) v = fmaf(zero[e / 2], token_sum[e % 2], v);
     if (C::kPromotion == Promotion::kToken) {
       sum = fmaf(v, scale[e / 2], sum);
     } else if (C::kBits == 8 || C::kPrepareScales) {
@@ -231,12 +218,11 @@ __device__ __forceinline__ void start_sums(float const (&codes)[2], uint32_t (&i
 }
 
 // promote() for sixteen tokens, whose integers have kBias added; `bias` is -kBias * scale. The products take the integers' place: the compiler would give
-// them too few registers of their own to run side by side. What zero points of 8-bit weights take away might leave the binade, and
-// comes after the scale: `zero` is -1 times the zero points and the scale.
+// them too few registers of their own to run side by side.
 template <class C>
-__device__ __forceinline__ void promote_biased(int sixteen, float const (&token)[4], float const (&token_sum)[4],
-                                               float const (&scale)[2], float const (&bias)[2], float const (&zero)[2],
-                                               uint32_t (&integers)[C::kSums], float (&sums)[C::kSums]) {
+__device__ __forceinline__ void promote_biased(int sixteen, float const (&token)[4], float const (&scale)[2],
+                                               float const (&bias)[2], uint32_t (&integers)[C::kSums],
+                                               float (&sums)[C::kSums]) {
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     asm volatile("fma.rn.f32 %0, %0, %1, %2;"
@@ -246,7 +232,6 @@ __device__ __forceinline__ void promote_biased(int sixteen, float const (&token)
 #pragma unroll
   for (int e = 0; e < 8; ++e) {
     float v = __uint_as_float(integers[8 * sixteen + e]), &sum = sums[8 * sixteen + e];
-    if (C::kLoadTokenSums) v = fmaf(zero[e % 4 / 2], token_sum[e / 4 * 2 + e % 2], v);
     sum = fmaf(v, token[e / 4 * 2 + e % 2], sum);
   }
 }
@@ -337,7 +322,7 @@ __device__ __forceinline__ void correct(int window, RawWeights<C>& raw, uint8_t*
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
     raw.load_vectors(next, p, at);
   }
-  TokenFactors<C, true> token_scales(cute::cast_smem_ptr_to_uint(stage) + at.token_factors);
+  TokenFactors<C> token_scales(cute::cast_smem_ptr_to_uint(stage) + at.token_factors);
   cute::warpgroup_wait<0>();
   fence_registers(products);
   if (!is_last) raw.load_words(next, at);
@@ -400,14 +385,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + token))) * 0x01010101;
     }
     [[maybe_unused]] hopper::StoredScales row_scales;
-    // Zero points of 8-bit weights meet a token's sum over all of K at the end, too. The sums of its tiles come one by one, each while products run.
-    [[maybe_unused]] float end_sum[(C::kEndScales + 127) / 128 + 1] = {};
-    [[maybe_unused]] char2 row_zeros;
     if constexpr (kChannel) {
       int const position = row0 + at.warpgroup * kRowsPerSlab + at.lane / 4 * 8 + at.warp * 2;
-      if constexpr (kZeros) {
-        row_zeros = __ldg(reinterpret_cast<char2 const*>(p.weight.zeros + min(position, p.n_pad - 2)));
-      }
       row_scales.load(static_cast<uint8_t const*>(p.weight.scales) + min(position, p.n_pad - 2) * p.scale_bytes,
                       p.weight.scale_type);
     }
@@ -460,7 +439,6 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         if constexpr (!C::kStart) decode_weights<C>(raw, a);
         float scale[2];
         if (!C::kPrepareScales) scale[0] = raw.scale[0] * C::kUnit, scale[1] = raw.scale[1] * C::kUnit;
-        [[maybe_unused]] uint32_t const weight_zeros = C::kLoadTokenSums ? raw.zeros : 0;
         uint64_t tokens = operand_descriptor(
             (C::kPrepareScales ? first_stage + ring.stage * C::kStageBytes : cute::cast_smem_ptr_to_uint(stage)) +
             C::kActivations);
@@ -478,15 +456,8 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
         fence_registers(integers);
         // While the products run.
         if constexpr (kAsymmetric && kChannel) add_weights(a, row_sums);
-        [[maybe_unused]] float tile_sum[(C::kEndScales + 127) / 128 + 1];
-        if constexpr (kZeros && kChannel) {
-          float const* tile_sums = p.x.sums + int64_t(work.first_k(p) + i) * p.x.stride;
-#pragma unroll
-          for (int j = 0; j * 128 < C::kEndScales; ++j)
-            tile_sum[j] = __ldg(tile_sums + min(m0 + at.warp * 32 + at.lane + j * 128, p.x.stride - 1));
-        }
         if constexpr (C::kShift) shift.spread();
-        if (C::kPreparesTokens && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        if (kBlock && !C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         if constexpr (C::kPrepareScales) {
           raw.load_prepared_scales(stage, at);
           scale[0] = raw.scale[0], scale[1] = raw.scale[1];
@@ -507,16 +478,9 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
           if (C::kStart) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         }
         uint32_t factors = cute::cast_smem_ptr_to_uint(stage) + at.token_factors;
-        TokenFactors<C, kBlock> token_scales(factors);
-        TokenFactors<C, C::kLoadTokenSums, C::kStart ? 1 : 2> token_sums(factors + C::kSumFactors);
+        TokenFactors<C> token_scales(factors);
         cute::warpgroup_wait<0>();
         fence_registers(integers);
-        [[maybe_unused]] float zero[2];
-        negative_zeros<C>(weight_zeros, zero);
-        if constexpr (kZeros && kChannel) {
-#pragma unroll
-          for (int j = 0; j * 128 < C::kEndScales; ++j) end_sum[j] += tile_sum[j];
-        }
         if constexpr (C::kShift) shift.subtract(end_zeros, integers);
         if constexpr (C::kStart) {
           // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
@@ -527,18 +491,16 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
                                                      : 2,
                         kCodesAt = kTokens == 64 ? 3 : kSixteens * 2 / 3;
           float bias[2] = {scale[0] * -kBias, scale[1] * -kBias};
-          if (C::kLoadTokenSums) zero[0] *= scale[0], zero[1] *= scale[1];
           uint32_t zeros = zeros_address(i + 1 < count ? next : stage);
 #pragma unroll
           for (int j = 0; j < kSixteens + kLate; ++j) {
             if (j < kSixteens) {
               token_scales.load(j + token_scales.kAhead);
-              token_sums.load(j + token_sums.kAhead);
 #pragma unroll
               for (int piece = 0; piece < RawWeights<C>::kLoads; ++piece) {
                 if (j == kWeightsAt + piece / 2 && i + 1 < count) raw.load_piece(next, at, piece);
               }
-              promote_biased<C>(j, token_scales.sixteens[j], token_sums.sixteens[j], scale, bias, zero, integers, sums);
+              promote_biased<C>(j, token_scales.sixteens[j], scale, bias, integers, sums);
             }
             if (j >= kLate) load_zeros<C>(j - kLate, zeros, integers);
             if (j == kCodesAt) {
@@ -552,14 +514,11 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
               kTokens / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights of tokens between one piece of weights and the next
 #pragma unroll
           for (int j = 0; j < C::kTokens / 8; ++j) {
-            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead), token_sums.load(j / 2 + token_sums.kAhead);
+            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
             // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, at, j / kEvery);
-            if constexpr (!kChannel) {
-              promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, token_sums.sixteens[j / 2] + j % 2 * 2, integers, scale,
-                         zero, sums);
-            }
+            if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
           }
         }
         if (C::kMeetAtEnd) __syncwarp();
@@ -581,21 +540,6 @@ __device__ __forceinline__ void Config<kBits, kTokens, kPromotion, kZeros, kAsym
       if constexpr (kCorrects) {
         // Of parts of K one does it.
         if (work.first_k(p) == 0) correct_rows<C>(sums, end_scales, p, at, row0, m0);
-      }
-      if constexpr (kZeros && kChannel) {
-        // By the way that the scales take next. As below, differences are exact where they fit.
-        auto* end_sums = reinterpret_cast<int*>(end_scales);
-#pragma unroll
-        for (int i = 0; i * 128 < C::kEndScales; ++i) {
-          int token = at.warp * 32 + at.lane + i * 128;
-          if (token < C::kTokens) end_sums[token] = int(end_sum[i]);
-        }
-        cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
-#pragma unroll
-        for (int i = 0; i < C::kSums; ++i) {
-          integers[i] -= uint32_t(end_sums[i / 4 * 8 + 2 * t + i % 2]) * uint32_t(int(i % 4 / 2 ? row_zeros.y : row_zeros.x));
-        }
-        cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
       }
 #pragma unroll
       for (int i = 0; i * 128 < C::kEndScales; ++i) {
@@ -664,7 +608,7 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* par
     using C = Config<kBits, kTokens, decltype(promotion)::value, kZeros, kAsymmetric, kWarpgroups>;
     return launch_config<C>(problem, plan, partials, stream);
   };
-  if constexpr (!kZeros || kBits == 8) {
+  if constexpr (!kZeros) {
     if (sums_whole_rows(problem)) return launch(std::integral_constant<Promotion, Promotion::kChannel>());
   }
   if constexpr (kTokens > 176) {
@@ -695,13 +639,16 @@ Status launch_corrected(GemmProblem const& problem, Plan const& plan, float* par
     }
     return launch_config<Config<kBits, kTokens, Promotion::kBlock, kZeros, false, 2, true>>(problem, plan, partials, stream);
   };
-  return problem.weight.zeros ? launch(std::true_type()) : launch(std::false_type());
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) return launch(std::true_type());
+  }
+  return launch(std::false_type());
 }
 
 template <int kBits, int kTokens, int kWarpgroups = 2>
 Status launch_plain(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kBits == 8 || kTokens <= 176) {
-    if (problem.weight.zeros) return launch_zeros<kBits, kTokens, kWarpgroups, true>(problem, plan, partials, stream);
+  if constexpr (kBits == 4 && kTokens <= 176) {
+    if (problem.weight.zeros) return launch_zeros<4, kTokens, kWarpgroups, true>(problem, plan, partials, stream);
   }
   return launch_zeros<kBits, kTokens, kWarpgroups, false>(problem, plan, partials, stream);
 }

@@ -56,7 +56,7 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
 // The sums of a weight's codes (corrections.h): sums_bytes(n, k, bits) bytes, n_pad scales of scale_type, and n_pad floats. Of groups of 128 or more, without
-// offsets or a code book. Codes are less their zero points at 4 bits, and centred at 8.
+// offsets or a code book, and without zero points at 8 bits.
 Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, float* row_sums, Stream stream);
 
 // Packed codes to floats.

@@ -9,13 +9,12 @@ struct KernelSpec;  // csrc/dispatch/spec.h
 
 // Where the parts of a call's workspace begin, in bytes.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, sums = 0, partials = 0;
+  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, partials = 0;
   int stride = 0;         // QuantizedActivations::stride
   int rows = 0;           // QuantizedActivations::rows
   int block = 0;          // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;   // x is made rows of 16-bit floats that a tensor map describes
   bool corrects = false;  // zero points of x are made operands of a product (corrections.h)
-  bool has_sums = false;  // QuantizedActivations::sums are made
 };
 
 // The stream-K tail of a product: how clusters share the K of the tiles that whole waves over the GPU leave over. The K of each tile is cut into `parts`, and
@@ -106,7 +105,6 @@ struct Plan {
   bool rounds = false;                  // weights, and values of quantised activations, are rounded to 16 bits
   bool quantizes = false;               // the kernel quantises floats itself
   bool corrects = false;                // it compensates zero points of x for many blocks, or a row, at once
-  bool sums_x = false;                  // it wants sums of the codes of x, for zero points of 8-bit weights
   bool one_cta_per_sm = false;          // wgmma_decode: and all of its shared memory
   bool quantizer_starts_early = false;  // the kernel after the quantiser may start before what ran before it has ended
   bool quantizer_spreads = true;  // few CTAs of the quantiser take shared memory that they do not use, to spread over the GPU

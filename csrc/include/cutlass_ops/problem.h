@@ -62,10 +62,6 @@ struct QuantizedActivations {
   // What mixed_gemm makes of zero points for a kernel that makes these good at once for many blocks (corrections.h).
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
-
-  // [k_pad / 128][stride]: a row's codes less their zero points, summed over 128 columns, or null. mixed_gemm has them made for products with
-  // 8-bit weights that have zero points: less that times the weights' zero points, a sum of centred codes is one of codes less zero points.
-  float* sums = nullptr;
 };
 
 // What is quantised is x; silu(x) * up; or the rms norm of x or of x + residual. All matrices are of x_type.
