@@ -97,6 +97,7 @@ Status check_sums(PackedWeight const& weight);
 Status check_dequantize(DequantizeProblem const& problem);
 Status check_flat(FlatProblem const& problem);
 Status check_awq(AwqWeight const& weight);
+Status check_pack(PackProblem const& problem);
 
 // Rows of the table, for tests.
 Row const* table(size_t* count);
