@@ -77,7 +77,7 @@ def packed_nf4(linear: nn.Linear, device: str) -> nn.Module:
 
 def packed_int4(linear: nn.Linear, device: str) -> nn.Module:
     """4 bits with zero points, in groups of 128."""
-    return co.MixedLinear(co.reorder(co.quantize(linear.weight.data, 4, 128, False).to("cpu")).to(device))
+    return co.MixedLinear(co.reorder(co.quantize(linear.weight.data, 4, 128, False).to(device)))
 
 
 VARIANTS: dict[str, Callable[[nn.Linear, str], nn.Module]] = {
