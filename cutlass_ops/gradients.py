@@ -7,7 +7,6 @@ Importing this module is what makes products differentiable; the package does so
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -26,21 +25,6 @@ _RESIDUAL = _BIAS + 4
 _FP32_RESULTS = hasattr(torch.ops.aten.mm, "dtype")
 
 
-def _row_panel(weight: PackedWeight, start: int, stop: int) -> PackedWeight:
-    """Rows ``start`` to ``stop`` of a weight, without its bias; ``start`` is a multiple of 64, ``stop`` one or N.
-
-    Row panels of 64 are the outermost order of the codes, which are shared; group vectors are copied.
-    """
-    panel_bytes = weight.codes.numel() // formats.padded_rows(weight.n)
-    end = formats.padded_rows(stop)
-    columns: dict[str, Any] = {
-        part: None if (vectors := getattr(weight, part)) is None else vectors[:, start:end].contiguous()
-        for part in ("scales", "zeros", "offsets")
-    }
-    codes = weight.codes[start * panel_bytes : end * panel_bytes]
-    return replace(weight, codes=codes, n=stop - start, bias=None, **columns)
-
-
 def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Tensor:
     """``grad @ W`` for a ``grad`` of ``[M, N]``, rounded once to ``dtype``.
 
@@ -54,7 +38,7 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
     for start in range(0, weight.n, rows):
         stop = min(start + rows, weight.n)
-        panel = ops._dequantize(_row_panel(weight, start, stop), grad.dtype)
+        panel = ops._dequantize(weight.row_panels(start, stop), grad.dtype)
         if grad.dtype == torch.float32:
             total.addmm_(grad[:, start:stop], panel)
         else:
