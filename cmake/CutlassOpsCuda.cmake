@@ -69,7 +69,7 @@ function(cutlass_ops_cuda_options target)
   target_include_directories(${target} SYSTEM PRIVATE "${CUTLASS_INCLUDE_DIR}")
   # NDEBUG in every build type: with assertions in, ptxas serialises wgmma (warning C7510).
   target_compile_options(${target} PRIVATE
-    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-lineinfo;-Xcompiler=-Wall>
+    $<$<COMPILE_LANGUAGE:CUDA>:-DNDEBUG;--expt-relaxed-constexpr;-lineinfo;-Xcompiler=-Wall,-Werror=switch>
     # Architectures, and the kernels of one architecture, are compiled side by side: a file has many of them.
     $<$<COMPILE_LANGUAGE:CUDA>:--threads=0;--split-compile=0>)
 endfunction()

@@ -16,6 +16,7 @@
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
 #include "cutlass_ops/words.h"
+#include "dispatch/checks.h"
 
 namespace py = pybind11;
 using namespace cutlass_ops;
@@ -148,6 +149,7 @@ py::object mixed_gemm(PyObject* const* arguments) {
   problem.architecture = next().cast<int>();
   problem.exact = next().cast<bool>();
   DeviceGuard guard(next().cast<int>());
+  check(guard.status());
   auto const stream = next().cast<Pointer>();
 
   if (quantized.is_none()) {
@@ -260,6 +262,7 @@ py::object product(PyObject* const* arguments) {
   for (size_t i = 0; i + 1 < out_shape.size(); ++i) out_shape[i] = py::handle(PyTuple_GET_ITEM(sizes.ptr(), i));
   out_shape[out_shape.size() - 1] = weight.n;
   DeviceGuard guard(weight.gpu);
+  check(guard.status());
   py::object out = new_empty(x, out_shape, {});
   problem.out = as<void>(data_ptr(out));
   run(problem, x, checked(PyObject_CallOneArg(torch.current_stream, py::int_(weight.gpu).ptr())).cast<Pointer>());
@@ -432,6 +435,7 @@ PYBIND11_MODULE(_C, m) {
       "sum_weights",
       [](Weight const& weight, Pointer sums, Pointer scales, Pointer rows, Pointer stream) {
         DeviceGuard guard(weight.gpu);
+        check(guard.status());
         check(sum_weights(weight, as<void>(sums), as<void>(scales), as<float>(rows), as<void>(stream)));
       },
       py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), py::arg("stream"),
@@ -447,6 +451,7 @@ PYBIND11_MODULE(_C, m) {
         problem.norm_weight = as<void>(norm_weight), problem.norm_eps = norm_eps;
         problem.residual = as<void>(residual), problem.residual_stride = residual_stride, problem.sum = as<void>(sum);
         DeviceGuard guard(device_index);
+        check(guard.status());
         check(quantize_activations(problem, as<void>(stream)));
       },
       py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"),
@@ -456,11 +461,11 @@ PYBIND11_MODULE(_C, m) {
       py::arg("sum_ptr") = 0, "Quantise [m, k] floats, or a function of them (QuantizeProblem), to int8 in kernel order.");
   m.def(
       "dequantize",
-      [](Weight const& weight, Pointer out, DataType type, Pointer stream) {
-        check(dequantize({weight, as<void>(out), type}, as<void>(stream)));
+      [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {
+        check(dequantize({weight, as<void>(out), type, first_row, rows}, as<void>(stream)));
       },
-      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"),
-      "Write the weight's values [n, k] to out_ptr.");
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"), py::arg("first_row") = 0, py::arg("rows") = -1,
+      "Write the values [rows, k] of the weight's rows from first_row, a multiple of 64, to out_ptr.");
 
   m.def(
       "quantize_flat",
@@ -516,7 +521,7 @@ PYBIND11_MODULE(_C, m) {
       "Write x times an AWQ weight, [m, n], m up to max_awq_rows.");
   m.attr("max_awq_rows") = kMaxAwqRows;
 
-  // ---- the dispatch table
+  // ---- the choice of a kernel
 
   py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")
       .def(py::init([](int architecture, int multiprocessors, int shared_memory) {
@@ -526,16 +531,22 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("architecture", &Device::architecture)
       .def_readonly("multiprocessors", &Device::multiprocessors)
       .def_readonly("shared_memory", &Device::shared_memory);
-  py::class_<Plan>(m, "Plan", "The row that would run, and how.")
+  py::class_<Plan>(m, "Plan", "How a product would be launched.")
       .def_readonly("kernel", &Plan::kernel)
       .def_readonly("why", &Plan::why)
-      .def_readonly("tile_rows", &Plan::tile_rows)
-      .def_readonly("tile_tokens", &Plan::tile_tokens)
+      .def_readonly("block_n", &Plan::block_n)
+      .def_readonly("block_m", &Plan::block_m)
+      .def_property_readonly("grid", [](Plan const& p) { return std::pair(p.grid_x, p.grid_y); })
+      .def_readonly("cluster_size", &Plan::cluster_size)
+      .def_readonly("threads", &Plan::threads)
+      .def_readonly("shared_bytes", &Plan::shared_bytes)
       .def_readonly("stages", &Plan::stages)
-      .def_readonly("quantizes", &Plan::quantizes)
-      .def_readonly("splits", &Plan::splits)
-      .def_readonly("cut_tiles", &Plan::cut_tiles)
+      .def_readonly("slices", &Plan::slices)
+      .def_readonly("tail_tiles", &Plan::tail_tiles)
       .def_readonly("rounds", &Plan::rounds)
+      .def_readonly("quantizes", &Plan::quantizes)
+      .def_readonly("corrects", &Plan::corrects)
+      .def_property_readonly("launches", &launches)
       .def_readonly("workspace", &Plan::workspace);
   m.def(
       "current_device",
@@ -547,14 +558,16 @@ PYBIND11_MODULE(_C, m) {
       "The current device's properties.");
   m.def(
       "plan",
-      [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride, ActQuant act_quant,
-         bool symmetric, bool batch_invariant, int architecture, bool exact, Device const& device) {
+      [](Weight const& weight, int rows, DataType out_type, Pointer x, DataType type, std::int64_t stride,
+         py::object const& quantized, ActQuant act_quant, bool symmetric, bool batch_invariant, int architecture, bool exact,
+         Device const& device) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = weight;
         if (!weight.sums) problem.weight.sums = weight.codes;  // any address: mixed_gemm would have them made
         problem.out_type = out_type;
         problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
+        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
         problem.batch_invariant = batch_invariant, problem.architecture = architecture, problem.exact = exact;
         Plan chosen;
@@ -562,6 +575,20 @@ PYBIND11_MODULE(_C, m) {
         return chosen;
       },
       py::arg("weight"), py::arg("m"), py::arg("out_type"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
-      py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"), py::arg("exact"),
-      py::arg("device"), "Choose a kernel for what mixed_gemm is asked for; pointers may be null.");
+      py::arg("quantized"), py::arg("act_quant"), py::arg("symmetric"), py::arg("batch_invariant"), py::arg("architecture"),
+      py::arg("exact"), py::arg("device"), "How mixed_gemm would be launched; pointers may be null, and quantized None.");
+  m.def(
+      "rows_of",
+      [](py::object const& shape, py::object const& strides, int k) {
+        Rows const rows(shape, strides, k);
+        return std::pair(rows.count <= kMostRows ? rows.count : 0, rows.stride);
+      },
+      py::arg("shape"), py::arg("strides"), py::arg("k"),
+      "How many rows `product` sees in a tensor [..., k], and the stride from one to the next; 0 rows if it leaves it to "
+      "others.");
+  m.attr("max_m") = kMaxM;
+  m.attr("max_norm_k") = kMaxNormK;
+  m.attr("padded_rows") = kPaddedRows;
+  m.attr("compensated_rows") = kCompensatedRows;
+  m.attr("least_norm_eps") = kLeastNormEps;
 }

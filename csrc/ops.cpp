@@ -2,7 +2,7 @@
 #include "cutlass_ops/ops.h"
 
 #include "cutlass_ops/layout.h"
-#include "dispatch.h"
+#include "dispatch/checks.h"
 #include "kernels/kernels.h"
 
 #if CUTLASS_OPS_CUDA
@@ -67,7 +67,10 @@ Status current_device(Device* device) {
 
 DeviceGuard::DeviceGuard(int device) {
   int current = device;
-  if (cudaGetDevice(&current) == cudaSuccess && current != device && cudaSetDevice(device) == cudaSuccess) previous_ = current;
+  status_ = cuda_status("cudaGetDevice", cudaGetDevice(&current));
+  if (!status_.ok() || current == device) return;
+  status_ = cuda_status("cudaSetDevice", cudaSetDevice(device));
+  if (status_.ok()) previous_ = current;
 }
 DeviceGuard::~DeviceGuard() {
   if (previous_ >= 0) cudaSetDevice(previous_);
@@ -82,13 +85,13 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 }
 
 Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
-  if (!chosen.row) return {Status::kInvalid, "the plan is empty; plan() fills it"};
+  if (!chosen.spec) return {Status::kInvalid, "the plan is empty; plan() fills it"};
   if (problem.m == 0) return {};
   if (workspace.bytes < chosen.workspace) {
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  WorkspaceLayout layout = workspace_layout(problem, chosen, chosen.row->inputs);
+  WorkspaceLayout const& layout = chosen.layout;
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
   if (layout.block) {
@@ -108,12 +111,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   if (layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
-    // The product of a few tokens starts at once, to ask for its weights, unless its blocks are fewer than the GPU has places for: the quantiser's would share
-    // multiprocessors with some of them alone. (W8A8, one token x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
-    // Up to four are so soon quantised that its blocks need not spread. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; but eight 32.7 and 31.6.)
-    bool const few = problem.m <= 16, decodes = chosen.row->tile.whole_k, fills = chosen.splits > 1 && layout.block != -1;
-    QuantizerStart const start{few && (decodes || fills), !few || (decodes && chosen.row->tile.resident > 1 && problem.m > 4)};
-    status = launch_quantize_activations(quantize, stream, start);
+    status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }
@@ -122,9 +120,9 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values have them
   }
   if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
-  float* partials = chosen.splits > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
-  if (status.ok()) status = chosen.row->launch(ready, chosen, partials, stream);
-  if (status.ok() && partials && chosen.cut_tiles == 0) status = launch_reduce_splits(ready, chosen.splits, partials, stream);
+  float* partials = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
+  if (status.ok()) status = chosen.spec->launch(ready, chosen, partials, stream);
+  if (status.ok() && partials && chosen.tail_tiles == 0) status = launch_reduce_splits(ready, chosen.slices, partials, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;
 }
@@ -182,7 +180,7 @@ Status no_cuda() {
 }  // namespace
 
 Status current_device(Device*) { return no_cuda(); }
-DeviceGuard::DeviceGuard(int) {}
+DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }

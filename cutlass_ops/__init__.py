@@ -10,13 +10,12 @@ from . import gradients as gradients  # registers the gradient of mixed_gemm
 from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
+from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .ops import (
-    Explanation,
     QuantizedActivations,
     dequantize,
-    explain,
     mixed_gemm,
     quantize_activations,
     rms_norm_quantize,

@@ -32,6 +32,7 @@ from safetensors import SafetensorError
 
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
+from .explain import explain
 from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
 from .plan import Options, plan
 from .progress import progress as _progress
@@ -259,7 +260,7 @@ def _add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str)
     """Give each tensor ``kernels``: by GPU and number of tokens, or {} if it is no packed weight."""
     # What every kernel takes: if this fails, the user's words are wrong.
     for name in gpus:
-        ops.explain(1, empty_packed(64, 128, 4, 128, {"scales": torch.float16}), act_quant=act_quant, device=name)
+        explain(1, empty_packed(64, 128, 4, 128, {"scales": torch.float16}), act_quant=act_quant, device=name)
     known: dict[tuple[Any, ...], dict[str, dict[str, str]]] = {}
     for tensor in tensors:
         tensor["kernels"] = {}
@@ -276,7 +277,7 @@ def _add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str)
 
 def _kernel(m: int, weight: PackedWeight, act_quant: str, device: str) -> str:
     try:
-        return ops.explain(m, weight, act_quant=act_quant, device=device).kernel
+        return explain(m, weight, act_quant=act_quant, device=device).kernel
     except ValueError as error:
         return f"none: {error}"
 
@@ -746,7 +747,7 @@ def _kernels(device: str) -> dict[str, str]:
         found = []
         for m in (1, 4096):
             try:
-                found.append(ops.explain(m, weight, act_quant=act_quant).kernel)
+                found.append(explain(m, weight, act_quant=act_quant).kernel)
             except (ValueError, RuntimeError) as error:
                 found.append(f"none ({error})")
         names[name] = " / ".join(dict.fromkeys(found))

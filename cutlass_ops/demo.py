@@ -28,8 +28,9 @@ from rich.table import Table
 from rich.text import Text
 from torch import Tensor, nn
 
-from . import _C, ops
+from . import _C
 from .checkpoints import load_checkpoint
+from .explain import Explanation, explain
 from .hf import load_model
 from .model_directory import reorder_checkpoint
 from .nn import MixedLinear, set_activations
@@ -370,8 +371,8 @@ def kernels_of(model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device
     )
 
 
-def _explain(layer: MixedLinear, m: int, dtype: torch.dtype, device: torch.device) -> ops.Explanation:
-    return ops.explain(m, layer.packed, layer.act_quant, dtype, device, layer.act_symmetric)
+def _explain(layer: MixedLinear, m: int, dtype: torch.dtype, device: torch.device) -> Explanation:
+    return explain(m, layer.packed, layer.act_quant, dtype, device, layer.act_symmetric)
 
 
 def show(result: DemoResult, console: Console) -> None:

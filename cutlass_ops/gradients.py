@@ -15,8 +15,8 @@ from torch import Tensor
 from . import formats, ops, reference
 from .weight import PackedWeight
 
-#: Values of W that the backward pass holds at a time: 64 MB of 16-bit ones.
-_PANEL_VALUES = 1 << 25
+#: Values of W that the backward pass holds at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
+_PANEL_VALUES = 1 << 26
 
 #: Positions of mixed_gemm's arguments behind x, the weight's and the epilogue's: those that may require a gradient.
 _BIAS = 1 + ops._WEIGHT
@@ -38,7 +38,7 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
     for start in range(0, weight.n, rows):
         stop = min(start + rows, weight.n)
-        panel = ops._dequantize(weight.row_panels(start, stop), grad.dtype)
+        panel = ops._dequantize(weight, grad.dtype, start, stop)
         if grad.dtype == torch.float32:
             total.addmm_(grad[:, start:stop], panel)
         else:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast, overload
 
 import torch
@@ -41,23 +41,12 @@ _jit_state = cast("Callable[[], object]", torch._C._get_tracing_state)
 _func_transforms = torch._C._are_functorch_transforms_active
 _any_autocast = torch._C._is_any_autocast_enabled
 _NO_TANGENTS = "{} has neither forward-mode derivatives nor rules for the transforms of torch.func (grad, jvp, vmap)"
-_MAX_M = 1 << 24
-_MAX_NORM_K = 1 << 22
-#: Rows up to which quantised ones have memory for a power of two of them (as far as dispatch.cpp's own, measured on an H200).
-_MOST_PADDED_ROWS = 512
-#: Rows of activations with zero points from which a weight's sums are made: those from which dispatch.cpp has kernels for them.
-_SUMS_FROM_ROWS = 129
-
-#: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
-#: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
-_KNOWN_DEVICES = {
-    80: (108, 166912),
-    86: (82, 101376),
-    89: (128, 101376),
-    90: (132, 232448),
-    100: (148, 232448),
-    120: (170, 101376),
-}
+_MAX_M, _MAX_NORM_K = _C.max_m, _C.max_norm_k
+_LEAST_NORM_EPS = _C.least_norm_eps
+#: Rows up to which quantised ones have memory for a power of two of them.
+_MOST_PADDED_ROWS = _C.padded_rows
+#: Rows of activations with zero points from which a weight's sums are made: dispatch/specs.cpp has kernels for them from there.
+_SUMS_FROM_ROWS = _C.compensated_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -400,8 +389,8 @@ def rms_norm_quantize(
     _check_like("weight", weight, x, (k,))
     if k > _MAX_NORM_K:
         raise ValueError(f"x has {k} columns; a norm of at most {_MAX_NORM_K} is supported")
-    if not 1e-15 <= eps <= 1.0:
-        raise ValueError(f"eps is {eps!r}; 1e-15 to 1 is supported")
+    if not _LEAST_NORM_EPS <= eps <= 1.0:
+        raise ValueError(f"eps is {eps!r}; {_LEAST_NORM_EPS:g} to 1 is supported")
     if residual is not None:
         _check_like("residual", residual, x, tuple(x.shape))
     rows = None if residual is None else residual.reshape(-1, k)
@@ -538,6 +527,12 @@ def _gemm_floats(
     return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
 
 
+def _native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
+    codes = x.codes
+    rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
+    return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
+
+
 def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: _End) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
@@ -562,9 +557,7 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
 
         with _without_autocast(codes.device):
             return _row_by_row(run, shape, m, batch_invariant)
-    codes = x.codes
-    rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
-    quantized = _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), _ptr(x.zeros), x.block, x.scales.shape[1], rows)
+    quantized = _native_quantized(x)
     # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
     x_type = _TYPES[x.dtype if m else torch.float16]
     return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
@@ -592,6 +585,20 @@ def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
     if not same_order:
         raise ValueError("x was not quantised in the weight's act order: pass the weight's perm to quantize_activations")
     return x.k
+
+
+def _check_bias(bias: Tensor, weight: PackedWeight) -> None:
+    _check_float("bias", bias, weight.device)
+    if weight.bias is not None:
+        raise ValueError("a bias is given, but the weight has one already")
+    if tuple(bias.shape) != (weight.n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
+
+
+def _check_residual(residual: Tensor, weight: PackedWeight, out_shape: tuple[int, ...]) -> None:
+    _check_float("residual", residual, weight.device)
+    if tuple(residual.shape) != out_shape:
+        raise ValueError(f"residual has shape {tuple(residual.shape)}; {out_shape} is expected")
 
 
 def _wants_sums(x: Any, weight: PackedWeight, act_quant: str) -> bool:
@@ -633,9 +640,14 @@ def mixed_gemm(
     codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
 
+    Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
+    launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
+    points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
+    the next product.
+
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
     ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
-    64 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
+    128 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
     through, as if they were not rounded. An element that the activation clamps or ``saturate`` limits has gradient 0. There
     are no gradients of gradients.
     Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear`` does it; fp16 and bf16 stay
@@ -718,16 +730,10 @@ def mixed_gemm(
     if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}")
     if bias is not None:
-        _check_float("bias", bias, device)
-        if weight.bias is not None:
-            raise ValueError("a bias is given, but the weight has one already")
-        if tuple(bias.shape) != (n,):
-            raise ValueError(f"bias has shape {tuple(bias.shape)}; {(n,)} is expected")
+        _check_bias(bias, weight)
         bias = bias.contiguous()
     if residual is not None:
-        _check_float("residual", residual, device)
-        if tuple(residual.shape) != out_shape:
-            raise ValueError(f"residual has shape {tuple(residual.shape)}; {out_shape} is expected")
+        _check_residual(residual, weight, out_shape)
         residual = residual.reshape(-1, n)
     if out_dtype is None:
         out_dtype = dtype
@@ -793,124 +799,19 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     return cast(Tensor, torch.ops.cutlass_ops.dequantize(*_fields(weight), dtype))
 
 
-def _dequantize(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
+def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Rows ``start``, a multiple of 64, to ``stop``."""
+    stop = weight.n if stop is None else stop
     if weight.gpu < 0:
-        return reference.dequantize_weight(weight.unpack(), dtype)
-    out = torch.empty(weight.n, weight.k, dtype=dtype, device=weight.device)
+        canonical = weight.unpack()
+        if (start, stop) != (0, weight.n):
+            parts = {name: getattr(canonical, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+            canonical = replace(canonical, **{name: part[start:stop] for name, part in parts.items() if part is not None})
+        return reference.dequantize_weight(canonical, dtype)
+    out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
-        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu))
+        _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu), start, stop - start)
     return out
-
-
-# ---- what would run
-
-
-@dataclass(frozen=True)
-class Explanation:
-    """The dispatch row that a product would take.
-
-    Attributes:
-        device: "cpu" or the GPU's architecture, "sm_90".
-        kernel: name of the kernel, ``csrc/kernels/<kernel>.cu``; "reference" on the CPU.
-        quantizer: the kernel that quantises the activations first; None where they stay floats or `kernel` does it.
-        tile: output features and tokens a block computes.
-        stages: tiles of K in flight.
-        splits: parts that K is cut into.
-        cut_tiles: tiles of the result whose K alone is cut, and whose parts the kernel adds up itself: what whole waves over
-            the GPU leave over, or all; 0 where a kernel of its own adds up.
-        workspace: bytes of scratch memory.
-        why: the reason for the row.
-        exact: whether neither weights nor quantised activations are rounded to 16 bits.
-    """
-
-    device: str
-    kernel: str
-    quantizer: str | None
-    tile: tuple[int, int]
-    stages: int
-    splits: int
-    cut_tiles: int
-    workspace: int
-    why: str
-    exact: bool = True
-
-    def __str__(self) -> str:
-        if self.kernel == "reference":
-            return f"{self.device}: reference ({self.why})"
-        first = f"{self.quantizer}, then " if self.quantizer else ""
-        return (
-            f"{self.device}: {first}{self.kernel}, tile {self.tile[0]} features x {self.tile[1]} tokens, {self.stages} stages, "
-            f"K in {self.splits} part{'s' if self.splits > 1 else ''}"
-            f"{f' for the last {self.cut_tiles} tiles' if self.cut_tiles else ''} ({self.why})"
-        )
-
-
-def _device(device: torch.device | str) -> _C.Device | None:
-    """The GPU that ``device`` names; None for the CPU."""
-    if isinstance(device, str) and device.startswith("sm_"):
-        number = device.removeprefix("sm_").rstrip("a")
-        if not number.isdigit() or int(number) not in _KNOWN_DEVICES:
-            known = ", ".join(f"sm_{a}" for a in _KNOWN_DEVICES)
-            raise ValueError(f"device is {device!r}; of GPUs that are not there, {known} are known")
-        return _C.Device(int(number), *_KNOWN_DEVICES[int(number)])
-    device = torch.device(device)
-    if device.type == "cpu":
-        return None
-    _check_device(device)
-    with torch.cuda.device(device):
-        return _C.current_device()
-
-
-def explain(
-    m: int,
-    weight: PackedWeight,
-    act_quant: str = "none",
-    dtype: torch.dtype = torch.float16,
-    device: torch.device | str | None = None,
-    act_symmetric: bool = True,
-    *,
-    batch_invariant: bool = False,
-    architecture: int = 0,
-    exact: bool = False,
-    out_dtype: torch.dtype | None = None,
-) -> Explanation:
-    """Say which kernel :func:`mixed_gemm` would run, without running it.
-
-    Args:
-        m: rows of x.
-        weight: the weight; only its sizes and format matter.
-        act_quant, act_symmetric: as in :func:`mixed_gemm`.
-        dtype: dtype of x.
-        device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" for one that need not be
-            there. The weight's own device if None.
-        batch_invariant, architecture, exact, out_dtype: as in :func:`mixed_gemm`.
-
-    Raises:
-        ValueError: no kernel takes this problem; the message names the field and what is supported.
-    """
-    if act_quant not in _ACT_QUANT:
-        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
-    if dtype not in _TYPES:
-        raise TypeError(f"dtype is {dtype}; supported are {_names(_TYPES)}")
-    gpu = _device(weight.device if device is None else device)
-    if gpu is None:
-        return Explanation("cpu", "reference", None, (0, 0), 0, 1, 0, 0, "the specification in plain torch")
-    floats = (0, _TYPES[dtype], weight.k, _ACT_QUANT[act_quant], act_symmetric)
-    plan = _C.plan(weight.native, m, _TYPES[out_dtype or dtype], *floats, batch_invariant, architecture, exact, gpu)
-    quantizer = None if act_quant == "none" or plan.quantizes else "quantize_activations"
-    tile = (plan.tile_rows, plan.tile_tokens)
-    return Explanation(
-        f"sm_{gpu.architecture}",
-        plan.kernel,
-        quantizer,
-        tile,
-        plan.stages,
-        plan.splits,
-        plan.cut_tiles,
-        plan.workspace,
-        plan.why,
-        not plan.rounds,
-    )
 
 
 # ---- torch.library: the same on plain tensors

@@ -57,15 +57,16 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
     packed = co.reorder(qw)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
     y = multiply(x, packed, **options)
-    if x.is_contiguous():  # explain() does not see how rows lie
-        assert not is_exact(y, x, packed, **options), co.explain(len(x), packed, dtype=x.dtype, **options)
+    # Floats with groups of 128, without offsets, are multiplied exactly whatever the order of their columns.
+    keeps = act_quant == "none" and qw.group_size >= 128 and qw.offsets is None and qw.book is None
+    assert is_exact(y, x, packed, **options) is keeps, co.explain(x, packed, **options)
     if qw.book is not None:  # its values are rounded to x's type first
         qw = co.QuantizedWeight(qw.codes, qw.scales, bits=4, group_size=qw.group_size, book=qw.book.to(x.dtype).float())
     want = oracle(x, qw, act_quant, symmetric)
     if exact:
         assert_same(y, want.to(x.dtype))
     else:
-        assert_close(y, want, rounded=True)
+        assert_close(y, want, rounded=not keeps)
         assert same_bits(y, multiply(x, packed, **options))
         # Exactness is to be had, by another kernel.
         assert_close(multiply(x, packed, exact=True, **options), want)

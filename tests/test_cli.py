@@ -141,14 +141,14 @@ def test_inspect_names_the_kernels(model: Path, tmp_path: Path) -> None:
 def test_inspect_says_why_no_kernel_runs(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     out = tmp_path / "p.safetensors"
     run("reorder", model, "-o", out, "--bits", 4)
-    right = cli.ops.explain
+    right = cutlass_ops.explain
 
     def explain(m: int, weight: cutlass_ops.PackedWeight, **options: Any) -> cutlass_ops.Explanation:
         if weight.n == 48:
             raise ValueError("no row takes it")
         return right(m, weight, **options)
 
-    monkeypatch.setattr(cli.ops, "explain", explain)
+    monkeypatch.setattr(cli, "explain", explain)
     tensors = run_json("inspect", out, "--gpu", "sm_90")["tensors"]
     assert next(t for t in tensors if t["name"] == UP)["kernels"] == {
         "sm_90": {"1": "none: no row takes it", "4096": "none: no row takes it"}

@@ -418,9 +418,9 @@ def test_a_batch_invariant_product_is_planned_alike_for_every_m(shape: tuple[int
         packed = sized(n, k, bits)
         for device in ("sm_80", "sm_90", "sm_120"):
             plans = [co.explain(m, packed, act_quant, device=device, batch_invariant=True) for m in INVARIANT_MS]
-            assert len({(plan.kernel, plan.splits) for plan in plans}) == 1
+            assert len({(plan.kernel, plan.slices) for plan in plans}) == 1
             free = [co.explain(m, packed, act_quant, device=device) for m in INVARIANT_MS]
-            assert len({(plan.kernel, plan.splits) for plan in free}) > 1 or n != 4096
+            assert len({(plan.kernel, plan.slices) for plan in free}) > 1 or n != 4096
 
 
 def test_explain_takes_the_kernels_of_an_earlier_architecture() -> None:
@@ -433,7 +433,7 @@ def test_explain_takes_the_kernels_of_an_earlier_architecture() -> None:
     assert co.explain(4096, packed, device="sm_90").kernel != co.explain(4096, packed, device="sm_90", architecture=89).kernel
     with pytest.raises(ValueError, match="architecture is 90; the GPU is sm_80"):
         co.explain(1, packed, device="sm_80", architecture=90)
-    with pytest.raises(ValueError, match="the GPU is sm_75; the kernels run on sm_80 and later"):
+    with pytest.raises(ValueError, match=r"architecture 75 \(.*mma_gemm_a16.*\); kernels run on sm_80 and later"):
         co.explain(1, packed, device="sm_80", architecture=75)
 
 
@@ -679,7 +679,7 @@ def test_explain_on_the_cpu() -> None:
     explanation = co.explain(3, co.reorder(weight()))
     assert explanation.device == "cpu"
     assert explanation.kernel == "reference"
-    assert explanation.quantizer is None
+    assert explanation.launches == ()
     assert str(explanation) == "cpu: reference (the specification in plain torch)"
 
 
@@ -697,12 +697,15 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
         assert explanation.exact == (explanation.device != "sm_90" or m <= 16)
         assert decodes or not explanation.exact or explanation.kernel.endswith("_a16" if act_quant == "none" else "_a8")
         assert co.explain(m, packed, act_quant=act_quant, dtype=torch.bfloat16, device=device, exact=True).exact
-        assert explanation.quantizer == (None if act_quant == "none" or decodes else "quantize_activations")
+        quantizes = act_quant != "none" and not decodes
+        launches = ["quantize_activations"] * quantizes + [explanation.kernel]
+        launches += ["reduce_splits"] * (explanation.slices > 1 and explanation.tail_tiles == 0)
+        assert explanation.launches == (tuple(launches) if m else ())
         assert min(explanation.tile) >= 8
-        assert explanation.splits >= 1
+        assert explanation.slices >= 1
         # The quantiser's codes, k_pad bytes a row, are in the workspace.
-        assert explanation.workspace >= (0 if explanation.quantizer is None else m * 256)
-        for part in (explanation.kernel, f"{explanation.tile[1]} tokens", explanation.why):
+        assert explanation.workspace >= (m * 256 if quantizes else 0)
+        for part in (explanation.kernel, f"{explanation.tile[1]} rows", explanation.why):
             assert part in str(explanation)
 
 
@@ -712,20 +715,87 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
         ({"act_quant": "row"}, ValueError, ["act_quant", "'row'", "'token'"]),
         ({"dtype": torch.int8}, TypeError, ["dtype", "int8", "float16"]),
         ({"dtype": torch.float32}, ValueError, ["float32", "none", "float16 or bfloat16"]),
-        ({"m": -1}, ValueError, ["m is -1", "16777216"]),
-        ({"m": (1 << 24) + 1}, ValueError, ["m is 16777217", "16777216"]),
+        ({"x": -1}, ValueError, ["m is -1", "16777216"]),
+        ({"x": (1 << 24) + 1}, ValueError, ["m is 16777217", "16777216"]),
         ({"device": "sm_75"}, ValueError, ["'sm_75'", "sm_80", "sm_120"]),
         ({"device": "sm_x"}, ValueError, ["'sm_x'", "sm_80"]),
         ({"device": "meta"}, ValueError, ["meta", "cpu and cuda"]),
+        ({"x": activations(3, K), "dtype": torch.bfloat16}, ValueError, ["torch.bfloat16", "x has dtype torch.float32"]),
+        ({"x": activations(3, 8)}, ValueError, ["x has shape (3, 8)", str(K)]),
+        ({"out_dtype": torch.int8}, TypeError, ["out_dtype", "int8", "float16"]),
+        ({"activation": "tanh"}, ValueError, ["tanh"]),
+        ({"bias": torch.zeros(3)}, ValueError, ["bias has shape (3,)"]),
+        ({"residual": torch.zeros(3)}, ValueError, ["residual has shape (3,)"]),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, dict) else "",
 )
 def test_explain_refuses(change: Change, error: type[Exception], words: list[str]) -> None:
-    arguments: Change = {"m": 3, "weight": co.reorder(weight()), "device": "sm_90", **change}
+    arguments: Change = {"x": 3, "weight": co.reorder(weight()), "device": "sm_90", **change}
     with pytest.raises(error) as caught:
         co.explain(**arguments)
     for word in words:
         assert word in str(caught.value)
+
+
+def aligned(*shape: int, dtype: torch.dtype = torch.float16) -> Tensor:
+    """A tensor whose memory starts on 16 bytes."""
+    memory = torch.zeros(math.prod(shape) + 8, dtype=dtype)
+    return memory[-memory.data_ptr() % 16 // memory.element_size() :][: math.prod(shape)].view(shape)
+
+
+def test_explain_takes_what_the_product_takes() -> None:
+    packed = co.reorder(weight())
+    x = aligned(2, 3, K)
+    of_rows = co.explain(6, packed, device="sm_90")
+    assert co.explain(x, packed, device="sm_90") == of_rows
+    end: Change = {"bias": torch.zeros(N), "activation": "gelu", "residual": torch.zeros(2, 3, N), "saturate": True}
+    assert co.explain(x, packed, device="sm_90", **end) == of_rows
+    assert co.explain(x.bfloat16(), packed, device="sm_90") == co.explain(6, packed, dtype=torch.bfloat16, device="sm_90")
+    assert co.explain(x, packed).kernel == "reference"
+    # Quantised before, they are not quantised again.
+    many = aligned(300, K)
+    for block in (64, -1):
+        quantized = co.quantize_activations(many, block=block)
+        before = co.explain(quantized, packed, device="sm_90", exact=True)
+        after = co.explain(many, packed, "token" if block == -1 else "block", device="sm_90", exact=True)
+        assert after.launches == ("quantize_activations", *before.launches)
+        assert (before.kernel, before.grid, before.shared_memory) == (after.kernel, after.grid, after.shared_memory)
+    rounded = co.explain(quantized, packed, device="sm_90")
+    assert rounded.launches[:2] == ("upcast_activations", "wgmma_fold16")
+    assert not rounded.exact
+    assert co.explain(torch.zeros(0, K, dtype=torch.float16), packed, device="sm_90").launches == ()
+
+
+def test_explain_sees_how_x_lies_in_memory() -> None:
+    packed = co.reorder(co.quantize(torch.randn(192, 512), bits=4, group_size=128))
+
+    def upcasts(x: Tensor, **options: Any) -> bool:
+        explanation = co.explain(x, packed, device="sm_90", **options)
+        assert explanation.kernel == "wgmma_gemm_a16"
+        return "upcast_activations" in explanation.launches
+
+    wide = aligned(64, 1024)
+    assert not upcasts(wide[:, :512])
+    assert not upcasts(wide[:, 8:520])
+    assert upcasts(wide[:, 4:516])  # rows do not start on 16 bytes
+    assert upcasts(aligned(64, 516)[:, :512])
+    assert not upcasts(aligned(512, 64).t())  # is copied
+    assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))  # so is what is no matrix
+    assert not upcasts(wide[:, 4:516], batch_invariant=True)
+    assert upcasts(wide.view(4, 16, 1024)[..., 4:516])
+    # One row of three dimensions keeps its stride where nothing else is asked for, and has none as a matrix.
+    row, large = aligned(1, 1, 28673)[..., :28672], sized(8192, 28672, 4)
+    assert co.explain(row, large, device="sm_90").kernel == "decode_gemm"
+    assert co.explain(row, large, device="sm_90", exact=True) == co.explain(1, large, device="sm_90")
+
+
+def test_explain_casts_as_autocast_does() -> None:
+    packed = co.reorder(weight())
+    x = aligned(40, K, dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert co.explain(x, packed, device="sm_90") == co.explain(40, packed, dtype=torch.bfloat16, device="sm_90")
+    with pytest.raises(ValueError, match="x is float32"):
+        co.explain(x, packed, device="sm_90")
 
 
 @pytest.mark.skipif(_C.built_with_cuda, reason="this build has CUDA kernels")

@@ -144,13 +144,7 @@ def multiply(x: Tensor | co.QuantizedActivations, packed: co.PackedWeight, **opt
     dtype = options.get("out_dtype") or x.dtype
     m = math.prod(x.shape[:-1])
     itemsize = torch.empty(0, dtype=dtype).element_size()
-    quantizes = isinstance(x, Tensor) and options.get("act_quant", "none") != "none"
-    plan = co.explain(
-        m, packed, options["act_quant"] if quantizes else "none", HALF, act_symmetric=options.get("act_symmetric", True)
-    )
-    # Activations that are quantised already take another row of the table: any partial sums are covered by 16 parts.
-    partials = 0 if isinstance(x, Tensor) else 16 * m * formats.padded_rows(packed.n) * 4
-    poison(m * packed.n * itemsize, plan.workspace, partials)
+    poison(m * packed.n * itemsize, co.explain(x, packed, **options).workspace)
     return co.mixed_gemm(x, packed, **options)
 
 
@@ -158,16 +152,14 @@ def is_exact(y: Tensor, x: Tensor | co.QuantizedActivations, packed: co.PackedWe
     """Whether the product y keeps the integers of its operands, or may round weights and activations to its own dtype."""
     if y.dtype != x.dtype:
         return True
-    if isinstance(x, co.QuantizedActivations):
-        options |= {"act_quant": "token" if x.block == -1 else "block", "act_symmetric": x.zeros is None}
-    return co.explain(math.prod(x.shape[:-1]), packed, dtype=x.dtype, **options).exact
+    return co.explain(x, packed, **options).exact
 
 
 def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     """Every element within what its type and fp32 sums allow (and, for fp32, the whole within 1e-6).
 
-    With `rounded` operands, weights and values of int8 activations have y's type: then six standard deviations of the sum of
-    their errors, for a row of x and a row of the weight of their size.
+    With `rounded` operands, weights and values of int8 activations have y's type: then 6.7 standard deviations of the sum of
+    their errors, for a row of x and a row of the weight of their size (six are passed once in 5e8 elements: that is seen).
     """
     assert y.shape == exact.shape
     error = (y.double() - exact).abs()
@@ -178,7 +170,7 @@ def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     sums = 1e-5 * rms
     if rounded:
         size = (exact.square().mean(0) * exact.square().mean(1, keepdim=True)).sqrt() / rms
-        sums = {HALF: 1.7e-3, BFLOAT: 1.4e-2}[y.dtype] * size
+        sums = {HALF: 1.9e-3, BFLOAT: 1.5e-2}[y.dtype] * size
     excess = error - (unit * exact.abs() + sums)
     worst = divmod(int(excess.argmax()), y.shape[-1])
     assert not excess.isnan().any(), f"NaN, first at {tuple(excess.isnan().nonzero()[0].tolist())}"
@@ -1339,7 +1331,7 @@ def test_replays_of_tiles_whose_k_is_cut(n: int, k: int, act_quant: str) -> None
     # A replay finds in the workspace what the one before left there, and must wait for its own parts of K. On 66 clusters one
     # tile is left over, or 40, whose last parts are taken two by a cluster.
     packed = co.reorder(make_weight(Format(8), n, k, exact=False))
-    if co.explain(100, packed, act_quant).cut_tiles == 0:
+    if co.explain(100, packed, act_quant).tail_tiles == 0:
         pytest.skip("this GPU's waves leave no tiles over")
     x = make_floats(100, k, HALF)
     assert_close(co.mixed_gemm(x, packed, act_quant=act_quant), oracle(x, packed.unpack(), act_quant))
@@ -1462,7 +1454,7 @@ def test_a_row_has_the_same_bits_whatever_m_is(activations: str, fmt: Format) ->
 def test_batch_invariant_products_split_k_for_more_rows_than_a_grid_is_high(act_quant: str) -> None:
     m, n, k = 70_001, 64, 2048
     packed = co.reorder(make_weight(Format(), n, k, exact=False))
-    assert co.explain(m, packed, act_quant, batch_invariant=True).splits > 1
+    assert co.explain(m, packed, act_quant, batch_invariant=True).slices > 1
     x = make_floats(m, k, HALF)
     y = co.mixed_gemm(x, packed, act_quant=act_quant, batch_invariant=True)
     for row in (0, 65_535, m - 1):
@@ -1505,8 +1497,8 @@ def test_explain_tells_what_runs() -> None:
             ran = {event.key for event in profile.key_averages()}
             if ran:  # a profiler that another tool (compute-sanitizer) keeps out sees nothing
                 assert any(here.kernel in name for name in ran), ran
-                assert any("quantize_" in name for name in ran) == (here.quantizer is not None), ran
-                assert any("reduce_splits" in name for name in ran) == (here.splits > 1 and here.cut_tiles == 0), ran
+                assert any("quantize_" in name for name in ran) == ("quantize_activations" in here.launches), ran
+                assert any("reduce_splits" in name for name in ran) == ("reduce_splits" in here.launches), ran
 
 
 def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:

@@ -8,6 +8,22 @@
 
 namespace cutlass_ops {
 
+// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit lines can do. An activation that is not named here does
+// not compile (-Werror=switch).
+inline bool is_clamp(Activation activation) {
+  switch (activation) {
+    case Activation::kNone:
+    case Activation::kGelu:
+    case Activation::kSilu:
+      return false;
+    case Activation::kRelu:
+    case Activation::kRelu6:
+    case Activation::kClamp:
+      return true;
+  }
+  return false;
+}
+
 // The part of a GemmProblem that the epilogue reads, small enough for kernel parameters.
 struct EpilogueParams {
   void* out;

@@ -26,13 +26,13 @@
 #include <atomic>
 #include <chrono>
 
-#include "cut_tiles.h"
 #include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
 #include "device/hopper.cuh"
 #include "device/launch.cuh"
-#include "dispatch.h"
+#include "dispatch/problem.h"
+#include "dispatch/spec.h"
 
 namespace cutlass_ops::hopper {
 
@@ -643,23 +643,43 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_wait();
 }
 
+// The driver's function that makes tensor maps, or why there is none; asked for once.
+struct Encoder {
+  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  Status status;
+
+  Encoder() {
+    constexpr char const* kCall = "cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)";
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    cudaError_t const error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess) {
+      status = cuda_error(kCall, error);
+    } else if (found != cudaDriverEntryPointSuccess || !function) {
+      status = {Status::kCuda, std::string(kCall) + ": the driver has no such function (" + std::to_string(int(found)) +
+                                   "); one of CUDA 12.0 or later is needed"};
+    } else {
+      encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+    }
+  }
+};
+inline Encoder const& tensor_map_encoder() {
+  static Encoder const encoder;
+  return encoder;
+}
+
 // A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores write nothing there.
 template <int kRank>
 Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
               cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
               CUtensorMapL2promotion promotion, CUtensorMap* map) {
-  static PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
-  if (!encode) {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found;
-    cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) return cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)", error);
-    encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
-  }
+  Encoder const& encoder = tensor_map_encoder();
+  if (!encoder.status.ok()) return encoder.status;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
-  CUresult result = encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                           swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult result = encoder.encode(map, type, kRank, const_cast<void*>(data), dims, strides, box, steps,
+                                   CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeTiled: error " + std::to_string(int(result))};
   return {};
 }
@@ -685,10 +705,8 @@ inline uint64_t new_mark() {
 template <class C>
 Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Params), GemmProblem const& problem,
                          Plan const& plan, float* partials, CUtensorMap const& map, Stream stream, int band_tiles = 16) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
   PackedWeight const& w = problem.weight;
-  int const clusters = device.multiprocessors / C::kCluster;
+  int const clusters = plan.grid_x / C::kCluster;
   int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   int k_tiles = weight_tiles;
   if constexpr (C::kWindow > 0) k_tiles += correction_windows(weight_tiles, C::kBits);
@@ -697,18 +715,18 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
            problem.quantized,
            EpilogueParams(problem),
            partials,
-           plan.cut_tiles ? reinterpret_cast<uint64_t*>(partials + part_floats(plan)) : nullptr,
-           plan.cut_tiles ? new_mark() : 0,
+           plan.tail_tiles ? reinterpret_cast<uint64_t*>(partials + part_floats(plan)) : nullptr,
+           plan.tail_tiles ? new_mark() : 0,
            (n_pad + C::kRows * C::kCluster - 1) / (C::kRows * C::kCluster),
            (problem.m + C::kTokens - 1) / C::kTokens,
            k_tiles,
            n_pad,
            0,
-           plan.cut_tiles,
-           plan.splits,
-           plan.cut_tiles ? CutTiles(plan.cut_tiles, plan.splits, clusters, k_tiles) : CutTiles(0, 1, k_tiles),
+           plan.tail_tiles,
+           plan.slices,
+           plan.tail,
            0,
-           0,
+           clusters,
            band_tiles,
            w.group_size == -1 ? weight_tiles
            : short_groups     ? 1
@@ -719,29 +737,27 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
            half_tokens<C>(problem.m),
            false};
   int const tiles = p.row_pairs * p.token_tiles;
-  if (plan.splits > 1 && plan.cut_tiles == 0) p.cut_tiles = tiles, p.cut = CutTiles(tiles, plan.splits, k_tiles);
+  if (plan.slices > 1 && plan.tail_tiles == 0) p.cut_tiles = tiles;  // split-K
   p.whole_tiles = tiles - p.cut_tiles;
+  p.work_end = p.cut.gathered > 1 ? p.whole_tiles + p.cut.gathered * clusters
+                                  : p.whole_tiles + p.cut_tiles * (p.cut.parts - 1) + p.cut.last;
   EpilogueParams const& e = p.epilogue;
   p.store_halves = (!partials || p.marks) && !e.residual && e.vector_store && e.out_type != DataType::kFloat32 &&
-                   e.activation != Activation::kGelu && e.activation != Activation::kSilu;
+                   (e.activation == Activation::kNone || is_clamp(e.activation));
   CUtensorMap out_map = {};
   if (p.store_halves) {
     if (Status status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kBoxTokens, &out_map); !status.ok())
       return status;
   }
-  int const work = p.whole_tiles + p.cut_tiles * (p.cut.parts - 1) + p.cut.last;
-  p.clusters = std::min(work, clusters);
-  p.work_end = p.cut.gathered > 1 ? p.whole_tiles + p.cut.gathered * p.clusters : work;
-  dim3 const grid(p.clusters * C::kCluster);
   if constexpr (C::kWindow > 0) {
     CorrectedParams corrected{p, {}, weight_tiles};
     int const columns = int(zero_columns(w.k));
     Status status = encode_tokens(problem.quantized.zero_values, 2, problem.m, columns, int64_t(columns) * 2,
                                   C::kTokens / C::kCluster, &corrected.zero_values);
     if (!status.ok()) return status;
-    return launch_clusters(kernel, grid, C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, corrected);
+    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, corrected);
   } else {
-    return launch_clusters(kernel, grid, C::kCluster, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
+    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
   }
 }
 

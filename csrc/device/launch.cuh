@@ -67,6 +67,19 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   return {};
 }
 
+// As a plan says, of a kernel with CTAs of so many threads and at least so much shared memory.
+template <class... Params, class... Args>
+Status launch_plan(void (*kernel)(Params...), Plan const& plan, int threads, int shared_bytes, Stream stream, Args&&... args) {
+  if (plan.threads != threads || plan.shared_bytes < shared_bytes) {
+    return {Status::kInvalid, std::string("the plan of ") + plan.kernel + " has " + std::to_string(plan.threads) +
+                                  " threads and " + std::to_string(plan.shared_bytes) +
+                                  " bytes of shared memory; the kernel wants " + std::to_string(threads) + " and " +
+                                  std::to_string(shared_bytes)};
+  }
+  return launch_clusters(kernel, dim3(unsigned(plan.grid_x), unsigned(plan.grid_y)), plan.cluster_size, dim3(threads),
+                         plan.shared_bytes, stream, std::forward<Args>(args)...);
+}
+
 template <class... Params, class... Args>
 Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_bytes, Stream stream, Args&&... args) {
   return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);

@@ -323,13 +323,11 @@ struct TileParams {
         token_tiles((problem.m + tokens - 1) / tokens),
         k_tiles(int(padded_k(weight.k) / kKPerTile)),
         n_pad(int(padded_rows(weight.n))),
-        splits(plan.splits),
+        splits(plan.slices),
         log_scale_bytes(log2_size_of(weight.scale_type)),
         log_offset_bytes(log2_size_of(weight.offset_type)),
         plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
               problem.out_type != DataType::kFloat32 && epilogue.vector_store) {}
-
-  dim3 grid() const { return dim3(unsigned(row_tiles) * unsigned(token_tiles), unsigned(splits)); }
 };
 
 // The way out: a block's sums to the output or the split's partial sums, through shared memory that nothing else uses any more.

@@ -13,6 +13,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -46,7 +47,7 @@ struct Config {
   // The table starts on a multiple of its size, which dynamic shared memory does not.
   static constexpr int kX = decode::Int4Book::kTableBytes;  // from the table on
   static constexpr int kSharedBytes = decode::Int4Book::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
-  static_assert(kSharedBytes <= book_gemm_a16_tile(kTokens).shared_bytes, "the dispatch table promises less shared memory");
+  static_assert(kSharedBytes <= book_gemm_a16_tile(kTokens).shared_bytes, "its tile promises less shared memory");
   static_assert(kSharedBytes >= kTokens * kSumStride * int(sizeof(float)), "the sums leave through shared memory");
 };
 
@@ -317,27 +318,29 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
            VectorRows(w.group_size),
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
-           plan.splits,
+           plan.slices,
            aligned && !w.perm};
-  dim3 grid(unsigned((w.n + C::kRows - 1) / C::kRows), unsigned(plan.splits));
-  return launch(book_gemm_a16<C>, grid, C::kThreads, C::kSharedBytes, stream, p);
+  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kTokens), "the plan has other shared memory");
+  return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
 template <class Element, int kTokens>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   return problem.weight.group_size == 32 ? launch_config<Config<Element, kTokens, 2>>(problem, plan, partials, stream)
                                          : launch_config<Config<Element, kTokens, 1>>(problem, plan, partials, stream);
 }
 
-}  // namespace
-
-template <int kTokens>
-Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kTokens>(problem, plan, partials, stream)
-                                              : launch_element<__nv_bfloat16, kTokens>(problem, plan, partials, stream);
+template <class Element>
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, partials, stream)
+                           : launch_groups<Element, 8>(problem, plan, partials, stream);
 }
 
-template Status launch_book_gemm_a16<4>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_book_gemm_a16<8>(GemmProblem const&, Plan const&, float*, Stream);
+}  // namespace
+
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, partials, stream)
+                                              : launch_element<__nv_bfloat16>(problem, plan, partials, stream);
+}
 
 }  // namespace cutlass_ops

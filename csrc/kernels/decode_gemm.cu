@@ -22,7 +22,6 @@
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
 // below 2^24, exact in fp32.
 #include "cutlass_ops/layout.h"
-#include "decode_shape.h"
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
 #include "device/hopper.cuh"
@@ -31,6 +30,9 @@
 #include "device/quantize.cuh"
 #include "device/shares.cuh"
 #include "device/tile.cuh"
+#include "dispatch/checks.h"
+#include "dispatch/decode_shape.h"
+#include "dispatch/problem.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
@@ -980,9 +982,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
-  DecodeMemory memory(problem, shape);
+  DecodeShape const& shape = plan.decode;
   EpilogueParams epilogue(problem);
   bool plain = !problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
                epilogue.vector_store && problem.out_type == C::kElementType;
@@ -1013,62 +1015,64 @@ Status launch_config(GemmProblem const& problem, DecodeShape const& shape, Strea
            Shares(C::kThreads * shape.cluster / 16, problem.m),
            log2_size_of(w.scale_type),
            log2_size_of(w.offset_type),
-           memory,
+           plan.decode_memory,
            plain,
            vector_x,
            Excess<typename C::Decode>::kExcess > 0 || w.zeros || w.offsets};
-  return launch_clusters(decode_gemm<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, memory.total, stream,
-                         p);
+  return launch_plan(decode_gemm<C>, plan, C::kThreads, plan.decode_memory.total, stream, p);
 }
 
 template <class Element, int kBits, int kTokens, bool kInt8, bool kBook, int kWarps>
-Status launch_warps(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
+Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream) {
   constexpr Weights kAny = kBook ? Weights::kBook : Weights::kAny;
   PackedWeight const& w = problem.weight;
   switch (w.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kAny>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kAny>>(problem, plan, stream);
     case 64:
-      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kAny>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kAny>>(problem, plan, stream);
     default:
       if constexpr (!kBook) {
         using Plain = Config<Element, kBits, kTokens, 0, kInt8, kWarps, Weights::kPlain>;
-        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType) return launch_config<Plain>(problem, shape, stream);
+        if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType) return launch_config<Plain>(problem, plan, stream);
       }
-      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kAny>>(problem, shape, stream);
+      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kAny>>(problem, plan, stream);
   }
 }
 
 template <class Element, int kBits, int kTokens, bool kInt8, bool kBook>
-Status launch_element(GemmProblem const& problem, DecodeShape const& shape, Stream stream) {
+Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
   constexpr int kMost = decode_warps(kTokens < 8 ? 8 : kTokens, kBook);
-  return shape.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, shape, stream)
-                              : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, shape, stream);
+  return plan.decode.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, plan, stream)
+                                    : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, plan, stream);
+}
+
+template <int kBits, int kTokens, bool kInt8, bool kBook = false>
+Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  if constexpr (kInt8) {
+    return launch_element<__half, kBits, kTokens, true, kBook>(problem, plan, stream);
+  } else {
+    return problem.x_type == DataType::kFloat16
+               ? launch_element<__half, kBits, kTokens, false, kBook>(problem, plan, stream)
+               : launch_element<__nv_bfloat16, kBits, kTokens, false, kBook>(problem, plan, stream);
+  }
 }
 
 }  // namespace
 
-template <int kBits, int kTokens, bool kInt8, bool kBook>
-Status launch_decode_gemm(GemmProblem const& problem, Plan const&, float*, Stream stream) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  DecodeShape shape = decode_shape(problem, device, kTokens < 8 ? 8 : kTokens);
-  if constexpr (kInt8) {
-    return launch_element<__half, kBits, kTokens, true, kBook>(problem, shape, stream);
-  } else {
-    return problem.x_type == DataType::kFloat16
-               ? launch_element<__half, kBits, kTokens, false, kBook>(problem, shape, stream)
-               : launch_element<__nv_bfloat16, kBits, kTokens, false, kBook>(problem, shape, stream);
+Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  if (w.book) {
+    return plan.block_m == 4   ? launch_input<4, 4, false, true>(problem, plan, stream)
+           : plan.block_m == 8 ? launch_input<4, 8, false, true>(problem, plan, stream)
+                               : launch_input<4, 16, false, true>(problem, plan, stream);
   }
+  if (multiplies_int8(problem)) {
+    return w.bits == 4 ? launch_input<4, 8, true>(problem, plan, stream) : launch_input<8, 8, true>(problem, plan, stream);
+  }
+  if (w.bits == 8) return launch_input<8, 8, false>(problem, plan, stream);
+  return plan.block_m == 8 ? launch_input<4, 8, false>(problem, plan, stream)
+                           : launch_input<4, 16, false>(problem, plan, stream);
 }
-
-template Status launch_decode_gemm<4, 8, false>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<8, 8, false>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<4, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<8, 8, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<4, 16, false>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<4, 4, false, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<4, 8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_decode_gemm<4, 16, false, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

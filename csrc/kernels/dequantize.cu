@@ -19,7 +19,8 @@ struct Params {
   DequantizeProblem problem;
   VectorRows rows;  // of the group vectors
   int log_group;    // of the columns a row covers in a tile of K
-  int k_tiles, n_pad;
+  int k_tiles;
+  int n_pad;           // of the whole weight, as group vectors have it
   int columns;         // warps side by side
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
 };
@@ -105,7 +106,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
   uint8_t const* from = w.codes + int64_t(row0 / kRowsPerSlab) * p.k_tiles * chunk_bytes(kBits) +
                         row0 % kRowsPerSlab / kRowsPerBlock * kTileUnits * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
   uint4 records[kUnits];
-  bool there = row0 < p.n_pad;
+  bool there = row0 < w.n;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     int unit = first + i;
@@ -155,13 +156,20 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
 }  // namespace
 
 Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
-  PackedWeight const& w = problem.weight;
+  PackedWeight const& whole = problem.weight;
+  int const n_pad = int(padded_rows(whole.n)), k_tiles = int(padded_k(whole.k) / kKPerTile), first = problem.first_row;
+  DequantizeProblem panel = problem;
+  PackedWeight& w = panel.weight;  // the rows that are wanted
+  w.codes += int64_t(first / kRowsPerSlab) * k_tiles * chunk_bytes(w.bits);
+  w.scales = static_cast<uint8_t const*>(w.scales) + int64_t(first) * size_of(w.scale_type);
+  if (w.zeros) w.zeros += first;
+  if (w.offsets) w.offsets = static_cast<uint8_t const*>(w.offsets) + int64_t(first) * size_of(w.offset_type);
+  w.n = problem.rows < 0 ? whole.n - first : problem.rows;
   bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 && w.k % 8 == 0;
   VectorRows rows(w.group_size);
-  int k_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   int columns = (k_tiles * w.bits / 2 + kUnits - 1) / kUnits;
-  Params p{problem, rows, rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm};
-  dim3 grid(unsigned((int64_t(columns) * (n_pad / kRowsPerBlock) + kThreads / 32 - 1) / (kThreads / 32)));
+  Params p{panel, rows, rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm};
+  dim3 grid(unsigned((int64_t(columns) * (padded_rows(w.n) / kRowsPerBlock) + kThreads / 32 - 1) / (kThreads / 32)));
   return w.bits == 8 ? launch(dequantize_units<8, false>, grid, kThreads, 0, stream, p)
          : w.book    ? launch(dequantize_units<4, true>, grid, kThreads, 0, stream, p)
                      : launch(dequantize_units<4, false>, grid, kThreads, 0, stream, p);

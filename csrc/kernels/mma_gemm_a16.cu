@@ -13,6 +13,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
@@ -41,7 +42,7 @@ struct Config : BlockTile<kTokens> {
   static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
   // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of them. Measured.
   static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kTokens == 16 && !kGeneral) ? 3 : 1;
-  static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).resident;
+  static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).min_ctas_per_sm;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
 
@@ -54,8 +55,7 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
   static constexpr int kSharedBytes = kTable + (kBook ? decode::Int4Book::kTableBytes : 0);
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
-  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes,
-                "the dispatch table promises less shared memory");
+  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes, "its tile promises less shared memory");
   static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
@@ -409,11 +409,13 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
   bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
   Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), static_cast<uint16_t const*>(problem.x), problem.x_stride,
            vector_loads, vector_loads && w.k % kKPerTile == 0};
-  return launch(mma_gemm_a16<C>, p.grid(), C::kThreads, C::kSharedBytes, stream, p);
+  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kTokens, C::kGeneral, C::kBook, C::kStages),
+                "the plan has other shared memory");
+  return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
 template <class Element, int kBits, int kTokens>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
   if constexpr (kBits == 4) {
     if (w.book) return launch_config<Config<Element, 4, kTokens, true, true>>(problem, plan, partials, stream);
@@ -423,30 +425,30 @@ Status launch_element(GemmProblem const& problem, Plan const& plan, float* parti
   }
   using Whole = Config<Element, kBits, kTokens, false>;
   if constexpr (Whole::kAhead && kBits == 8) {
-    // Two blocks to a multiprocessor are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).
-    using Short = Config<Element, kBits, kTokens, false, false, 2>;
-    Device device;
-    if (Status status = current_device(&device); !status.ok()) return status;
-    if (device.shared_memory >= 2 * Short::kSharedBytes && device.shared_memory < 2 * Whole::kSharedBytes) {
-      return launch_config<Short>(problem, plan, partials, stream);
-    }
+    if (plan.stages == 2)
+      return launch_config<Config<Element, kBits, kTokens, false, false, 2>>(problem, plan, partials, stream);
   }
   return launch_config<Whole>(problem, plan, partials, stream);
 }
 
-}  // namespace
-
-template <int kBits, int kTokens>
-Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kTokens>(problem, plan, partials, stream)
-                                              : launch_element<__nv_bfloat16, kBits, kTokens>(problem, plan, partials, stream);
+template <class Element, int kBits>
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return plan.block_m == 16   ? launch_groups<Element, kBits, 16>(problem, plan, partials, stream)
+         : plan.block_m == 32 ? launch_groups<Element, kBits, 32>(problem, plan, partials, stream)
+                              : launch_groups<Element, kBits, 64>(problem, plan, partials, stream);
 }
 
-template Status launch_mma_gemm_a16<4, 16>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<4, 32>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<4, 64>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<8, 16>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<8, 32>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a16<8, 64>(GemmProblem const&, Plan const&, float*, Stream);
+template <class Element>
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.weight.bits == 4 ? launch_tile<Element, 4>(problem, plan, partials, stream)
+                                  : launch_tile<Element, 8>(problem, plan, partials, stream);
+}
+
+}  // namespace
+
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, partials, stream)
+                                              : launch_element<__nv_bfloat16>(problem, plan, partials, stream);
+}
 
 }  // namespace cutlass_ops

@@ -21,6 +21,7 @@
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -49,7 +50,7 @@ struct Config : BlockTile<kTokens> {
   // The zero points of 8-bit weights may lead beyond the magic number's range.
   static constexpr bool kMagic = !kGeneral || kBits == 4;
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).resident : 2;
+  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).min_ctas_per_sm : 2;
   static constexpr int kCopiesAtOnce = 1;
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kTokens == 64;  // the multiplication takes all registers
   static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
@@ -65,8 +66,7 @@ struct Config : BlockTile<kTokens> {
   // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
   static constexpr int kStageBytes = (kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kTokens).shared_bytes,
-                "the dispatch table promises less shared memory");
+  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kTokens).shared_bytes, "its tile promises less shared memory");
   static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
@@ -279,18 +279,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a8(__grid
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), problem.quantized, VectorRows(problem.quantized.block)};
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  // No more blocks on a multiprocessor than the grid is made for: those that are started while the kernel before still runs would crowd on the first
-  // that it leaves. (W8A8, 9 tokens x 8192 x 28672: 58.3 us; 66.6 where three fit.)
-  int const crowded = device.shared_memory / (C::kMinBlocks + 1);
-  return launch(mma_gemm_a8<C>, p.grid(), C::kThreads, C::kSharedBytes > crowded ? C::kSharedBytes : crowded, stream, p);
+  static_assert(
+      C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kTokens, C::kForm != Form::kSymmetric, C::kGeneral, C::kStages),
+      "the plan has other shared memory");
+  return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-}  // namespace
-
 template <int kBits, int kTokens>
-Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_form(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.group_size == 32) return launch_config<Config<kBits, kTokens, Form::kGeneral32>>(problem, plan, partials, stream);
   if (w.offsets || w.group_size == 64 || (w.zeros && kBits == 8)) {
@@ -301,11 +297,18 @@ Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* p
              : launch_config<Config<kBits, kTokens, Form::kSymmetric>>(problem, plan, partials, stream);
 }
 
-template Status launch_mma_gemm_a8<4, 16>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a8<4, 32>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a8<4, 64>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a8<8, 16>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a8<8, 32>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_mma_gemm_a8<8, 64>(GemmProblem const&, Plan const&, float*, Stream);
+template <int kBits>
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return plan.block_m == 16   ? launch_form<kBits, 16>(problem, plan, partials, stream)
+         : plan.block_m == 32 ? launch_form<kBits, 32>(problem, plan, partials, stream)
+                              : launch_form<kBits, 64>(problem, plan, partials, stream);
+}
+
+}  // namespace
+
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, partials, stream)
+                                  : launch_tile<8>(problem, plan, partials, stream);
+}
 
 }  // namespace cutlass_ops

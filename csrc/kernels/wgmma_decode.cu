@@ -12,13 +12,15 @@
 //   promote   sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu. Zero points of int8 x take away so many sums of the tile's weights,
 //             which eight columns of ones beside x's make on the way
 //   end       sums leave registers for the block of the cluster that ends with those features, by st.async, and are added in a fixed order
+#include <type_traits>
+
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
 #include "device/quantize.cuh"
 #include "device/shares.cuh"
 #include "device/tile.cuh"
+#include "dispatch/problem.h"
 #include "kernels/kernels.h"
-#include "wgmma_decode_shape.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
 
@@ -521,8 +523,9 @@ __global__ void __launch_bounds__(C::kThreads + (C::kAlone ? 64 : 0), C::kAlone 
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
+  WgmmaDecodeShape const& shape = plan.wgmma_decode;
   Maps maps;
   QuantizedActivations const& q = problem.quantized;
   int64_t const k_pad = padded_k(w.k);
@@ -558,80 +561,69 @@ Status launch_config(GemmProblem const& problem, WgmmaDecodeShape const& shape, 
            k_tiles,
            n_pad,
            log_cluster};
-  return launch_clusters(wgmma_decode<C>, dim3(shape.clusters * shape.cluster), shape.cluster, C::kThreads, shape.shared_bytes,
-                         stream, maps, p);
+  return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
 }
 
 template <class Element, int kBits, bool kBook, bool kAlone>
-Status launch_element(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
   if constexpr (kBook) {
     return problem.weight.scale_type == DataType::kFloat32
-               ? launch_config<Config<Element, kBits, false, true, float>>(problem, shape, stream)
-               : launch_config<Config<Element, kBits, false, true>>(problem, shape, stream);
+               ? launch_config<Config<Element, kBits, false, true, float>>(problem, plan, stream)
+               : launch_config<Config<Element, kBits, false, true>>(problem, plan, stream);
   } else {
     return problem.weight.zeros
-               ? launch_config<Config<Element, kBits, true, false, Element, false, false, kAlone>>(problem, shape, stream)
-               : launch_config<Config<Element, kBits, false, false, Element, false, false, kAlone>>(problem, shape, stream);
+               ? launch_config<Config<Element, kBits, true, false, Element, false, false, kAlone>>(problem, plan, stream)
+               : launch_config<Config<Element, kBits, false, false, Element, false, false, kAlone>>(problem, plan, stream);
   }
 }
 
 // Element: of x in memory, floats or int8.
 template <class Element, class Scale, int kBits, bool kTokenZeros, bool kAlone>
-Status launch_int8(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+Status launch_int8(GemmProblem const& problem, Plan const& plan, Stream stream) {
   constexpr bool kQuantizes = !std::is_same_v<Element, int8_t>;
   if constexpr (kBits == 4) {
     if (problem.weight.zeros)
-      return launch_config<Config<Element, 4, true, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, shape, stream);
+      return launch_config<Config<Element, 4, true, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
   }
-  return launch_config<Config<Element, kBits, false, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, shape, stream);
+  return launch_config<Config<Element, kBits, false, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
 }
 
 template <int kBits, bool kQuantizes, bool kAlone, bool kTokenZeros>
-Status launch_scales(GemmProblem const& problem, WgmmaDecodeShape const& shape, Stream stream) {
+Status launch_scales(GemmProblem const& problem, Plan const& plan, Stream stream) {
   DataType const scale = problem.weight.scale_type;
   if constexpr (kQuantizes) {  // scales of x's type
     return scale == DataType::kFloat16
-               ? launch_int8<__half, __half, kBits, kTokenZeros, kAlone>(problem, shape, stream)
-               : launch_int8<__nv_bfloat16, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, shape, stream);
+               ? launch_int8<__half, __half, kBits, kTokenZeros, kAlone>(problem, plan, stream)
+               : launch_int8<__nv_bfloat16, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, plan, stream);
   } else {
-    return scale == DataType::kFloat16 ? launch_int8<int8_t, __half, kBits, kTokenZeros, kAlone>(problem, shape, stream)
+    return scale == DataType::kFloat16 ? launch_int8<int8_t, __half, kBits, kTokenZeros, kAlone>(problem, plan, stream)
            : scale == DataType::kBFloat16
-               ? launch_int8<int8_t, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, shape, stream)
-               : launch_int8<int8_t, float, kBits, kTokenZeros, kAlone>(problem, shape, stream);
+               ? launch_int8<int8_t, __nv_bfloat16, kBits, kTokenZeros, kAlone>(problem, plan, stream)
+               : launch_int8<int8_t, float, kBits, kTokenZeros, kAlone>(problem, plan, stream);
   }
 }
 
-template <int kBits, bool kBook, bool kQuantizes, bool kAlone>
-Status launch_input(GemmProblem const& problem, Stream stream) {
-  Device device;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  WgmmaDecodeShape const shape(problem, device, kQuantizes, kAlone);
-  if constexpr (!kBook) {
-    if (multiplies_int8(problem))
-      return activations_have_zeros(problem) ? launch_scales<kBits, kQuantizes, kAlone, true>(problem, shape, stream)
-                                             : launch_scales<kBits, kQuantizes, kAlone, false>(problem, shape, stream);
-  }
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, kBook, kAlone>(problem, shape, stream)
-                                              : launch_element<__nv_bfloat16, kBits, kBook, kAlone>(problem, shape, stream);
+template <int kBits, bool kAlone>
+Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  auto const launch = [&](auto quantizes) {
+    constexpr bool kQuantizes = decltype(quantizes)::value;
+    return activations_have_zeros(problem) ? launch_scales<kBits, kQuantizes, kAlone, true>(problem, plan, stream)
+                                           : launch_scales<kBits, kQuantizes, kAlone, false>(problem, plan, stream);
+  };
+  if (multiplies_int8(problem)) return plan.quantizes ? launch(std::true_type()) : launch(std::false_type());
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits, false, kAlone>(problem, plan, stream)
+                                              : launch_element<__nv_bfloat16, kBits, false, kAlone>(problem, plan, stream);
 }
 
 }  // namespace
 
-template <int kBits, bool kBook, bool kQuantizes>
-Status launch_wgmma_decode(GemmProblem const& problem, Plan const&, float*, Stream stream) {
-  return launch_input<kBits, kBook, kQuantizes, false>(problem, stream);
+Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
+  if (problem.weight.book) {
+    return problem.x_type == DataType::kFloat16 ? launch_element<__half, 4, true, false>(problem, plan, stream)
+                                                : launch_element<__nv_bfloat16, 4, true, false>(problem, plan, stream);
+  }
+  if (problem.weight.bits == 4) return launch_input<4, false>(problem, plan, stream);
+  return plan.one_cta_per_sm ? launch_input<8, true>(problem, plan, stream) : launch_input<8, false>(problem, plan, stream);
 }
-template <int kBits, bool kQuantizes>
-Status launch_wgmma_decode_alone(GemmProblem const& problem, Plan const&, float*, Stream stream) {
-  return launch_input<kBits, false, kQuantizes, true>(problem, stream);
-}
-
-template Status launch_wgmma_decode<4>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode<8>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode<4, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode<4, false, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode<8, false, true>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode_alone<8, false>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_decode_alone<8, true>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

@@ -19,6 +19,7 @@
 
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
@@ -40,7 +41,7 @@ struct Config {
   static constexpr int kWindow = 0;
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
   static constexpr int kBits = Format::kBits, kTokens = kTokens_, kCluster = 2;
-  static constexpr int kWarpgroups = wgmma_fold16_tile(kTokens).rows / (kCluster * kRowsPerSlab);
+  static constexpr int kWarpgroups = wgmma_fold16_tile(kTokens).block_n / (kCluster * kRowsPerSlab);
   static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
@@ -418,6 +419,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kTokens, C::kCodebook, C::kNarrow) &&
+                    C::kChunks == wgmma_fold16_tile(C::kTokens, C::kBits).stages,
+                "the plan has other shared memory or stages");
   CUtensorMap map;
   Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
                                         hopper::half_tokens<C>(problem.m), &map);
@@ -434,7 +438,7 @@ Status launch_format(GemmProblem const& problem, Plan const& plan, float* partia
 
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  switch (plan.tile_tokens) {
+  switch (plan.block_m) {
     case 32:
       return launch_format<Element, Format, 32>(problem, plan, partials, stream);
     case 64:
@@ -448,7 +452,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials
     case 256:
       return launch_format<Element, Format, 256>(problem, plan, partials, stream);
     default:
-      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.tile_tokens) + " rows"};
+      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
   }
 }
 

@@ -10,6 +10,7 @@
 // Groups are of 128 or more, without offsets; wgmma_fold16 takes all formats, and rounds weights to x's type.
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
@@ -47,7 +48,7 @@ struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).shared_bytes,
-                "the dispatch table promises less shared memory");
+                "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                  CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
@@ -242,6 +243,9 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
+                                       {C::kBits, C::kTokens, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
+                "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
                                         hopper::half_tokens<C>(problem.m), &map);
@@ -262,32 +266,38 @@ Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partial
              : launch_config<Config<Element, kBits, kTokens, false, Scale, kWarpgroups>>(problem, plan, partials, stream);
 }
 
-template <class Element, int kTokens, int kWarpgroups>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if constexpr (kWarpgroups == 4) {
-    return launch_zeros<Element, 4, kTokens, Element, 4>(problem, plan, partials, stream);
-  } else {
-    return problem.weight.bits == 4 ? launch_zeros<Element, 4, kTokens>(problem, plan, partials, stream)
-                                    : launch_zeros<Element, 8, kTokens>(problem, plan, partials, stream);
+template <class Element, int kTokens>
+Status launch_bits(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.weight.bits == 4 ? launch_zeros<Element, 4, kTokens>(problem, plan, partials, stream)
+                                  : launch_zeros<Element, 8, kTokens>(problem, plan, partials, stream);
+}
+
+template <class Element>
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, partials, stream);
+  switch (plan.block_m) {
+    case 32:
+      return launch_bits<Element, 32>(problem, plan, partials, stream);
+    case 64:
+      return launch_bits<Element, 64>(problem, plan, partials, stream);
+    case 96:
+      return launch_bits<Element, 96>(problem, plan, partials, stream);
+    case 128:
+      return launch_bits<Element, 128>(problem, plan, partials, stream);
+    case 144:
+      return launch_bits<Element, 144>(problem, plan, partials, stream);
+    case 160:
+      return launch_bits<Element, 160>(problem, plan, partials, stream);
+    default:
+      return launch_bits<Element, 208>(problem, plan, partials, stream);
   }
 }
 
 }  // namespace
 
-template <int kTokens, int kWarpgroups>
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16
-             ? launch_element<__half, kTokens, kWarpgroups>(problem, plan, partials, stream)
-             : launch_element<__nv_bfloat16, kTokens, kWarpgroups>(problem, plan, partials, stream);
+  return problem.x_type == DataType::kFloat16 ? launch_tile<__half>(problem, plan, partials, stream)
+                                              : launch_tile<__nv_bfloat16>(problem, plan, partials, stream);
 }
-
-template Status launch_wgmma_gemm_a16<32, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<64, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<64, 4>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<96, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<128, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<144, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<160, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a16<208, 2>(GemmProblem const&, Plan const&, float*, Stream);
 
 }  // namespace cutlass_ops

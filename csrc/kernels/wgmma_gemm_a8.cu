@@ -13,6 +13,7 @@
 
 #include "device/decode.cuh"
 #include "device/hopper_gemm.cuh"
+#include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
@@ -53,7 +54,7 @@ struct Config : hopper::TileConfig<kBits, kTokens, 1, kPromotion_ != Promotion::
   static constexpr bool kMeetAtEnd =
       kWindows ? kBits == 8 : kBits == 4 && kTokens == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
   static_assert(Config::kSharedBytes <= wgmma_gemm_a8_tile(kBits, kTokens, kWarpgroups).shared_bytes,
-                "the dispatch table promises less shared memory");
+                "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                  CUtensorMap const& out_map, hopper::Params const& p, hopper::Place<Config> const& at);
@@ -590,6 +591,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kTokens, 1, C::kPromotion != Promotion::kChannel,
+                                                            C::kPromotion == Promotion::kBlock, C::kAsymmetric, C::kZeros,
+                                                            C::kStages, C::kWarpgroups}),
+                "the plan has other shared memory");
   int64_t k_pad = padded_k(problem.weight.k);
   int const rows = std::max(problem.m, problem.quantized.rows);
   CUtensorMap map;
@@ -625,10 +630,8 @@ Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partial
   return launch_promotion<kBits, kTokens, kWarpgroups, kZeros, false>(problem, plan, partials, stream);
 }
 
-}  // namespace
-
 template <int kBits, int kTokens>
-Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_corrected(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   auto const launch = [&](auto zeros) {
     constexpr bool kZeros = decltype(zeros)::value;
     if (problem.quantized.block == -1) {
@@ -642,37 +645,60 @@ Status launch_wgmma_gemm_a8_corrected(GemmProblem const& problem, Plan const& pl
   return launch(std::false_type());
 }
 
-template <int kBits, int kTokens, int kWarpgroups>
-Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <int kBits, int kTokens, int kWarpgroups = 2>
+Status launch_plain(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   if constexpr (kBits == 4 && kTokens <= 176) {
     if (problem.weight.zeros) return launch_zeros<4, kTokens, kWarpgroups, true>(problem, plan, partials, stream);
   }
   return launch_zeros<kBits, kTokens, kWarpgroups, false>(problem, plan, partials, stream);
 }
 
-template Status launch_wgmma_gemm_a8<4, 32, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 32, 4>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 64, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 64, 4>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 96, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<4, 256, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 32, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 64, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 96, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 128, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 144, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 176, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8<8, 256, 2>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<4, 96>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<4, 128>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<4, 144>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<4, 176>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<8, 96>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<8, 128>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<8, 144>(GemmProblem const&, Plan const&, float*, Stream);
-template Status launch_wgmma_gemm_a8_corrected<8, 176>(GemmProblem const&, Plan const&, float*, Stream);
+template <int kBits>
+Status launch_corrected_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  switch (plan.block_m) {
+    case 96:
+      return launch_corrected<kBits, 96>(problem, plan, partials, stream);
+    case 128:
+      return launch_corrected<kBits, 128>(problem, plan, partials, stream);
+    case 144:
+      return launch_corrected<kBits, 144>(problem, plan, partials, stream);
+    default:
+      return launch_corrected<kBits, 176>(problem, plan, partials, stream);
+  }
+}
+
+template <int kBits>
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  if (plan.corrects) return launch_corrected_tile<kBits>(problem, plan, partials, stream);
+  if constexpr (kBits == 4) {
+    if (plan.block_n == 512) {
+      return plan.block_m == 32 ? launch_plain<4, 32, 4>(problem, plan, partials, stream)
+                                : launch_plain<4, 64, 4>(problem, plan, partials, stream);
+    }
+  }
+  switch (plan.block_m) {
+    case 32:
+      return launch_plain<kBits, 32>(problem, plan, partials, stream);
+    case 64:
+      return launch_plain<kBits, 64>(problem, plan, partials, stream);
+    case 96:
+      return launch_plain<kBits, 96>(problem, plan, partials, stream);
+    case 128:
+      return launch_plain<kBits, 128>(problem, plan, partials, stream);
+    case 144:
+      return launch_plain<kBits, 144>(problem, plan, partials, stream);
+    case 256:
+      return launch_plain<kBits, 256>(problem, plan, partials, stream);
+    default:
+      return launch_plain<kBits, 176>(problem, plan, partials, stream);
+  }
+}
+
+}  // namespace
+
+Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, partials, stream)
+                                  : launch_tile<8>(problem, plan, partials, stream);
+}
 
 }  // namespace cutlass_ops

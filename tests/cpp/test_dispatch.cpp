@@ -1,5 +1,4 @@
-// Which kernel a problem gets, in how many parts, and where a call's scratch memory lies. Needs no GPU.
-#include "dispatch.h"
+// Which kernel a problem gets, in how many slices of K, how it is launched, and where its scratch memory lies. Needs no GPU.
 
 #include <gtest/gtest.h>
 
@@ -13,8 +12,9 @@
 #include <vector>
 
 #include "cutlass_ops/layout.h"
-#include "decode_shape.h"
-#include "wgmma_decode_shape.h"
+#include "dispatch/decode_shape.h"
+#include "dispatch/problem.h"
+#include "dispatch/spec.h"
 
 namespace cutlass_ops {
 namespace {
@@ -51,11 +51,21 @@ GemmProblem already_quantized(GemmProblem p, int block) {
   return p;
 }
 
-// Of a kernel with tiles of 48 tokens that leaves its parts to reduce_splits.
-Plan plan_of(int splits) {
+// The plan of a problem that has one.
+Plan planned(GemmProblem const& p, Device const& device = kHopper) {
   Plan chosen;
-  chosen.splits = splits;
-  chosen.tile_tokens = 48;
+  Status const status = plan(p, device, &chosen);
+  EXPECT_TRUE(status.ok()) << status.text;
+  return chosen;
+}
+
+// Of a kernel with tiles of 48 rows that leaves its slices to reduce_splits.
+Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false, bool corrects = false) {
+  Plan chosen;
+  chosen.slices = slices;
+  chosen.block_m = 48;
+  chosen.corrects = corrects;
+  lay_out_workspace(p, upcasts, &chosen);
   return chosen;
 }
 
@@ -92,8 +102,8 @@ std::vector<Named> inputs(GemmProblem const& p) {
   return all;
 }
 
-TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
-  std::set<Row const*> used;
+TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
+  std::set<std::tuple<std::string, int, int, bool, bool>> used;  // kernel, tile, and what tells its candidates apart
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
@@ -110,33 +120,37 @@ TEST(Dispatch, GivesEverySupportedProblemARowThatTakesIt) {
             for (Named const& input : inputs(problem(m, n, k, bits, group_size))) {
               SCOPED_TRACE("sm_" + std::to_string(device.architecture) + ", bits " + std::to_string(bits) + ", group " +
                            std::to_string(group_size) + ", m " + std::to_string(m) + ", " + input.name);
-              Row const* row = nullptr;
-              Status const status = select(input.problem, device, &row);
-              ASSERT_TRUE(status.ok()) << status.text;
-              ASSERT_NE(row, nullptr);
-              EXPECT_TRUE(row->inputs & (input.int8 ? kInt8Input : kFloatInput));
-              EXPECT_TRUE(row->weights & (input.problem.weight.book ? kCodeBook : bits == 4 ? kWeights4 : kWeights8));
-              EXPECT_LE(row->min_architecture, device.architecture);
-              EXPECT_GE(row->max_architecture, device.architecture);
-              EXPECT_LE(row->min_m, m);
-              EXPECT_GE(row->max_m, m);
-              EXPECT_LE(row->tile.shared_bytes, device.shared_memory);
-              used.insert(row);
-
-              Plan chosen;
-              ASSERT_TRUE(plan(input.problem, device, &chosen).ok());
-              EXPECT_STREQ(chosen.kernel, row->kernel);
-              EXPECT_STREQ(chosen.why, row->why);
-              EXPECT_EQ(chosen.tile_rows, row->tile.rows);
-              EXPECT_EQ(chosen.tile_tokens, row->tile.tokens);
-              EXPECT_EQ(chosen.stages, row->tile.stages);
-              EXPECT_EQ(chosen.workspace, workspace_layout(input.problem, chosen, row->inputs).total);
+              Plan const p = planned(input.problem, device);
+              ASSERT_NE(p.spec, nullptr);
+              EXPECT_STREQ(p.kernel, p.spec->name);
+              EXPECT_TRUE(p.why && *p.why);
+              EXPECT_EQ(p.spec->can_implement(input.problem, device), Field::kNone);
+              EXPECT_EQ(p.spec->launch != nullptr, bool(CUTLASS_OPS_CUDA));
+              EXPECT_GE(p.threads, 128);
+              EXPECT_LE(p.threads, 1024);
+              EXPECT_GE(p.stages, 1);
+              EXPECT_LE(p.shared_bytes, device.shared_memory);
+              EXPECT_EQ(p.grid_x % p.cluster_size, 0);
+              // Persistent CTAs, and those that share K while decoding, all run at a time.
+              if (device.architecture == 90 && std::string(p.kernel).substr(0, 4) != "mma_" && !input.problem.weight.book) {
+                EXPECT_LE(p.grid_x, device.multiprocessors);
+              }
+              // Something quantises what is multiplied as int8, or the kernel does.
+              bool const floats = input.int8 && !input.problem.quantized.codes;
+              EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
+              std::vector<char const*> const order = launches(p);
+              EXPECT_EQ(std::count(order.begin(), order.end(), p.kernel), 1);
+              EXPECT_EQ(std::string(order.front()) == "quantize_activations", p.layout.block != 0);
+              EXPECT_EQ(std::string(order.back()) == "reduce_splits", p.slices > 1 && p.tail_tiles == 0);
+              used.emplace(p.kernel, p.block_n, p.block_m, p.corrects, p.one_cta_per_sm);
               if (testing::Test::HasFailure()) return;
             }
-  size_t rows = 0;
-  table(&rows);
-  for (size_t i = 0; i < rows; ++i)
-    EXPECT_TRUE(used.count(table(&rows) + i)) << table(&rows)[i].kernel << ", row " << i << ": no problem selects it";
+  for (KernelSpec const& spec : kernel_specs())
+    for (int bits : {4, 8})
+      for (Candidate const& c : spec.candidates(problem(1, 192, 576, bits)))
+        EXPECT_TRUE(
+            used.count({spec.name, c.tile.block_n, c.tile.block_m, c.corrects, spec.decodes && c.tile.min_ctas_per_sm == 1}))
+            << spec.name << ", " << c.tile.block_n << " x " << c.tile.block_m << ": no problem selects it";
 }
 
 // Up to sm_89 there are the portable kernels alone; their tiles follow M.
@@ -151,7 +165,7 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
           Plan chosen;
           ASSERT_TRUE(plan(p, device, &chosen).ok());
           EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
-          EXPECT_EQ(chosen.tile_tokens, tokens);
+          EXPECT_EQ(chosen.block_m, tokens);
         }
 }
 
@@ -164,48 +178,43 @@ TEST(Dispatch, GivesTheTileWhoseWavesCostLeast) {
                         Case{1024, 4096, 128},   // 6 x 16 tiles of 176 and 8 x 16 of 128 are both two waves
                         Case{256, 4096, 64},     // 4 x 16 tiles: one wave of the cheapest
                         Case{64, 28672, 64}}) {
-    Row const* row = nullptr;
-    ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, 4096), 128), kHopper, &row).ok());
-    EXPECT_STREQ(row->kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
-    EXPECT_EQ(row->tile.tokens, c.tokens) << c.m << " x " << c.n;
+    Plan const chosen = planned(already_quantized(problem(c.m, c.n, 4096), 128));
+    EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8") << c.m << " x " << c.n;
+    EXPECT_EQ(chosen.block_m, c.tokens) << c.m << " x " << c.n;
   }
   // Beside floats 7 waves of 128 tokens beat 7 of 160, 12 of 144 nine of 208, the last of which is cut, nine of 208 12 of 160, and 44 of 160 34 of 208.
   for (int bits : {4, 8})
     for (auto const& [m, tokens] : {std::pair(512, 128), std::pair(1000, 144), std::pair(1024, 208), std::pair(4096, 160)}) {
-      Row const* row = nullptr;
-      ASSERT_TRUE(select(problem(m, 28672, 4096, bits), kHopper, &row).ok());
-      EXPECT_EQ(row->tile.tokens, tokens) << m << ", " << bits;
+      Plan const chosen = planned(problem(m, 28672, 4096, bits));
+      EXPECT_EQ(chosen.block_m, tokens) << m << ", " << bits;
     }
   // Where the tiles fill no wave, the parts of their K count: 32 of 144 tokens in two parts each beat 96 of 64.
   {
-    Row const* row = nullptr;
-    Plan chosen;
-    ASSERT_TRUE(select(problem(129, 8192, 28672, 8), kHopper, &row, &chosen).ok());
-    EXPECT_EQ(row->tile.tokens, 144);
-    EXPECT_EQ(chosen.splits, 2);
+    Plan const chosen = planned(problem(129, 8192, 28672, 8));
+    EXPECT_EQ(chosen.block_m, 144);
+    EXPECT_EQ(chosen.slices, 2);
   }
   // 112 tiles of 256 features are two waves, 56 of 512 one; for the zero points of int4's activations there is no such tile.
-  Row const* row = nullptr;
   GemmProblem p = already_quantized(problem(64, 28672, 4096, 4), 128);
-  ASSERT_TRUE(select(p, kHopper, &row).ok());
-  EXPECT_EQ(row->tile.rows, 512);
+  Plan chosen = planned(p);
+  EXPECT_EQ(chosen.block_n, 512);
   p.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
-  ASSERT_TRUE(select(p, kHopper, &row).ok());
-  EXPECT_EQ(row->tile.rows, 256);
+  chosen = planned(p);
+  EXPECT_EQ(chosen.block_n, 256);
   // Of floats, too, if the weight's scales have their type.
   p = problem(64, 28672, 4096, 4);
-  ASSERT_TRUE(select(p, kHopper, &row).ok());
-  EXPECT_STREQ(row->kernel, "wgmma_gemm_a16");
-  EXPECT_EQ(row->tile.rows, 512);
+  chosen = planned(p);
+  EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a16");
+  EXPECT_EQ(chosen.block_n, 512);
   for (auto const& [bits, scale_type] : {std::pair(4, DataType::kBFloat16), std::pair(8, DataType::kFloat16)}) {
     p.weight.bits = bits, p.weight.scale_type = scale_type;
-    ASSERT_TRUE(select(p, kHopper, &row).ok());
-    EXPECT_EQ(row->tile.rows, 256);
-    EXPECT_EQ(row->tile.tokens, 64);
+    chosen = planned(p);
+    EXPECT_EQ(chosen.block_n, 256);
+    EXPECT_EQ(chosen.block_m, 64);
   }
   p.m = 32;
-  ASSERT_TRUE(select(p, kHopper, &row).ok());
-  EXPECT_EQ(row->tile.tokens, 32);
+  chosen = planned(p);
+  EXPECT_EQ(chosen.block_m, 32);
 }
 
 // Scales of tokens are promoted in less time than those of blocks, the more so by small tiles.
@@ -220,20 +229,17 @@ TEST(Dispatch, GivesTokensTilesByTheirOwnCosts) {
                         Case{4096, 28672, 4096, 176, 176}})
     for (int bits : {4, 8})
       for (int block : {128, -1}) {
-        Row const* row = nullptr;
-        ASSERT_TRUE(select(already_quantized(problem(c.m, c.n, c.k, bits), block), kHopper, &row).ok());
-        EXPECT_STREQ(row->kernel, "wgmma_gemm_a8");
-        EXPECT_EQ(row->tile.tokens, block == -1 ? c.tokens : c.blocks) << c.m << " x " << c.n << " x " << c.k << ", " << block;
+        Plan const chosen = planned(already_quantized(problem(c.m, c.n, c.k, bits), block));
+        EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
+        EXPECT_EQ(chosen.block_m, block == -1 ? c.tokens : c.blocks) << c.m << " x " << c.n << " x " << c.k << ", " << block;
       }
 }
 
 // Where int32 sums run over all of K the tiles have costs of their own, and 256 tokens are one.
 TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
   auto const tokens = [](int m, int n, int k, int bits, bool symmetric = true, int group_size = -1) {
-    Row const* row = nullptr;
-    EXPECT_TRUE(
-        select(quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric), kHopper, &row).ok());
-    return row && std::string(row->kernel) == "wgmma_gemm_a8" ? row->tile.tokens : 0;
+    Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric));
+    return std::string(chosen.kernel) == "wgmma_gemm_a8" ? chosen.block_m : 0;
   };
   for (int bits : {4, 8})
     for (bool symmetric : {true, false}) {
@@ -259,7 +265,7 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
     p.batch_invariant = true;
     Plan chosen;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
-    kept.emplace(chosen.kernel, chosen.splits);
+    kept.emplace(chosen.kernel, chosen.slices);
   }
   EXPECT_EQ(kept.size(), 1u);
 }
@@ -267,7 +273,7 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
 // The tiles that whole waves leave over have their K cut by as many clusters as go round, where that is worth the exchange.
 TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
   struct Case {
-    int m, n, k, cut_tiles, splits;
+    int m, n, k, tail_tiles, slices;
   };
   for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles of 128 tokens
                         Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are cut, and reduce_splits adds up
@@ -277,33 +283,33 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
     GemmProblem p = already_quantized(problem(c.m, c.n, c.k), 128);
     Plan chosen;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.cut_tiles, c.cut_tiles);
-    EXPECT_EQ(chosen.splits, c.splits);
+    EXPECT_EQ(chosen.tail_tiles, c.tail_tiles);
+    EXPECT_EQ(chosen.slices, c.slices);
     // For each part but the first a tile's sums, and a mark of each warp's.
-    if (c.cut_tiles) {
-      EXPECT_EQ(chosen.workspace, size_t(c.cut_tiles * (c.splits - 1) * (256 * chosen.tile_tokens * 4 + 16 * 8)));
+    if (c.tail_tiles) {
+      EXPECT_EQ(chosen.workspace, size_t(c.tail_tiles * (c.slices - 1) * (256 * chosen.block_m * 4 + 16 * 8)));
     }
     p.batch_invariant = true;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.cut_tiles, 0);
+    EXPECT_EQ(chosen.tail_tiles, 0);
   }
   // Beside floats and a long K clusters take the last parts of several tiles where there are too few of them.
-  for (auto const& [m, cut_tiles, splits] :
+  for (auto const& [m, tail_tiles, slices] :
        {std::tuple(1024, 28, 3),   // of 208 tokens: two parts each, and 10 clusters with three last ones
         std::tuple(4096, 46, 2),   // 16 with three
         std::tuple(8192, 26, 3),   // 13 with two
         std::tuple(512, 0, 1)}) {  // 62 of 128, for four with sixteen: these would take too long
     Plan chosen;
     ASSERT_TRUE(plan(problem(m, 8192, 28672, 8), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.cut_tiles, cut_tiles) << m;
-    EXPECT_EQ(chosen.splits, splits) << m;
+    EXPECT_EQ(chosen.tail_tiles, tail_tiles) << m;
+    EXPECT_EQ(chosen.slices, slices) << m;
   }
   // All tiles where they fill no wave, K is long and floats meet 8 bits: 32 of 128 tokens.
-  for (auto const& [bits, k, cut_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
+  for (auto const& [bits, k, tail_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
     Plan chosen;
     ASSERT_TRUE(plan(problem(128, 8192, k, bits), kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.splits, 2);
-    EXPECT_EQ(chosen.cut_tiles, cut_tiles) << bits << ", " << k;
+    EXPECT_EQ(chosen.slices, 2);
+    EXPECT_EQ(chosen.tail_tiles, tail_tiles) << bits << ", " << k;
   }
 }
 
@@ -358,9 +364,8 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
     Plan chosen;
     Status const status = plan(p, kHopper, &chosen);
     EXPECT_TRUE(status.ok()) << status.text;
-    WorkspaceLayout const layout = workspace_layout(p, chosen, chosen.row->inputs);
-    EXPECT_EQ(layout.corrects, bool(chosen.row->inputs & kCorrects));
-    return layout.corrects;
+    EXPECT_EQ(chosen.layout.corrects, chosen.corrects);
+    return chosen.corrects;
   };
   for (int bits : {4, 8})
     for (int group_size : {-1, 128, 512}) {
@@ -389,10 +394,9 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
       // One zero point a token is corrected without zero values, and from int32 sums over all of K taken exactly.
       GemmProblem token = base;
       token.act_quant = ActQuant::kToken;
-      Row const* row = nullptr;
-      ASSERT_TRUE(select(token, kHopper, &row).ok());
-      EXPECT_EQ(bool(row->inputs & kCorrects), group_size != -1);
-      EXPECT_FALSE(workspace_layout(token, plan_of(1), row->inputs).corrects);
+      Plan const chosen = planned(token);
+      EXPECT_EQ(chosen.corrects, group_size != -1);
+      EXPECT_FALSE(chosen.layout.corrects);
       GemmProblem codes = already_quantized(base, 128);
       codes.act_quant = ActQuant::kNone;
       EXPECT_FALSE(corrects(codes));
@@ -419,7 +423,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
     EXPECT_GE(shape.slabs * shape.clusters * kRowsPerSlab, c.n);
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
-    EXPECT_LE(DecodeMemory(p, shape).total, kHopper.shared_memory);
+    EXPECT_LE(decode_memory(p, shape).total, kHopper.shared_memory);
   }
   GemmProblem book = problem(16, 4096, 4096);
   book.weight.book = some_book;
@@ -429,7 +433,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     GemmProblem p = problem(m, n, k);
     p.act_quant = act_quant;
     DecodeShape const shape = decode_shape(p, kHopper, 8);
-    EXPECT_LE(DecodeMemory(p, shape).total, kHopper.shared_memory);
+    EXPECT_LE(decode_memory(p, shape).total, kHopper.shared_memory);
     return shape.stages;
   };
   EXPECT_EQ(stages(1, 8192, 28672, ActQuant::kBlock), 5);
@@ -444,9 +448,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   auto kernel = [](int m, int n, int k, ActQuant act_quant) {
     GemmProblem p = problem(m, n, k);
     p.act_quant = act_quant;
-    Row const* row = nullptr;
-    EXPECT_TRUE(select(p, kHopper, &row).ok());
-    return std::string(row ? row->kernel : "");
+    Plan const chosen = planned(p);
+    return std::string(chosen.kernel);
   };
   EXPECT_EQ(kernel(1, 28672, 4096, ActQuant::kNone), "decode_gemm");
   EXPECT_EQ(kernel(6, 28672, 4096, ActQuant::kNone), "decode_gemm");
@@ -514,10 +517,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     p.weight.group_size = group_size;
     p.weight.scale_type = scales;
     p.architecture = architecture;
-    Row const* row = nullptr;
-    Plan chosen;
-    EXPECT_TRUE(select(p, kHopper, &row, &chosen).ok());
-    return std::pair{std::string(row ? row->kernel : ""), chosen.splits};
+    Plan const chosen = planned(p);
+    return std::pair{std::string(chosen.kernel), chosen.slices};
   };
   EXPECT_EQ(book(8, 4096, 4096, 0).first, "decode_gemm");
   for (int m : {9, 16}) {
@@ -553,7 +554,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
-    WgmmaDecodeShape const shape(p, kHopper, c.quantizes, false);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -578,7 +579,7 @@ TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
     GemmProblem p = problem(16, c.n, c.k, 8);
     p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
     p.act_symmetric = !c.zeros;
-    WgmmaDecodeShape const shape(p, kHopper, c.quantizes, true);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true);
     if (c.slabs || c.n > 100000) {
       EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     }
@@ -602,9 +603,8 @@ TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
 // What a row's kernel lacks goes to a kernel that has it.
 TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   auto kernel = [](GemmProblem const& p) {
-    Row const* row = nullptr;
-    EXPECT_TRUE(select(p, kHopper, &row).ok());
-    return std::string(row ? row->kernel : "");
+    Plan const chosen = planned(p);
+    return std::string(chosen.kernel);
   };
   GemmProblem const plain = already_quantized(problem(512, 4096, 4096), 128);
   EXPECT_EQ(kernel(plain), "wgmma_gemm_a8");
@@ -697,8 +697,8 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
 
 TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
   auto text = [](GemmProblem const& p) {
-    Row const* row = nullptr;
-    Status const status = select(p, kHopper, &row);
+    Plan chosen;
+    Status const status = plan(p, kHopper, &chosen);
     EXPECT_EQ(status.code, Status::kInvalid);
     return status.text;
   };
@@ -739,8 +739,7 @@ TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
     for (Activation activation :
          {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
       p.activation = activation;
-      Row const* row = nullptr;
-      EXPECT_TRUE(select(p, kHopper, &row).ok());
+      EXPECT_TRUE(planned(p).spec);
     }
   }
 }
@@ -786,50 +785,140 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
       {[](auto& p) { p.x_type = DataType::kFloat32; },
        Status::kUnsupported,
        {"x is float32", "act_quant=\"none\"", "float16 or bfloat16", "\"token\" or \"block\""}},
+      {[](auto& p) {
+         p.weight.book = some_book;
+         p.act_quant = ActQuant::kBlock;
+       },
+       Status::kUnsupported,
+       {"code book", "int8", "fp16 or bf16"}},
       {[](auto& p) { p.out_type = DataType::kNone; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
       {[](auto& p) { p.out_type = DataType::kInt8; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
   };
   for (Case const& wrong : cases) {
     GemmProblem p = problem(5, 192, 576);
     wrong.change(p);
-    Row const* row = nullptr;
     Plan chosen;
-    for (Status const& status : {select(p, kHopper, &row), plan(p, kHopper, &chosen)}) {
-      EXPECT_EQ(status.code, wrong.code) << status.text;
-      for (std::string const& word : wrong.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
-    }
-    EXPECT_EQ(row, nullptr);
+    Status const status = plan(p, kHopper, &chosen);
+    EXPECT_EQ(status.code, wrong.code) << status.text;
+    for (std::string const& word : wrong.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
     EXPECT_EQ(chosen.kernel, nullptr);
   }
 }
 
-TEST(Dispatch, SaysWhichGpusItWantsToOneThatIsTooOld) {
-  Row const* row = nullptr;
-  Status const status = select(problem(5, 192, 576), {75, 68, 232448}, &row);
-  EXPECT_EQ(status.code, Status::kUnsupported);
-  EXPECT_NE(status.text.find("sm_75"), std::string::npos) << status.text;
-  EXPECT_NE(status.text.find("sm_80 and later"), std::string::npos) << status.text;
+TEST(Dispatch, SaysWhatForbidsEachKernelWhereNoneIsLeft) {
+  struct Case {
+    Device device;
+    std::vector<std::string> words;
+  };
+  for (Case const& c :
+       {Case{{75, 68, 232448}, {"architecture 75 (wgmma_gemm_a8,", "mma_gemm_a16", "sm_80 and later"}},
+        Case{{80, 108, 65536}, {"65536 bytes of shared memory (", "mma_gemm_a16", "architecture 80 (wgmma_gemm_a8,"}}}) {
+    Plan chosen;
+    Status const status = plan(problem(50, 192, 576), c.device, &chosen);
+    EXPECT_EQ(status.code, Status::kUnsupported);
+    for (std::string const& word : c.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
+    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, decode_gemm,"), std::string::npos) << status.text;
+  }
 }
 
-TEST(Dispatch, HasRowsThatMakeSense) {
-  size_t rows = 0;
-  Row const* row = table(&rows);
-  ASSERT_GT(rows, 0u);
-  for (Row const* end = row + rows; row != end; ++row) {
-    EXPECT_TRUE(row->kernel && *row->kernel);
-    EXPECT_TRUE(row->why && *row->why);
-    EXPECT_LE(row->min_m, row->max_m);
-    EXPECT_LE(row->min_architecture, row->max_architecture);
-    EXPECT_EQ(row->tile.rows % kRowsPerSlab, 0);
-    EXPECT_GE(row->tile.stages, 2);
-    EXPECT_GE(row->tile.resident, 1);
-    EXPECT_EQ(row->launch != nullptr, bool(CUTLASS_OPS_CUDA));
+TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
+  auto const forbids = [](char const* kernel, std::string const& field, std::function<void(GemmProblem&)> const& change,
+                          Device const& device = kHopper) {
+    GemmProblem p = problem(16, 4096, 4096);
+    change(p);
+    EXPECT_EQ(forbidden_by(*find_kernel(kernel), p, device), field) << kernel;
+  };
+  auto const nothing = [](GemmProblem&) {};
+  auto const int8 = [](GemmProblem& p) { p.act_quant = ActQuant::kBlock; };
+  auto const fp32 = [](GemmProblem& p) { p.x_type = DataType::kFloat32; };
+  auto const offsets = [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; };
+  auto const book = [](GemmProblem& p) { p.weight.book = some_book; };
+  auto const perm = [](GemmProblem& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte); };
+  auto const zeros8 = [](GemmProblem& p) {
+    p.weight.bits = 8, p.act_quant = ActQuant::kBlock, p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  };
+  for (char const* kernel : {"wgmma_decode", "decode_gemm", "wgmma_gemm_a16", "wgmma_fold16", "mma_gemm_a16"}) {
+    forbids(kernel, "", nothing);
+    forbids(kernel, std::string(kernel) == "mma_gemm_a16" ? "" : "architecture 80", nothing, kDevices[0]);
+  }
+  for (char const* kernel : {"wgmma_gemm_a8", "mma_gemm_a8"}) {
+    forbids(kernel, "16-bit x", nothing);
+    forbids(kernel, "", int8);
+  }
+  for (char const* kernel : {"wgmma_gemm_a16", "mma_gemm_a16"}) {
+    forbids(kernel, "int8 x", int8);
+    forbids(kernel, "fp32 x", fp32);
+  }
+  for (int group_size : {32, 64}) {
+    auto const groups = [=](GemmProblem& p) { p.weight.group_size = group_size; };
+    forbids("wgmma_gemm_a16", "groups of " + std::to_string(group_size), groups);
+    forbids("wgmma_decode", "groups of " + std::to_string(group_size), groups);
+    forbids("decode_gemm", "", groups);
+    forbids("wgmma_fold16", "", groups);
+  }
+  forbids("wgmma_gemm_a16", "offsets", offsets);
+  forbids("wgmma_decode", "offsets", offsets);
+  forbids("wgmma_gemm_a16", "a code book", book);
+  forbids("book_gemm_a16", "a weight without a code book", [](GemmProblem& p) { p.m = 8; });
+  forbids("wgmma_gemm_a8", "8-bit zero points", zeros8);
+  forbids("wgmma_decode", "8-bit zero points", zeros8);
+  forbids("wgmma_decode", "act order", perm);
+  forbids("wgmma_decode", "rows of x that do not start on 16 bytes", [](GemmProblem& p) { p.x_stride = 4097; });
+  forbids("wgmma_decode", "scales that are not of x's type", [](GemmProblem& p) { p.x_type = DataType::kBFloat16; });
+  forbids("wgmma_decode", "17 rows of x", [](GemmProblem& p) { p.m = 17; });
+  forbids("decode_gemm", "batch_invariant", [](GemmProblem& p) { p.batch_invariant = true; });
+  forbids("wgmma_fold16", "exact", [](GemmProblem& p) { p.exact = true; });
+  forbids("wgmma_fold16", "a result that is not of x's 16-bit type", [](GemmProblem& p) { p.out_type = DataType::kFloat32; });
+  EXPECT_EQ(find_kernel("no_kernel"), nullptr);
+}
+
+TEST(Dispatch, HasKernelsThatMakeSense) {
+  std::set<std::string> names;
+  for (KernelSpec const& spec : kernel_specs()) {
+    EXPECT_TRUE(names.insert(spec.name).second) << spec.name;
+    for (int bits : {4, 8})
+      for (Candidate const& c : spec.candidates(problem(1, 192, 576, bits))) {
+        EXPECT_EQ(c.tile.block_n % kRowsPerSlab, 0) << spec.name;
+        EXPECT_LE(c.min_m, c.max_m) << spec.name;
+        EXPECT_EQ(c.cost.k4096 > 0, spec.cost != nullptr) << spec.name;
+        EXPECT_FALSE(spec.decodes && c.max_m > 16) << spec.name;
+      }
+  }
+}
+
+// What is launched says how much shared memory and how many threads it takes; a few of each kernel, as their files have them.
+TEST(Launch, HasTheThreadsAndTheSharedMemoryOfTheKernel) {
+  struct Case {
+    GemmProblem problem;
+    Device device;
+    char const* kernel;
+    int grid_x, grid_y, cluster, threads, shared_bytes, stages;
+  };
+  for (Case const& c :
+       {Case{problem(1, 4096, 4096), kHopper, "decode_gemm", 132, 1, 2, 256, 106016, 3},
+        Case{problem(16, 4096, 4096), kHopper, "wgmma_decode", 128, 1, 2, 416, 99840, 12},
+        Case{problem(16, 28672, 4096, 8), kHopper, "wgmma_decode", 128, 1, 1, 544, 224256, 6},
+        Case{problem(4096, 28672, 4096), kHopper, "wgmma_gemm_a16", 132, 1, 2, 384, 191744, 3},
+        Case{problem(64, 28672, 4096), kHopper, "wgmma_gemm_a16", 112, 1, 2, 640, 204032, 5},
+        Case{already_quantized(problem(4096, 28672, 4096), 128), kHopper, "wgmma_gemm_a8", 132, 1, 2, 384, 179200, 4},
+        Case{problem(4096, 28672, 4096, 4, 32), kHopper, "wgmma_fold16", 132, 1, 2, 384, 201984, 2},
+        Case{problem(100, 4096, 4096), kDevices[0], "mma_gemm_a16", 64, 3, 1, 128, 75648, 3},
+        Case{problem(100, 4096, 4096, 8), kDevices[0], "mma_gemm_a16", 64, 3, 1, 128, 66816, 2}}) {
+    Plan const p = planned(c.problem, c.device);
+    SCOPED_TRACE(c.kernel);
+    EXPECT_STREQ(p.kernel, c.kernel);
+    EXPECT_EQ(p.grid_x, c.grid_x);
+    EXPECT_EQ(p.grid_y, c.grid_y);
+    EXPECT_EQ(p.cluster_size, c.cluster);
+    EXPECT_EQ(p.threads, c.threads);
+    EXPECT_EQ(p.shared_bytes, c.shared_bytes);
+    EXPECT_EQ(p.stages, c.stages);
   }
 }
 
 TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
   struct Case {
-    int m, n, k, splits;
+    int m, n, k, slices;
   };
   Device const a100 = kDevices[0];
   for (Case const& c : {Case{1, 128, 16384, 16},     // one tile for 432 places: as many as the limit of 16 allows
@@ -841,7 +930,7 @@ TEST(Splits, FillASmallGridAndLeaveALargeOneWhole) {
                         Case{0, 128, 16384, 16}}) {  // no rows: any number will do, but it must be one
     Plan chosen;
     ASSERT_TRUE(plan(problem(c.m, c.n, c.k), a100, &chosen).ok());
-    EXPECT_EQ(chosen.splits, c.splits) << c.m << " x " << c.n << " x " << c.k;
+    EXPECT_EQ(chosen.slices, c.slices) << c.m << " x " << c.n << " x " << c.k;
   }
 }
 
@@ -867,14 +956,14 @@ TEST(Splits, DependOnShapesAlone) {
     p.weight.group_size = -1;
     Plan chosen;
     ASSERT_TRUE(plan(p, kHopper, &chosen).ok());
-    EXPECT_EQ(chosen.splits, expected.splits);
-    EXPECT_EQ(chosen.tile_tokens, expected.tile_tokens);
+    EXPECT_EQ(chosen.slices, expected.slices);
+    EXPECT_EQ(chosen.block_m, expected.block_m);
 
     // Activations that are quantised on the way and those that were before.
     Plan before, on_the_way;
     ASSERT_TRUE(plan(already_quantized(plain, 128), kHopper, &before).ok());
     ASSERT_TRUE(plan(quantized_on_the_way(plain, ActQuant::kBlock, true), kHopper, &on_the_way).ok());
-    EXPECT_EQ(before.splits, on_the_way.splits);
+    EXPECT_EQ(before.slices, on_the_way.slices);
   }
 }
 
@@ -891,7 +980,7 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
           Plan chosen;
           ASSERT_TRUE(plan(p, device, &chosen).ok());
           EXPECT_STREQ(chosen.kernel, expected.kernel) << m;
-          EXPECT_EQ(chosen.splits, expected.splits) << m;
+          EXPECT_EQ(chosen.slices, expected.slices) << m;
         }
       }
 }
@@ -899,11 +988,10 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
 // 17 to 32 int8 tokens: wgmma_gemm_a8 beside weights as large as it was measured to win with.
 TEST(Dispatch, GivesFewInt8TokensTilesOf32BesideLargeWeights) {
   auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
-    Row const* row = nullptr;
-    EXPECT_TRUE(select(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric), kHopper, &row).ok());
-    bool const wgmma = row && std::string(row->kernel) == "wgmma_gemm_a8";
-    EXPECT_EQ(wgmma ? row->tile.tokens : 0, !wgmma ? 0 : m <= 32 ? 32 : 64);
-    return wgmma ? row->tile.rows : 0;
+    Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric));
+    bool const wgmma = std::string(chosen.kernel) == "wgmma_gemm_a8";
+    EXPECT_EQ(wgmma ? chosen.block_m : 0, !wgmma ? 0 : m <= 32 ? 32 : 64);
+    return wgmma ? chosen.block_n : 0;
   };
   for (ActQuant act_quant : {ActQuant::kBlock, ActQuant::kToken})
     for (int m : {17, 32}) {
@@ -930,14 +1018,14 @@ TEST(Dispatch, GivesBatchInvariantInt4ProductsOfBlocksNoSmallTiles) {
   Plan chosen;
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, true), kHopper, &chosen).ok());
   EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
-  EXPECT_GE(chosen.tile_tokens, 128);
+  EXPECT_GE(chosen.block_m, 128);
   ASSERT_TRUE(plan(already_quantized(p, 128), kHopper, &chosen).ok());
-  EXPECT_GE(chosen.tile_tokens, 128);
+  EXPECT_GE(chosen.block_m, 128);
   // Their order of multiplication is that of larger tiles here.
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kBlock, false), kHopper, &chosen).ok());
-  EXPECT_EQ(chosen.tile_tokens, 64);
+  EXPECT_EQ(chosen.block_m, 64);
   ASSERT_TRUE(plan(quantized_on_the_way(p, ActQuant::kToken, true), kHopper, &chosen).ok());
-  EXPECT_EQ(chosen.tile_tokens, 64);
+  EXPECT_EQ(chosen.block_m, 64);
 }
 
 TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
@@ -1017,11 +1105,12 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
       for (int group_size : {-1, 32, 64, 128, 512})
         for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock})
           for (bool symmetric : {true, false})
-            for (auto const& [splits, upcasts] :
+            for (auto const& [slices, upcasts] :
                  std::vector<std::pair<int, bool>>{{1, false}, {2, false}, {7, false}, {1, true}, {7, true}}) {
               int const n = 200;
               GemmProblem const p = quantized_on_the_way(problem(m, n, k, 4, group_size), act_quant, symmetric);
-              WorkspaceLayout const layout = workspace_layout(p, plan_of(splits), upcasts ? kInt8Input | kUpcasts : kInt8Input);
+              Plan const plan = laid_out(p, slices, upcasts);
+              WorkspaceLayout const& layout = plan.layout;
               std::vector<Part> parts;
               if (act_quant != ActQuant::kNone) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
@@ -1038,7 +1127,7 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
               // Floats whose rows no tensor map describes are copied to rows that one does.
               EXPECT_EQ(layout.upcasts, upcasts && (act_quant != ActQuant::kNone || p.x_stride % 8 != 0 || p.x_stride < k));
               if (layout.upcasts) parts.push_back({layout.upcast, size_t(m) * size_t(padded_k(k)) * 2});
-              if (splits > 1) parts.push_back({layout.partials, size_t(splits) * m * 256 * 4});  // n is padded to 256
+              if (slices > 1) parts.push_back({layout.partials, size_t(slices) * m * 256 * 4});  // n is padded to 256
               std::sort(parts.begin(), parts.end(), [](Part a, Part b) { return a.begin < b.begin; });
               size_t end = 0;
               for (Part const& part : parts) {
@@ -1046,8 +1135,8 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
                 EXPECT_GE(part.begin, end);
                 end = part.begin + part.bytes;
               }
-              EXPECT_GE(layout.total, end);
-              EXPECT_LT(layout.total, end + 256);
+              EXPECT_GE(plan.workspace, end);
+              EXPECT_LT(plan.workspace, end + 256);
               if (testing::Test::HasFailure()) return;
             }
 }
@@ -1057,28 +1146,29 @@ TEST(Workspace, HasZeroValuesForCorrections) {
     for (bool codes : {true, false}) {
       GemmProblem p = problem(129, 200, k);
       p = codes ? already_quantized(p, 128) : quantized_on_the_way(p, ActQuant::kBlock, false);
-      size_t const before = workspace_layout(p, plan_of(1)).total;
-      WorkspaceLayout const layout = workspace_layout(p, plan_of(3), kInt8Input | kCorrects);
+      size_t const before = laid_out(p, 1).workspace;
+      Plan const plan = laid_out(p, 3, false, true);
+      WorkspaceLayout const& layout = plan.layout;
       size_t const rows = (k + 4095) / 4096;
       EXPECT_EQ(layout.zero_values, before);
       EXPECT_EQ(layout.zero_values % 256, 0u);
       EXPECT_EQ(layout.zero_scales % 256, 0u);
       EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
       EXPECT_GE(layout.partials, layout.zero_scales + rows * 144 * 4);
-      EXPECT_EQ(layout.total, layout.partials + 3u * 129 * 256 * 4);
+      EXPECT_EQ(plan.workspace, layout.partials + 3u * 129 * 256 * 4);
     }
 }
 
 TEST(Workspace, IsOnlyPartsOfKForActivationsThatAreQuantizedAlready) {
   GemmProblem const p = quantized_on_the_way(already_quantized(problem(5, 200, 576), 128), ActQuant::kBlock, true);
-  EXPECT_EQ(workspace_layout(p, plan_of(1)).total, 0u);
-  EXPECT_EQ(workspace_layout(p, plan_of(3)).total, 3u * 5 * 256 * 4);
+  EXPECT_EQ(laid_out(p, 1).workspace, 0u);
+  EXPECT_EQ(laid_out(p, 3).workspace, 3u * 5 * 256 * 4);
 }
 
 TEST(Workspace, IsCountedIn64Bits) {
   GemmProblem const p = quantized_on_the_way(problem(kMaxM, 28672, 65536), ActQuant::kBlock, true);
-  EXPECT_GE(workspace_layout(p, plan_of(1)).total, size_t(kMaxM) * 65536);
-  EXPECT_GE(workspace_layout(p, plan_of(16)).total, size_t(kMaxM) * 28672 * 16 * 4);
+  EXPECT_GE(laid_out(p, 1).workspace, size_t(kMaxM) * 65536);
+  EXPECT_GE(laid_out(p, 16).workspace, size_t(kMaxM) * 28672 * 16 * 4);
 }
 
 #if !CUTLASS_OPS_CUDA
@@ -1094,4 +1184,15 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
 #endif
 
 }  // namespace
+TEST(Checks, DequantizesRowsFromAWholePanelOn) {
+  DequantizeProblem problem;
+  problem.weight.n = 200, problem.weight.k = 128;
+  auto const ok = [&](int first_row, int rows) {
+    problem.first_row = first_row, problem.rows = rows;
+    return check_dequantize(problem).ok();
+  };
+  EXPECT_TRUE(ok(0, -1) && ok(0, 200) && ok(64, 1) && ok(192, 8) && ok(192, -1));
+  EXPECT_FALSE(ok(-64, -1) || ok(32, -1) || ok(256, -1) || ok(192, 9) || ok(0, 0) || ok(0, -2));
+}
+
 }  // namespace cutlass_ops

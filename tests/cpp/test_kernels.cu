@@ -23,8 +23,9 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
-#include "decode_shape.h"
-#include "dispatch.h"
+#include "dispatch/decode_shape.h"
+#include "dispatch/problem.h"
+#include "dispatch/spec.h"
 
 #ifdef __CUDACC__
 #pragma nv_diag_suppress 177  // what GoogleTest's TEST_P declares and leaves unused
@@ -488,7 +489,7 @@ TEST_P(Products, SplitK) {
     DeviceBytes const from(stored(x, input.type));
     Plan chosen;
     finish(plan(problem(packed.view, from, m, input), device, &chosen));
-    EXPECT_GT(chosen.splits, 1);
+    EXPECT_GT(chosen.slices, 1);
     multiply(w, packed, x, m, true);
   }
 }
@@ -514,7 +515,7 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
     DeviceBytes const from(stored(x, input.type));
     Plan chosen;
     finish(plan(problem(packed.view, from, c.m, input), device, &chosen));
-    tiles.insert({chosen.kernel, chosen.tile_tokens});
+    tiles.insert({chosen.kernel, chosen.block_m});
     multiply(w, packed, x, c.m, true);
     if (HasFatalFailure()) return;
   }
@@ -523,7 +524,7 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
 }
 
 // The shapes that reach every cluster of decode_gemm: blocks of their own, and 2, 4 and 8 that share K; x copied as it is (K is a multiple of 8), and not;
-// slabs that several warps share, that one has to itself, and fewer than the clusters. Its rows are called by themselves, whatever the table prefers.
+// slabs that several warps share, that one has to itself, and fewer than the clusters. It is called by itself, whatever the choice is.
 TEST_P(Products, OfTheShapesThatDecodeTakes) {
   struct Case {
     int n, k, m, cluster;
@@ -532,16 +533,16 @@ TEST_P(Products, OfTheShapesThatDecodeTakes) {
   Device device;
   finish(current_device(&device));
   if (device.architecture != 90) GTEST_SKIP() << "decode_gemm is for sm_90; this GPU is sm_" << device.architecture;
-  size_t rows = 0, ran = 0;
-  Row const* row = table(&rows);
-  unsigned const weights = bits == 4 ? kWeights4 : kWeights8,
-                 inputs = input.act_quant == ActQuant::kNone ? kFloatInput : kInt8Input;
-  for (; rows > 0; --rows, ++row) {
-    if (row->kernel != std::string("decode_gemm") || !(row->weights & weights) || !(row->inputs & inputs)) continue;
+  size_t ran = 0;
+  KernelSpec const& decode_gemm = *find_kernel("decode_gemm");
+  for (Candidate const& candidate : decode_gemm.candidates({})) {
+    // 4 rows are a code book's; 16 are for int4 floats.
+    int const most = candidate.tile.block_m;
+    if (most == 4 || (most == 16 && (bits == 8 || input.act_quant != ActQuant::kNone))) continue;
     for (Case const& c :
          {Case{200, 264, 3, 1, kFormats[0]}, Case{8500, 256, 2, 1, kFormats[1]}, Case{4160, 1000, 4, 2, kFormats[3]},
           Case{1024, 3096, 2, 4, kFormats[4]}, Case{136, 2100, 1, 8, kFormats[5]}, Case{136, 2104, 4, 8, kFormats[2]}}) {
-      int const m = row->max_m > 8 ? c.m + 9 : c.m;
+      int const m = most > 8 ? c.m + 9 : c.m;
       SCOPED_TRACE(std::to_string(m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k) + ", " + c.format.text());
       Weight const w(c.n, c.k, bits, c.format, true);
       DeviceWeight const packed(w);
@@ -549,10 +550,12 @@ TEST_P(Products, OfTheShapesThatDecodeTakes) {
       DeviceBytes const from(stored(x, input.type)), out(size_t(m) * w.n * 4);
       GemmProblem p = problem(packed.view, from, m, input);
       p.out = out.data<void>();
-      if (device.multiprocessors == 132 && bits == 4 && row->max_m == 8) {
-        EXPECT_EQ(decode_shape(p, device, 8).cluster, c.cluster);
+      Plan chosen;
+      ASSERT_TRUE(plan_candidate(p, device, decode_gemm, candidate, &chosen));
+      if (device.multiprocessors == 132 && bits == 4 && most == 8) {
+        EXPECT_EQ(chosen.cluster_size, c.cluster);
       }
-      finish(row->launch(p, Plan(), nullptr, nullptr));
+      finish(decode_gemm.launch(p, chosen, nullptr, nullptr));
       expect_close(out.read<float>(), product(w, x, m, input), true, DataType::kFloat32);
       EXPECT_TRUE(out.guards_are_whole());
       if (HasFatalFailure()) return;
@@ -893,4 +896,16 @@ TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {
 }
 
 }  // namespace
+TEST(DeviceGuard, SaysThatADeviceIsNotThere) {
+  int devices = 0;
+  if (cudaGetDeviceCount(&devices) != cudaSuccess || devices == 0) GTEST_SKIP() << "no CUDA device";
+  {
+    DeviceGuard const there(0), missing(devices);
+    EXPECT_TRUE(there.status().ok());
+    EXPECT_EQ(missing.status().code, Status::kCuda);
+    EXPECT_NE(missing.status().text.find("cudaSetDevice"), std::string::npos);
+  }
+  cudaGetLastError();
+}
+
 }  // namespace cutlass_ops

@@ -1,4 +1,4 @@
-// How one product a window of tiles of K makes good the zero points of activations: for dispatch.cpp, correct_zeros.cu and wgmma_gemm_a8.cu.
+// How one product a window of tiles of K makes good the zero points of activations: for dispatch/, correct_zeros.cu and wgmma_gemm_a8.cu.
 //
 // Meanwhile fp32 sums hold zero points, and round by some 2^-24 of what these come to. A zero point is at most 128 steps of its block's scale, and codes are
 // rounded to one: beside weights of both signs the sums' rounding is about 1e-4 of what that costs y. It may be more than the last bits of a result in fp32,

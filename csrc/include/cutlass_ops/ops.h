@@ -4,7 +4,9 @@
 
 #include <cstddef>
 #include <string>
+#include <vector>
 
+#include "cutlass_ops/plan.h"
 #include "cutlass_ops/problem.h"
 
 namespace cutlass_ops {
@@ -17,27 +19,10 @@ struct Status {
   bool ok() const { return code == kOk; }
 };
 
-struct Row;
-
-// What would run for a problem, from the dispatch table.
-struct Plan {
-  Row const* row = nullptr;      // of the dispatch table
-  char const* kernel = nullptr;  // name of the kernel; the file csrc/kernels/<kernel>.cu holds it
-  char const* why = nullptr;     // the measured reason for the row
-  int tile_rows = 0;             // output features a block computes
-  int tile_tokens = 0;           // tokens a block computes
-  int stages = 0;                // depth of the pipeline of tiles in shared memory
-  int splits = 1;                // parts that K is cut into
-  int cut_tiles = 0;       // the last tiles of y, where their K alone is cut, and the kernel adds up itself; 0: that of all
-  size_t workspace = 0;    // bytes
-  bool rounds = false;     // weights, and values of quantised activations, are rounded to 16 bits
-  bool quantizes = false;  // the kernel quantises activations of floats itself
-};
-
 // The current device's properties; read once.
 Status current_device(Device* device);
 
-// Makes a device the current one as long as it lives.
+// Makes a device the current one as long as it lives, if status() is ok.
 class DeviceGuard {
  public:
   explicit DeviceGuard(int device);
@@ -45,12 +30,22 @@ class DeviceGuard {
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
+  // What CUDA said to it: nothing may be launched unless it is ok.
+  Status const& status() const { return status_; }
+
  private:
+  Status status_;
   int previous_ = -1;  // to go back to, or -1
 };
 
+// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for what was launched before them: what writes
+// a weight must have ended (the stream synchronised) when a product of it is launched. x, bias and residual are waited for.
+
 // Choose a kernel. Needs no GPU: `device` may describe one that is not there.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
+
+// The kernels that a plan's product starts, in order: files of csrc/kernels.
+std::vector<char const*> launches(Plan const& plan);
 
 // y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so. `plan` is what plan() chose for this
 // problem on the current device; without it, mixed_gemm asks itself.

@@ -120,8 +120,10 @@ struct GemmProblem {
 
 struct DequantizeProblem {
   PackedWeight weight;
-  void* out = nullptr;  // [n][k] of out_type, contiguous
+  void* out = nullptr;  // [rows][k] of out_type, contiguous
   DataType out_type = DataType::kFloat16;
+  int first_row = 0;  // of the weight; a multiple of 64
+  int rows = -1;      // -1: all from there on
 };
 
 // Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. What is read

@@ -1,0 +1,139 @@
+#include "dispatch/checks.h"
+
+#include "dispatch/problem.h"
+
+namespace cutlass_ops {
+namespace {
+
+bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+
+}  // namespace
+
+Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
+Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
+
+Status check_weight(PackedWeight const& w) {
+  if (w.bits != 4 && w.bits != 8) {
+    return unsupported("bits is " + std::to_string(w.bits) + "; supported are 4 and 8");
+  }
+  if (w.n < 1 || w.k < 1) {
+    return invalid("the weight's shape is [" + std::to_string(w.n) + ", " + std::to_string(w.k) + "]; both must be at least 1");
+  }
+  bool group_fits =
+      w.group_size == -1 || w.group_size == 32 || w.group_size == 64 || (w.group_size > 0 && w.group_size % 128 == 0);
+  if (!group_fits) {
+    return unsupported("group_size is " + std::to_string(w.group_size) + "; supported are 32, 64, multiples of 128, and -1");
+  }
+  if (!is_float(w.scale_type)) return invalid("scale_type is not a float type");
+  if (w.offsets && !is_float(w.offset_type)) return invalid("offset_type is not a float type");
+  if (w.zeros && w.offsets) return invalid("the weight has zeros and offsets; at most one is supported");
+  if (w.book && (w.bits != 4 || w.zeros || w.offsets)) {
+    return unsupported("the weight has a code book and " +
+                       std::string(w.bits != 4 ? "8 bits"
+                                   : w.zeros   ? "zeros"
+                                               : "offsets") +
+                       "; a code book gives values to 4-bit codes, without zero points or offsets");
+  }
+  return {};
+}
+
+Status check_gemm(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  if (Status status = check_weight(w); !status.ok()) return status;
+  if (problem.m < 0 || problem.m > kMaxM) {
+    return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
+  }
+  bool quantized = problem.quantized.codes != nullptr;
+  if (quantized) {
+    int block = problem.quantized.block, fits = activation_block(w.group_size);
+    if (block != -1 && block != fits) {
+      return unsupported("the activations' block is " + std::to_string(block) + "; with weights in groups of " +
+                         std::to_string(w.group_size) + " it must be " + std::to_string(fits) + " or -1");
+    }
+  } else if (!is_float(problem.x_type)) {
+    return unsupported("x has a type that is not fp16, bf16 or fp32");
+  } else if (problem.act_quant == ActQuant::kNone && problem.x_type == DataType::kFloat32) {
+    return unsupported(
+        "x is float32 with act_quant=\"none\"; on a GPU that takes float16 or bfloat16 (float32 with \"token\" or \"block\")");
+  }
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (quantized && (problem.quantized.stride < problem.m || problem.quantized.stride % 16 != 0)) {
+    return invalid("the activations' stride is " + std::to_string(problem.quantized.stride) +
+                   "; a multiple of 16 that is at least m = " + std::to_string(problem.m) + " is expected");
+  }
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.architecture < 0 || problem.architecture > device.architecture) {
+    return unsupported("architecture is " + std::to_string(problem.architecture) + "; the GPU is sm_" +
+                       std::to_string(device.architecture) +
+                       ", which runs kernels of its own architecture and of earlier ones");
+  }
+  if (w.book && multiplies_int8(problem)) {
+    return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
+  }
+  return {};
+}
+
+Status check_quantize(QuantizeProblem const& p) {
+  if (!is_float(p.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
+  if (p.m < 0 || p.m > kMaxM || p.k < 1) {
+    return invalid("x is [" + std::to_string(p.m) + ", " + std::to_string(p.k) + "]; 0 to " + std::to_string(kMaxM) +
+                   " rows of at least 1 column are supported");
+  }
+  if (p.out.block != -1 && p.out.block != 32 && p.out.block != 64 && p.out.block != 128) {
+    return unsupported("block is " + std::to_string(p.out.block) + "; supported are 32, 64, 128 and -1");
+  }
+  if (p.out.stride < p.m || p.out.stride % 16 != 0) {
+    return invalid("stride is " + std::to_string(p.out.stride) +
+                   "; a multiple of 16 that is at least m = " + std::to_string(p.m) + " is expected");
+  }
+  if (p.norm_weight && p.up) return invalid("both norm_weight and up are given; at most one is supported");
+  if (!p.residual != !p.sum || (p.residual && !p.norm_weight)) {
+    return invalid("residual, sum and norm_weight: a residual comes with a norm, and has a place for the sum");
+  }
+  if (p.norm_weight && !(p.norm_eps >= float(kLeastNormEps) && p.norm_eps <= 1.0f)) {
+    return unsupported("norm_eps is " + std::to_string(p.norm_eps) + "; 1e-15 to 1 is supported");
+  }
+  if (p.norm_weight && p.k > kMaxNormK) {
+    return unsupported("k is " + std::to_string(p.k) + "; a norm of at most " + std::to_string(kMaxNormK) +
+                       " columns is supported");
+  }
+  return {};
+}
+
+Status check_sums(PackedWeight const& w) {
+  if (Status status = check_weight(w); !status.ok()) return status;
+  if (has_int8_products(w) && !w.book) return {};
+  return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
+}
+
+Status check_dequantize(DequantizeProblem const& p) {
+  if (Status status = check_weight(p.weight); !status.ok()) return status;
+  if (p.first_row < 0 || p.first_row >= p.weight.n || p.first_row % kRowsPerSlab || p.rows < -1 || p.rows == 0 ||
+      p.rows > p.weight.n - p.first_row) {
+    return invalid("rows are " + std::to_string(p.rows) + " from row " + std::to_string(p.first_row) + " of " +
+                   std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerSlab));
+  }
+  return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
+}
+
+Status check_flat(FlatProblem const& p) {
+  if (!is_float(p.type)) return unsupported("the floats have a type that is not fp16, bf16 or fp32");
+  if (p.blocksize < 32 || p.blocksize > 4096 || (p.blocksize & (p.blocksize - 1))) {
+    return unsupported("blocksize is " + std::to_string(p.blocksize) + "; supported are powers of two from 32 to 4096");
+  }
+  return p.count >= 0 ? Status{} : invalid("count is " + std::to_string(p.count));
+}
+
+Status check_awq(AwqWeight const& w) {
+  if (w.type != DataType::kFloat16 && w.type != DataType::kBFloat16) {
+    return unsupported("the scales have a type that is not fp16 or bf16");
+  }
+  if (w.n < 8 || w.n % 8 || w.k < 1 || w.groups < 1 || w.k % w.groups) {
+    return invalid("the weight is k = " + std::to_string(w.k) + " by n = " + std::to_string(w.n) + " in " +
+                   std::to_string(w.groups) + " groups; n must be a multiple of 8, and k of the groups");
+  }
+  return {};
+}
+
+}  // namespace cutlass_ops

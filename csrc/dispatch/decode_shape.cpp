@@ -1,0 +1,134 @@
+#include "dispatch/decode_shape.h"
+
+#include <algorithm>
+
+#include "dispatch/problem.h"
+
+namespace cutlass_ops {
+
+DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
+  DecodeMemory at;
+  PackedWeight const& w = p.weight;
+  auto size = [](DataType type) { return type == DataType::kFloat32 ? 4 : 2; };
+  bool int8 = multiplies_int8(p);
+  int columns = 512 / w.bits, rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
+  at.zeros = 4096 + rows * kRowsPerSlab * size(w.scale_type);
+  at.offsets = at.zeros + (w.zeros ? rows * kRowsPerSlab : 0);
+  at.stage = at.offsets + (w.offsets ? rows * kRowsPerSlab * size(w.offset_type) : 0);
+  int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns, steps = shape.slice * kKPerTile / step;
+  at.token = shape.slice * kKPerTile * 2 + 16;
+  at.x = shape.warps * shape.stages * at.stage;
+  at.sums = at.x + p.m * std::max(at.token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
+  at.scales = at.sums + (w.book ? 0 : steps * (p.m <= 8 ? 8 : 16) * 4);
+  at.parts = at.scales + (int8 ? steps * (p.m <= 8 ? 8 : 16) * 4 : 0);
+  at.slots = at.parts + (shape.slabs * 4 + 15) / 16 * 16;
+  at.table = at.slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
+  at.total = at.table + (w.book ? kBookTableBytes : 0);
+  return at;
+}
+
+namespace {
+
+// Clusters that run at a time, a CTA on each SM: GPCs of an odd number of these leave one in eleven out of clusters of 4 and 8.
+int cluster_places(Device const& device, int cluster) {
+  return std::max(1, (cluster <= 2 ? device.multiprocessors : device.multiprocessors * 10 / 11) / cluster);
+}
+
+}  // namespace
+
+// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9
+// to 16 rows with a code book; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a CTA without a cluster
+// 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
+DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
+  constexpr int kStaticBytes = 1024;
+  constexpr int kSmallPart = 32;  // tiles of a slab
+  constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
+  bool const book = p.weight.book, int8 = multiplies_int8(p);
+  int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
+  DecodeShape best;
+  double least = 0;
+  for (int cluster = 1; cluster <= 8 && cluster <= tiles; cluster *= 2) {
+    DecodeShape shape;
+    shape.cluster = cluster;
+    shape.clusters = cluster_places(device, cluster);
+    shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
+    shape.slice = (tiles + cluster - 1) / cluster;
+    shape.stages = decode_stages(tokens, book);
+    auto fits = [&](int warps, int bytes) {
+      shape.warps = warps;
+      return decode_memory(p, shape).total <= bytes;
+    };
+    int const all = device.shared_memory - kStaticBytes, half = device.shared_memory / 2 - 2 * kStaticBytes;
+    bool small = tokens == 8 && shape.slabs * shape.slice <= kSmallPart && fits(8, half);
+    if (shape.slabs > 0xffff || (!small && !fits(decode_warps(tokens, book), all) && !fits(8, all))) continue;
+    double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
+           x = double(p.m) * shape.slice * kKPerTile * 2;
+    bool beside = tokens == 8 && fits(shape.warps, half);
+    if (int8 && !beside && shape.slice >= kLongSlice) {
+      shape.stages += decode_more_stages(tokens, p.weight.bits);
+      if (!fits(shape.warps, all)) shape.stages = decode_stages(tokens, book);
+    }
+    double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m;
+    if (cluster > 1) {
+      time += 900;
+    } else if (!book) {
+      time += 60.0 * shape.slice;
+    }
+    if (!beside) time += 3000;
+    if (best.cluster && time >= least) continue;
+    best = shape, least = time;
+  }
+  return best;
+}
+
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool alone) {
+  constexpr int kTokens = WgmmaDecodeShape::kTokens, kMostStages = WgmmaDecodeShape::kMostStages;
+  WgmmaDecodeShape best;
+  best.scale_bytes = p.weight.scale_type == DataType::kFloat32 ? 4 : 2;
+  PackedWeight const& w = p.weight;
+  bool const int8 = multiplies_int8(p), token_zeros = activations_have_zeros(p);
+  int const x_bytes = int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2;
+  int const groups = WgmmaDecodeShape::warpgroups(alone), most = WgmmaDecodeShape::most_slabs_of(alone, token_zeros),
+            unit = WgmmaDecodeShape::unit(alone);
+  int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
+  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many in flight
+  // as two would have.
+  int const table_bytes = w.book ? kBookTableBytes : 0,
+            most_bytes = (alone ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes;
+  int64_t least = 0;
+  for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
+    int const places = cluster_places(device, c);
+    int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
+    int const tiles = (all_tiles + c - 1) / c, of_slab = kRowsPerSlab / unit;
+    // Where clusters do not begin with slabs they have a part of one more.
+    int const slabs = units % of_slab == 0 && all_units % needed == 0 ? units / of_slab : (units + 2 * of_slab - 2) / of_slab;
+    if (slabs > groups * most) continue;
+    // From what was measured on an H200: a chunk of weights counts 2, x of a tile 1; to quantise it, 3 beside 2 for 4 bits.
+    int const tile_time = quantizes ? slabs * w.bits / 2 + 3 : 2 * slabs + 1;
+    int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
+    if (best.cluster && time >= least) continue;
+    WgmmaDecodeShape shape = best;
+    shape.cluster = c;
+    shape.most_slabs = slabs;
+    shape.clusters = needed;
+    shape.sets = slabs <= most && tiles >= groups ? groups : 1;
+    shape.scales = slabs * chunk_bytes(w.bits);
+    shape.zeros = shape.scales + slabs * kRowsPerSlab * shape.scale_bytes * (w.group_size == 64 ? 2 : 1);
+    shape.token_scales = shape.zeros + (w.zeros ? slabs * kRowsPerSlab : 0);
+    shape.weight_bytes = (shape.token_scales + (int8 ? kTokens * 4 : 0) + (token_zeros ? kTokens : 0) + 127) / 128 * 128;
+    shape.stages = std::min({tiles, kMostStages, most_bytes / (x_bytes + shape.weight_bytes)});
+    // A stage is always the same set's: a set cannot know of a stage's turns in between.
+    if (shape.stages < tiles) shape.stages -= shape.stages % shape.sets;
+    shape.weights = shape.stages * x_bytes;
+    shape.shared_bytes =
+        std::max(shape.stages * (x_bytes + shape.weight_bytes), shape.sets * slabs * kRowsPerSlab * kTokens * 4);
+    if (shape.stages < std::min(tiles, alone ? groups : w.book ? 2 : 3) || shape.shared_bytes > most_bytes) continue;
+    shape.table = shape.shared_bytes;
+    shape.shared_bytes += table_bytes;
+    least = time;
+    best = shape;
+  }
+  return best;
+}
+
+}  // namespace cutlass_ops

@@ -1,0 +1,132 @@
+#include "dispatch/launch_shape.h"
+
+#include <algorithm>
+
+#include "cutlass_ops/corrections.h"
+#include "dispatch/problem.h"
+
+namespace cutlass_ops {
+namespace {
+
+// Tiles of one CTA each, and slices of K along y.
+void portable_grid(GemmProblem const& problem, Tile const& tile, Plan* plan) {
+  plan->grid_x = int(ceil_div(problem.weight.n, tile.block_n) * ceil_div(problem.m, tile.block_m));
+  plan->grid_y = plan->slices;
+}
+
+// Persistent clusters that walk over whole tiles and slices of K. `tiles_of_k`: with the corrections between them.
+void persistent_grid(GemmProblem const& problem, Device const& device, Candidate const& candidate, int tiles_of_k, Plan* plan) {
+  Tile const& tile = candidate.tile;
+  int const tiles = int(ceil_div(problem.weight.n, tile.block_n) * ceil_div(problem.m, tile.block_m));
+  int const clusters = device.multiprocessors / tile.cluster_size;
+  bool const split = plan->slices > 1 && plan->tail_tiles == 0;
+  plan->tail = plan->tail_tiles ? CutTiles(plan->tail_tiles, plan->slices, clusters, tiles_of_k)
+                                : CutTiles(split ? tiles : 0, plan->slices, tiles_of_k);
+  int const cut = split ? tiles : plan->tail_tiles;
+  int const work = tiles - cut + cut * (plan->tail.parts - 1) + plan->tail.last;
+  plan->grid_x = std::min(work, clusters) * tile.cluster_size;
+  plan->cluster_size = tile.cluster_size;
+  plan->threads = tile.block_n + 128;  // 128 for each 128 features of a cluster, and those that load
+}
+
+}  // namespace
+
+bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  Tile const& tile = candidate.tile;
+  bool const book = w.book, general = book || w.offsets || has_short_groups(w), large = tile.block_m == 64;
+  auto const bytes = [&](int stages) { return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages); };
+  plan->stages = large && (book || (general && w.bits == 8)) ? 2 : tile.stages;
+  // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).
+  if (large && !general && w.bits == 8 && device.shared_memory >= 2 * bytes(2) &&
+      device.shared_memory < 2 * bytes(tile.stages)) {
+    plan->stages = 2;
+  }
+  plan->shared_bytes = bytes(plan->stages);
+  plan->threads = 128;
+  portable_grid(problem, tile, plan);
+  return true;
+}
+
+bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  Tile const& tile = candidate.tile;
+  bool const general = has_short_groups(w) || w.offsets || (w.zeros && w.bits == 8);
+  bool const zeros = general || w.zeros || activations_have_zeros(problem);
+  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before still runs would crowd on the first that it leaves.
+  // (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6 where three fit.)
+  int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
+  plan->stages = tile.stages;
+  plan->shared_bytes = std::max(crowded, mma_gemm_a8_shared_bytes(w.bits, tile.block_m, zeros, general, tile.stages));
+  plan->threads = 128;
+  portable_grid(problem, tile, plan);
+  return true;
+}
+
+bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate const& candidate, Plan* plan) {
+  plan->stages = candidate.tile.stages;
+  plan->shared_bytes = book_gemm_a16_shared_bytes(candidate.tile.block_m);
+  plan->threads = 256;
+  portable_grid(problem, candidate.tile, plan);
+  return true;
+}
+
+bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  Tile const& tile = candidate.tile;
+  bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.corrects;
+  plan->stages = tile.stages;
+  plan->shared_bytes = wgmma_gemm_shared_bytes(
+      {w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros, w.zeros != nullptr, tile.stages, tile.block_n / 128});
+  int tiles = int(k_tiles(w));
+  if (candidate.corrects && blocks) tiles += correction_windows(tiles, w.bits);
+  persistent_grid(problem, device, candidate, tiles, plan);
+  return true;
+}
+
+bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  Tile const& tile = candidate.tile;
+  plan->stages = tile.stages;
+  plan->shared_bytes = wgmma_gemm_shared_bytes(
+      {w.bits, tile.block_m, 2, true, false, false, w.zeros != nullptr, tile.stages, tile.block_n / 128});
+  persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
+  return true;
+}
+
+bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
+  plan->stages = wgmma_fold16_tile(candidate.tile.block_m, w.bits).stages;
+  plan->shared_bytes = wgmma_fold16_shared_bytes(w.bits, candidate.tile.block_m, w.book, narrow);
+  persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
+  return true;
+}
+
+bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  DecodeShape const shape = decode_shape(problem, device, std::max(8, candidate.tile.block_m));
+  if (shape.cluster == 0) return false;
+  plan->decode = shape;
+  plan->decode_memory = decode_memory(problem, shape);
+  plan->grid_x = shape.clusters * shape.cluster;
+  plan->cluster_size = shape.cluster;
+  plan->threads = 32 * shape.warps;
+  plan->stages = shape.stages;
+  plan->shared_bytes = plan->decode_memory.total;
+  return true;
+}
+
+bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  bool const alone = candidate.tile.min_ctas_per_sm == 1;
+  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, alone);
+  if (shape.cluster == 0) return false;
+  plan->wgmma_decode = shape;
+  plan->grid_x = shape.clusters * shape.cluster;
+  plan->cluster_size = shape.cluster;
+  plan->threads = 128 * WgmmaDecodeShape::warpgroups(alone) + 32;
+  plan->stages = shape.stages;
+  plan->shared_bytes = shape.shared_bytes;
+  return true;
+}
+
+}  // namespace cutlass_ops

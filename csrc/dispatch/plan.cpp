@@ -1,0 +1,78 @@
+// plan(): the complete launch of a product.
+#include "cutlass_ops/corrections.h"
+#include "cutlass_ops/layout.h"
+#include "dispatch/problem.h"
+#include "dispatch/select.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+
+// The product of a few rows starts at once, to load its weights, unless its CTAs are fewer than the GPU has places for: the quantiser's would share SMs with
+// some of them alone. (W8A8, one row x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
+// Up to four are so soon quantised that its CTAs need not spread. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; but eight 32.7 and 31.6.)
+void start_quantizer(GemmProblem const& problem, Plan* plan) {
+  bool const few = problem.m <= 16, decodes = plan->spec->decodes, fills = plan->slices > 1 && plan->layout.block != -1;
+  plan->quantizer_starts_early = few && (decodes || fills);
+  plan->quantizer_spreads = !few || (decodes && !plan->one_cta_per_sm && problem.m > 4);
+}
+
+}  // namespace
+
+void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
+  PackedWeight const& w = problem.weight;
+  WorkspaceLayout layout;
+  int64_t const k_pad = padded_k(w.k);
+  if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
+    layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
+    layout.stride = int(ceil_div(problem.m, 16) * 16);
+    layout.rows = problem.m > kPaddedRows ? problem.m : int(ceil_div(problem.m, plan->block_m) * plan->block_m);
+    int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
+    layout.scales = upcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
+    layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
+    layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
+  }
+  if (upcasts && (multiplies_int8(problem) || is_irregular(problem))) {
+    layout.upcasts = true, layout.upcast = layout.partials;
+    layout.partials = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
+  }
+  if (plan->corrects && activations_have_blocks(problem)) {
+    int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
+    layout.corrects = true, layout.zero_values = layout.partials;
+    layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
+    layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
+  }
+  plan->layout = layout;
+  plan->workspace = layout.partials;
+  if (plan->tail_tiles > 0) {
+    plan->workspace += part_floats(*plan) * sizeof(float) + mark_count(*plan) * sizeof(uint64_t);
+  } else if (plan->slices > 1) {
+    plan->workspace += size_t(plan->slices) * problem.m * padded_rows(w.n) * sizeof(float);
+  }
+}
+
+Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
+  if (Status status = check_gemm(problem, device); !status.ok()) return status;
+  *plan = {};
+  if (Status status = select(problem, device, plan); !status.ok()) return status;
+  lay_out_workspace(problem, plan->spec->upcasts, plan);
+  start_quantizer(problem, plan);
+  return {};
+}
+
+// In the order of mixed_gemm (ops.cpp).
+std::vector<char const*> launches(Plan const& plan) {
+  std::vector<char const*> names;
+  if (plan.layout.block) {
+    names.push_back("quantize_activations");
+  } else if (plan.layout.upcasts) {
+    names.push_back("upcast_activations");
+  }
+  if (plan.layout.corrects && !plan.layout.block) names.push_back("correct_zeros");
+  names.push_back(plan.kernel);
+  if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("reduce_splits");
+  return names;
+}
+
+}  // namespace cutlass_ops

@@ -1,0 +1,60 @@
+// Questions about a product that the choice of its kernel, the launchers and the kernels ask.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cutlass_ops/layout.h"
+#include "cutlass_ops/problem.h"
+
+namespace cutlass_ops {
+
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// The activation block for weights in groups of group_size.
+constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }
+
+inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
+inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
+inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 || w.group_size == 64; }
+
+// Whether activations are int8 where they are multiplied: quantised before, or on the way.
+inline bool multiplies_int8(GemmProblem const& problem) {
+  return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
+}
+// Whether they have zero points then.
+inline bool activations_have_zeros(GemmProblem const& problem) {
+  return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
+}
+// Whether they have a scale a block then.
+inline bool activations_have_blocks(GemmProblem const& problem) {
+  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+}
+// Whether they are quantised as whole rows on the way.
+inline bool quantizes_rows(GemmProblem const& problem) {
+  return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
+}
+
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes reach 128 on one side, and on
+// the other too or, less their zero points, 255.
+inline bool sums_whole_rows(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
+         w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
+}
+
+// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero points that are int8.
+inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8); }
+
+// Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
+inline bool is_irregular(GemmProblem const& problem) {
+  return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
+         problem.x_stride < problem.weight.k;
+}
+
+// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and exactness is not asked for.
+inline bool may_round(GemmProblem const& problem) {
+  return !problem.exact && problem.out_type != DataType::kFloat32 && problem.out_type == problem.x_type;
+}
+
+}  // namespace cutlass_ops

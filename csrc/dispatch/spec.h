@@ -1,0 +1,116 @@
+// What a kernel says of itself to the choice: what it can implement, by which tiles, at which cost, and how it is launched.
+#pragma once
+
+#include <string>
+
+#include "cutlass_ops/ops.h"
+#include "dispatch/checks.h"
+
+namespace cutlass_ops {
+
+// What a cluster of CTAs, or a CTA without one, computes at a time.
+struct Tile {
+  int block_n;           // output features
+  int block_m;           // rows of x
+  int stages;            // tiles of K in flight
+  int min_ctas_per_sm;   // that the grid is made for
+  int shared_bytes;      // shared memory of a CTA, at most
+  int cluster_size = 1;  // CTAs
+};
+
+// Measured times of a tile, in tenths of a microsecond on an H200; all 0 where M alone decides.
+struct TileCost {
+  int k4096 = 0;       // for K = 4096
+  int row_scales = 0;  // instead, where int8 x has a scale a row and no zero points, or compensated ones; 0: the same
+  int whole_rows = 0;  // instead, where int32 sums run over all of K (sums_whole_rows()); 0: the same
+  int end = 0;         // and besides, whatever K is, where that is not in it; twice for a tile whose K is cut
+};
+
+// One way in which a kernel may compute a product.
+struct Candidate {
+  Tile tile;
+  int min_m = 0, max_m = kMaxM;  // rows of x that it is for
+  TileCost cost = {};
+  bool (*applies)(GemmProblem const& problem) = nullptr;  // null: always
+  bool quantizes = false;                                 // it quantises floats itself
+  bool corrects = false;      // it compensates zero points of int8 x for many blocks, or a row, at once
+  char const* why = nullptr;  // null: the kernel's reason
+};
+
+struct Candidates {
+  Candidate const* first;
+  size_t count;
+  Candidate const* begin() const { return first; }
+  Candidate const* end() const { return first + count; }
+};
+
+// What forbids a kernel: a property of the problem or of the GPU.
+enum class Field {
+  kNone,
+  kArchitecture,
+  kSharedMemory,
+  kRows,
+  kBatchInvariant,
+  kInt8X,
+  kFp32X,
+  k16BitX,
+  kXLayout,
+  kGroups,
+  kGroupVectors,
+  kCodebook,
+  kNoCodebook,
+  kScaleType,
+  kWeightZeros,
+  kOffsets,
+  kResult,
+};
+
+struct KernelSpec {
+  char const* name;
+  char const* why;
+  bool rounds;   // weights to 16 bits
+  bool upcasts;  // it takes regular rows of 16-bit floats alone: others, and int8 activations, are made such before
+  bool gathers;  // its clusters may take the last parts of K of several tiles (hopper::GatheredWork)
+  bool decodes;  // for a few rows of x: it cuts K itself, where it does, and no partial sums leave it
+  // kNone, or what forbids it; `device` has the architecture whose kernels are asked for.
+  Field (*can_implement)(GemmProblem const& problem, Device const& device);
+  Candidates (*candidates)(GemmProblem const& problem);
+  // The time of a candidate in 32nds of TileCost's unit; null where the first candidate that applies is the choice.
+  int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+  // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if it does not fit.
+  bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
+  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `partials` is null if plan.slices is 1; otherwise it
+  // holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan) of them and then mark_count(plan) 64-bit marks.
+  Status (*launch)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+};
+
+struct KernelSpecs {
+  KernelSpec const* first;
+  size_t count;
+  KernelSpec const* begin() const { return first; }
+  KernelSpec const* end() const { return first + count; }
+};
+
+// All kernels, in the order in which they are asked: the first that can implement a problem, and has a candidate that applies, is the choice.
+KernelSpecs kernel_specs();
+KernelSpec const* find_kernel(char const* name);  // null if there is none
+
+// What forbids `spec`, in words with the problem's value ("groups of 32", "architecture 80"); empty if nothing does.
+std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Device const& device);
+
+// The plan of one candidate, whatever the choice would be, K uncut. False if it does not fit.
+bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
+                    Plan* plan);
+
+// The sums of a stream-K tail's parts of K but the first, and a mark for each warp's part of them.
+constexpr int64_t part_floats(Plan const& plan) {
+  return int64_t(plan.tail_tiles) * (plan.slices - 1) * plan.block_n * plan.block_m;
+}
+constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n / 16); }
+
+// Where the parts of the workspace lie; plan->workspace gets its size.
+void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);
+
+constexpr int kInvariantM = 128;  // rows of x for which a batch-invariant product's kernel and slices are chosen, whatever m is
+
+}  // namespace cutlass_ops

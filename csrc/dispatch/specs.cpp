@@ -1,0 +1,372 @@
+// The kernels of the product: what each can implement, its tiles with their costs, and where it was measured to win.
+#include <cstring>
+
+#include "dispatch/cost.h"
+#include "dispatch/launch_shape.h"
+#include "dispatch/problem.h"
+#include "dispatch/spec.h"
+#include "kernels/kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+#if CUTLASS_OPS_CUDA
+#define LAUNCHER(function) function
+Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  auto const launch = problem.weight.book        ? launch_wgmma_fold16<formats::Codebook>
+                      : problem.weight.bits == 4 ? launch_wgmma_fold16<formats::Int4>
+                                                 : launch_wgmma_fold16<formats::Int8>;
+  return launch(problem, plan, partials, stream);
+}
+#else
+#define LAUNCHER(function) nullptr
+#endif
+
+template <size_t kCount>
+constexpr Candidates all(Candidate const (&candidates)[kCount]) {
+  return {candidates, kCount};
+}
+
+// ---- what kernels can implement
+
+constexpr int kMostDecodeRows = 16;
+
+// Code for sm_90a runs on no later GPU.
+Field needs_hopper(GemmProblem const& problem, Device const& device, int shared_memory = kHopperSharedBytes) {
+  int const architecture = problem.architecture ? problem.architecture : device.architecture;
+  if (architecture < 90 || device.architecture > 90) return Field::kArchitecture;
+  return device.shared_memory < shared_memory ? Field::kSharedMemory : Field::kNone;
+}
+// PTX carries the portable kernels to later ones.
+Field needs_ampere(GemmProblem const& problem, Device const& device) {
+  if ((problem.architecture ? problem.architecture : device.architecture) < 80) return Field::kArchitecture;
+  return device.shared_memory < kPortableSharedBytes ? Field::kSharedMemory : Field::kNone;
+}
+Field needs_few_rows(GemmProblem const& problem, int most) {
+  if (problem.m > most) return Field::kRows;
+  // Their order of sums depends on M.
+  return problem.batch_invariant ? Field::kBatchInvariant : Field::kNone;
+}
+Field needs_16_bit_x(GemmProblem const& problem) {
+  if (multiplies_int8(problem)) return Field::kInt8X;
+  return problem.x_type == DataType::kFloat32 ? Field::kFp32X : Field::kNone;
+}
+Field needs_int8_x(GemmProblem const& problem) { return multiplies_int8(problem) ? Field::kNone : Field::k16BitX; }
+
+// The first that forbids.
+template <class... More>
+Field first_of(Field field, More... more) {
+  if constexpr (sizeof...(more) == 0) {
+    return field;
+  } else {
+    return field != Field::kNone ? field : first_of(more...);
+  }
+}
+
+Field mma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
+  return first_of(needs_ampere(problem, device), needs_16_bit_x(problem));
+}
+Field mma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
+  return first_of(needs_ampere(problem, device), needs_int8_x(problem));
+}
+Field book_gemm_a16_can(GemmProblem const& problem, Device const& device) {
+  if (Field field = first_of(needs_few_rows(problem, 8), needs_ampere(problem, device)); field != Field::kNone) return field;
+  return problem.weight.book ? needs_16_bit_x(problem) : Field::kNoCodebook;
+}
+
+// Groups that are promoted by their scales alone, for each 128 columns or more.
+Field needs_long_groups(PackedWeight const& w) {
+  return has_short_groups(w) ? Field::kGroups : w.offsets ? Field::kOffsets : Field::kNone;
+}
+Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  return first_of(needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+                  w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone);
+}
+Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  return first_of(needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
+                  w.book ? Field::kCodebook : Field::kNone);
+}
+Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
+  return first_of(needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
+}
+
+Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
+  int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
+  return first_of(needs_hopper(problem, device, kPortableSharedBytes),
+                  groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
+}
+Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
+  if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
+  bool const own_scales = w.scale_type == problem.x_type;
+  if (w.book) {
+    if (w.group_size == 32) return Field::kGroups;
+    if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
+    return is_irregular(problem) ? Field::kXLayout : Field::kNone;
+  }
+  if (Field field = needs_long_groups(w); field != Field::kNone) return field;
+  if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
+  return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
+}
+
+// ---- where the decode kernels were measured to win, on an H200 (results/h200.json): by rows of x and by millions of weights
+
+bool has_millions(GemmProblem const& problem, int64_t least, int64_t most = int64_t(1) << 40) {
+  int64_t const size = padded_size(problem.weight);
+  return size >= least << 20 && size < most << 20;
+}
+bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
+
+// wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
+bool can_quantize_blocks(GemmProblem const& problem) {
+  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
+         problem.weight.scale_type == problem.x_type && !is_irregular(problem);
+}
+// With one CTA per SM, of large weights of 8 bits. (Of a longer K clusters of two CTAs with few features take a part each, and all of these quantise all of x.)
+bool one_cta_quantizes(GemmProblem const& problem) {
+  return is_int8(problem) && can_quantize_blocks(problem) && problem.weight.k < 8192 &&
+         has_millions(problem, problem.m >= 5 ? 48 : 96);
+}
+// The same with x as it is, or quantised before: a long K pays from 8 rows of floats on.
+bool one_cta_decodes(GemmProblem const& problem) {
+  if (!is_int8(problem)) return false;
+  if (multiplies_int8(problem)) return has_millions(problem, 64);
+  return problem.weight.k <= 8192 ? has_millions(problem, problem.m >= 5 ? 48 : 96)
+                                  : problem.m >= 8 && has_millions(problem, 128);
+}
+// With two CTAs per SM, weights that are not large: the fewer rows, the sooner decode_gemm wins; int8 weights want several rows, or a long K.
+bool two_ctas_quantize(GemmProblem const& problem) {
+  int const m = problem.m;
+  if (!can_quantize_blocks(problem) || m < 2) return false;
+  if (is_int8(problem)) return (m >= 5 || problem.weight.k >= 8192) && has_millions(problem, 0, 96);
+  bool const zeros = activations_have_zeros(problem);
+  return has_millions(problem, 0, m > 8 ? 192 : m > 4 ? (zeros ? 96 : 128) : m == 4 ? 96 : 40);
+}
+// The same with x as it is, or quantised before: decode_gemm wins between small and large int4 weights. Where rows are quantised as a whole, which takes few
+// CTAs long, large weights do better without being in flight meanwhile.
+bool two_ctas_decode(GemmProblem const& problem) {
+  int const m = problem.m;
+  if (problem.weight.book) return m > 8;
+  bool const rows = quantizes_rows(problem);
+  if (is_int8(problem)) return (m >= 5 || (rows && m >= 2)) && has_millions(problem, 0, 32);
+  if (rows) return m >= 2 && has_millions(problem, 0, m == 2 ? 40 : 128);
+  if (m > 8) return has_millions(problem, 0, 256);
+  if (m >= 5 && !multiplies_int8(problem) && has_millions(problem, 0, 40)) return true;
+  return has_millions(problem, m >= 7 && !multiplies_int8(problem) ? 96 : 128, 256);
+}
+// decode_gemm takes int4 floats of any size, and what is not large of the others.
+bool decodes_8_rows(GemmProblem const& problem) {
+  if (problem.weight.book) return true;
+  if (is_int8(problem)) return problem.m <= 4 && has_millions(problem, 0, 64);
+  return !multiplies_int8(problem) || has_millions(problem, 0, 128);
+}
+// Of more rows a code book's where x fits in shared memory, and floats x int4 between small and large weights.
+bool decodes_16_rows(GemmProblem const& problem) {
+  return problem.weight.book || (!is_int8(problem) && !multiplies_int8(problem) && has_millions(problem, 64, 128));
+}
+bool has_codebook(GemmProblem const& problem) { return problem.weight.book; }
+
+constexpr Candidate kWgmmaDecode[] = {
+    {wgmma_decode_tile(1),
+     0,
+     16,
+     {},
+     one_cta_quantizes,
+     true,
+     false,
+     "one CTA per SM quantises its own x: large 8-bit weights"},
+    {wgmma_decode_tile(1), 0, 16, {}, one_cta_decodes, false, false, "one CTA per SM: large 8-bit weights"},
+    {wgmma_decode_tile(2), 0, 16, {}, two_ctas_quantize, true, false, "two CTAs per SM quantise their own x"},
+    {wgmma_decode_tile(2), 0, 16, {}, two_ctas_decode, false, false, "two CTAs per SM, weights by bulk copies"},
+};
+constexpr Candidate kDecodeGemm[] = {
+    {decode_gemm_tile(4), 0, 4, {}, has_codebook, true},
+    {decode_gemm_tile(8), 0, 8, {}, decodes_8_rows, true},
+    {decode_gemm_tile(16), 9, 16, {}, decodes_16_rows, true},
+};
+
+// ---- tiles of the Hopper kernels, by their costs
+
+// Whether 256 rows have int32 sums over all of K, and the last tile has not few: rows beyond the last come slowly, as zeros, so that 4097 rows x 8192 x 8192
+// take 381 us, 353 by tiles of 176.
+bool fills_large_tiles(GemmProblem const& problem) {
+  return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
+}
+// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it others. Larger tiles multiply the integers by the scales in
+// another order, where neither side has zero points and x has a scale a block.
+bool small_tiles_have_the_bits(GemmProblem const& problem) {
+  return is_int8(problem) || !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) ||
+         !activations_have_blocks(problem);
+}
+// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it cuts into more slices, mma_gemm_a8 takes less time.
+bool has_many_weights(GemmProblem const& problem) {
+  bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
+  return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
+}
+// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the column sums of the weight are there, and the
+// result is rounded by more than fp32 sums lose that held zero points for a while. Where neither side has blocks int32 sums run over all of K, from which
+// zero points are taken exactly.
+bool compensates_zeros(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
+  return w.sums && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
+         problem.out_type != DataType::kFloat32;
+}
+bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
+bool int4_without_x_zeros(GemmProblem const& problem) {
+  return !is_int8(problem) && no_x_zeros(problem) && small_tiles_have_the_bits(problem);
+}
+bool many_int4_weights(GemmProblem const& problem) { return int4_without_x_zeros(problem) && has_many_weights(problem); }
+bool int4_with_scales_of_x(GemmProblem const& problem) {
+  return !is_int8(problem) && problem.weight.scale_type == problem.x_type;
+}
+// wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
+bool has_no_exact_kernel(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || w.book;
+}
+
+constexpr char const* kCompensates = "zero-point correction for many tiles of K at once";
+
+// Zero points of x, uncompensated, take 12 to 25 % longer than the costs say; so that both compare, compensated tiles have measured times over 1.18.
+constexpr TileCost compensated(int k4096, int row_scales) { return {k4096 * 86 / 100, row_scales, 0, 8}; }
+
+// Costs are fitted to 512 products and, sums over all of K, 264 more, timed by up to seven tiles each: the tiles chosen by them take 0.2, 0.1 and 0.1 % longer
+// than the best in the mean. (Those of 32 rows are single measurements.)
+template <int kBits>
+constexpr Candidate kWgmmaGemmA8[] = {
+    {wgmma_gemm_a8_tile(kBits, 176), kCompensatedRows, kMaxM, compensated(266, 227), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 144), kCompensatedRows, kMaxM, compensated(231, 196), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 128), kCompensatedRows, kMaxM, compensated(205, 181), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 96), kCompensatedRows, kMaxM, compensated(168, 149), compensates_zeros, false, true,
+     kCompensates},
+    {wgmma_gemm_a8_tile(kBits, 256), 129, kMaxM, {201, 201, 201}, fills_large_tiles},
+    {wgmma_gemm_a8_tile(kBits, 176), 33, kMaxM, {266, 210, 143}},
+    {wgmma_gemm_a8_tile(kBits, 144), 33, kMaxM, {231, 187, 123}, no_x_zeros},
+    {wgmma_gemm_a8_tile(kBits, 128), 33, kMaxM, {205, 168, 114}},
+    {wgmma_gemm_a8_tile(kBits, 96), 33, kMaxM, {168, 126, 87}, small_tiles_have_the_bits},
+    {wgmma_gemm_a8_tile(kBits, 64), 33, kMaxM, {129, 95, 75}, small_tiles_have_the_bits},
+    {wgmma_gemm_a8_tile(kBits, 64, 4), 33, kMaxM, {239, 189, 131}, int4_without_x_zeros},
+    {wgmma_gemm_a8_tile(kBits, 32), 17, 32, {100, 100, 56}, has_many_weights},
+    {wgmma_gemm_a8_tile(kBits, 32, 4), 17, 32, {190, 190, 106}, many_int4_weights},
+};
+
+template <int kBits>
+constexpr Candidate kWgmmaGemmA16[] = {
+    {wgmma_gemm_a16_tile(kBits, 32), 17, 32, {122}},
+    {wgmma_gemm_a16_tile(kBits, 160), 33, kMaxM, {kBits == 8 ? 279 : 269}},
+    {wgmma_gemm_a16_tile(kBits, 208), 33, kMaxM, {kBits == 8 ? 359 : 340, 0, 0, 15}},
+    {wgmma_gemm_a16_tile(kBits, 144), 33, kMaxM, {kBits == 8 ? 265 : 252}},
+    {wgmma_gemm_a16_tile(kBits, 96), 33, kMaxM, {kBits == 8 ? 206 : 195}},
+    {wgmma_gemm_a16_tile(kBits, 128), 33, kMaxM, {kBits == 8 ? 240 : 231}},
+    {wgmma_gemm_a16_tile(kBits, 64), 33, kMaxM, {162}},
+    {wgmma_gemm_a16_tile(kBits, 64, 4), 33, kMaxM, {291}, int4_with_scales_of_x},
+};
+
+// Of 69 products in results/h200-fold16-tiles.json, the tiles chosen by these costs take 0.1 % longer than the best in the mean.
+constexpr Candidate kWgmmaFold16[] = {
+    {wgmma_fold16_tile(32), 17, kMaxM, {315}, has_no_exact_kernel},
+    {wgmma_fold16_tile(64), 17, kMaxM, {360}, has_no_exact_kernel},
+    {wgmma_fold16_tile(128), 17, kMaxM, {425}, has_no_exact_kernel},
+    {wgmma_fold16_tile(160), 17, kMaxM, {308}, has_no_exact_kernel},
+    {wgmma_fold16_tile(208), 17, kMaxM, {358}, has_no_exact_kernel},
+    {wgmma_fold16_tile(256), 17, kMaxM, {432}, has_no_exact_kernel},
+};
+
+// ---- tiles of the portable kernels, by M
+
+constexpr Candidate kBookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4}, {book_gemm_a16_tile(8), 0, 8}};
+template <int kBits>
+constexpr Candidate kMmaGemmA16[] = {
+    {mma_gemm_a16_tile(kBits, 16), 0, 16}, {mma_gemm_a16_tile(kBits, 32), 0, 32}, {mma_gemm_a16_tile(kBits, 64)}};
+template <int kBits>
+constexpr Candidate kMmaGemmA8[] = {
+    {mma_gemm_a8_tile(kBits, 16), 0, 16}, {mma_gemm_a8_tile(kBits, 32), 0, 32}, {mma_gemm_a8_tile(kBits, 64)}};
+
+#define BY_BITS(candidates) \
+  [](GemmProblem const& problem) { return problem.weight.bits == 8 ? all(candidates<8>) : all(candidates<4>); }
+#define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
+
+constexpr KernelSpec kSpecs[] = {
+    {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), nullptr,
+     shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
+    {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
+     decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
+    {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
+     BY_BITS(kWgmmaGemmA8), predicted_time, shape_wgmma_gemm_a8, LAUNCHER(launch_wgmma_gemm_a8)},
+    {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true, true, false,
+     wgmma_gemm_a16_can, BY_BITS(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16)},
+    {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true, false, false,
+     wgmma_fold16_can, OF_ALL(kWgmmaFold16), predicted_time, shape_wgmma_fold16, LAUNCHER(launch_fold16)},
+    {"book_gemm_a16", "few rows of x; weights go straight to registers, and are looked up in shared memory", false, false,
+     false, false, book_gemm_a16_can, OF_ALL(kBookGemmA16), nullptr, shape_book_gemm_a16, LAUNCHER(launch_book_gemm_a16)},
+    {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false, mma_gemm_a16_can, BY_BITS(kMmaGemmA16),
+     nullptr, shape_mma_gemm_a16, LAUNCHER(launch_mma_gemm_a16)},
+    {"mma_gemm_a8", "the portable kernel of int8 x", false, false, false, false, mma_gemm_a8_can, BY_BITS(kMmaGemmA8), nullptr,
+     shape_mma_gemm_a8, LAUNCHER(launch_mma_gemm_a8)},
+};
+#undef BY_BITS
+#undef OF_ALL
+#undef LAUNCHER
+
+}  // namespace
+
+KernelSpecs kernel_specs() { return {kSpecs, sizeof(kSpecs) / sizeof(kSpecs[0])}; }
+
+KernelSpec const* find_kernel(char const* name) {
+  for (KernelSpec const& spec : kSpecs)
+    if (std::strcmp(spec.name, name) == 0) return &spec;
+  return nullptr;
+}
+
+std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Device const& device) {
+  PackedWeight const& w = problem.weight;
+  int const architecture = problem.architecture ? problem.architecture : device.architecture;
+  switch (spec.can_implement(problem, device)) {
+    case Field::kNone:
+      return "";
+    case Field::kArchitecture:
+      return "architecture " + std::to_string(architecture);
+    case Field::kSharedMemory:
+      return std::to_string(device.shared_memory) + " bytes of shared memory";
+    case Field::kRows:
+      return std::to_string(problem.m) + " rows of x";
+    case Field::kBatchInvariant:
+      return "batch_invariant";
+    case Field::kInt8X:
+      return "int8 x";
+    case Field::kFp32X:
+      return "fp32 x";
+    case Field::k16BitX:
+      return "16-bit x";
+    case Field::kXLayout:
+      return w.perm ? "act order" : "rows of x that do not start on 16 bytes";
+    case Field::kGroups:
+      return "groups of " + std::to_string(w.group_size);
+    case Field::kGroupVectors:
+      return "scales of 2^29 groups";
+    case Field::kCodebook:
+      return "a code book";
+    case Field::kNoCodebook:
+      return "a weight without a code book";
+    case Field::kScaleType:
+      return "scales that are not of x's type";
+    case Field::kWeightZeros:
+      return "8-bit zero points";
+    case Field::kOffsets:
+      return "offsets";
+    case Field::kResult:
+      return problem.exact ? "exact" : "a result that is not of x's 16-bit type";
+  }
+  return "";
+}
+
+}  // namespace cutlass_ops

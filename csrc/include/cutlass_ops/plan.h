@@ -1,0 +1,120 @@
+// How a product is launched, in plain data: what plan() decides and mixed_gemm() follows.
+#pragma once
+
+#include <cstddef>
+
+namespace cutlass_ops {
+
+struct KernelSpec;  // csrc/dispatch/spec.h
+
+// Where the parts of a call's workspace begin, in bytes.
+struct WorkspaceLayout {
+  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, partials = 0;
+  int stride = 0;         // QuantizedActivations::stride
+  int rows = 0;           // QuantizedActivations::rows
+  int block = 0;          // QuantizedActivations::block; 0: nothing is quantised before the product
+  bool upcasts = false;   // x is made rows of 16-bit floats that a tensor map describes
+  bool corrects = false;  // zero points of x are made operands of a product (corrections.h)
+};
+
+// The stream-K tail of a product: how clusters share the K of the tiles that whole waves over the GPU leave over. The K of each tile is cut into `parts`, and
+// each part but the last has a cluster of its own. Where the clusters that remain are fewer than the tiles, each takes the last parts of `gathered` tiles, one
+// after another, and these are so much shorter.
+struct CutTiles {
+  // To begin with one more last part costs a cluster some 4 us (measured on an H200 with 128 to 176 rows of x): so many tiles of K.
+  static constexpr int kStart = 6;
+
+  int parts = 1, gathered = 1;
+  int last = 0;               // clusters that take last parts
+  int dealt = 0, pieces = 1;  // part i of K begins with tile dealt * i / pieces
+
+  constexpr CutTiles() = default;
+  constexpr CutTiles(int tiles, int count, int clusters, int k_tiles)
+      : parts(count),
+        gathered(tiles * count <= clusters ? 1 : (tiles - 1) / (clusters - tiles * (count - 1)) + 1),
+        last((tiles - 1) / gathered + 1),
+        dealt((k_tiles + (gathered > 1 ? kStart : 0)) * gathered),
+        pieces(gathered * (count - 1) + 1) {}
+  // Of tiles whose parts reduce_splits adds up; of none, with one part.
+  constexpr CutTiles(int tiles, int count, int k_tiles)
+      : parts(count), gathered(1), last(tiles), dealt(k_tiles), pieces(count) {}
+};
+
+// How decode_gemm divides a product: clusters of CTAs that share K.
+struct DecodeShape {
+  int cluster = 0;   // CTAs that share K; 0: none fits
+  int clusters = 0;  // of which each has whole row panels of 64 features
+  int slabs = 0;     // row panels of a cluster, at most
+  int slice = 0;     // tiles of K of a CTA, at most
+  int warps = 0;     // of a CTA
+  int stages = 0;    // of each warp's ring
+};
+
+// Where the parts of a decode_gemm CTA's shared memory begin. The warps' rings come first.
+struct DecodeMemory {
+  int stage = 0;               // bytes of a stage of a warp's ring
+  int zeros = 0, offsets = 0;  // where in a stage those vectors begin, behind codes and scales
+  int token = 0;               // bytes of a row of x: 16 more than a multiple of 128, so that eight rows meet every bank
+  int x = 0;                   // and, when x has been used, what other CTAs send
+  int sums = 0, scales = 0, parts = 0, slots = 0;
+  int table = 0, total = 0;  // of a code book's values; all
+};
+
+// How wgmma_decode divides a product: likewise.
+struct WgmmaDecodeShape {
+  static constexpr int kTokens = 16;
+  static constexpr int kMostStages = 16;
+  // `alone`: one CTA per SM.
+  static constexpr int warpgroups(bool alone) { return alone ? 4 : 3; }
+  // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x has zero points.
+  static constexpr int most_slabs_of(bool alone, bool token_zeros) { return alone || token_zeros ? 2 : 3; }
+  // Output features that clusters are given whole.
+  static constexpr int unit(bool alone) { return alone ? 32 : 64; }
+
+  int cluster = 0;       // CTAs that share K; 0: none fits
+  int clusters = 0;      // of which each has whole units
+  int most_slabs = 0;    // of a cluster, wholly or in part
+  int sets = 1;          // of warpgroups that take turns at tiles of K; with one, they share the row panels
+  int stages = 0;        // tiles of K in a CTA's ring: x of all stages, then their weights
+  int weights = 0;       // where these begin
+  int weight_bytes = 0;  // of a stage
+  int scales = 0;        // where in those begin scales, and zero points
+  int zeros = 0;
+  int token_scales = 0;  // of int8 x, likewise, and then zero points
+  int scale_bytes = 2;   // of one
+  int table = 0;         // of a code book's values: behind the stages
+  int shared_bytes = 0;
+};
+
+// A product's launch, complete: mixed_gemm() computes none of it again.
+struct Plan {
+  KernelSpec const* spec = nullptr;
+  char const* kernel = nullptr;  // the kernel's name, and in csrc/kernels its file's
+  char const* why = nullptr;     // the reason for it
+
+  int block_n = 0, block_m = 0;  // output features x rows of x that a cluster (or a CTA, without clusters) computes at a time
+  int grid_x = 0, grid_y = 1;    // CTAs
+  int cluster_size = 1;          // CTAs
+  int threads = 0;               // of a CTA
+  int shared_bytes = 0;          // dynamic shared memory of a CTA
+  int stages = 0;                // tiles of K, of weights, that are in flight
+  int slices = 1;                // of K: of all tiles (split-K), or of the stream-K tail's
+  int tail_tiles = 0;            // the last tiles of y, where K of these alone is cut and the kernel adds up itself
+  CutTiles tail;
+
+  bool rounds = false;                  // weights, and values of quantised activations, are rounded to 16 bits
+  bool quantizes = false;               // the kernel quantises floats itself
+  bool corrects = false;                // it compensates zero points of x for many blocks, or a row, at once
+  bool one_cta_per_sm = false;          // wgmma_decode: and all of its shared memory
+  bool quantizer_starts_early = false;  // the kernel after the quantiser may start before what ran before it has ended
+  bool quantizer_spreads = true;  // few CTAs of the quantiser take shared memory that they do not use, to spread over the GPU
+
+  DecodeShape decode;             // decode_gemm's
+  DecodeMemory decode_memory;     // likewise
+  WgmmaDecodeShape wgmma_decode;  // wgmma_decode's
+
+  WorkspaceLayout layout;
+  size_t workspace = 0;  // bytes
+};
+
+}  // namespace cutlass_ops
