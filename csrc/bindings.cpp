@@ -314,7 +314,7 @@ PYBIND11_MODULE(_C, m) {
   m.attr("cuda_architectures") = CUTLASS_OPS_ARCHITECTURES;
   m.attr("cutlass_version") = CUTLASS_OPS_CUTLASS_VERSION;
 
-  // ---- packing, on the host
+  // ---- packing
 
   m.def("packed_bytes", &packed_bytes, py::arg("n"), py::arg("k"), py::arg("bits"),
         "Bytes of the packed codes of an [n, k] weight.");
@@ -335,6 +335,27 @@ PYBIND11_MODULE(_C, m) {
       py::arg("packed_ptr"), py::arg("out_ptr"), py::arg("n"), py::arg("k"), py::arg("bits"),
       "Undo pack: write codes [n, k] (uint8, row-major, host memory).");
 
+  m.def(
+      "pack_cuda",
+      [](Pointer codes, std::int64_t n_stride, std::int64_t k_stride, Pointer packed, int n, int k, int bits, int device_index,
+         Pointer stream) {
+        DeviceGuard guard(device_index);
+        check(guard.status());
+        check(pack({as<uint8_t>(codes), as<uint8_t>(packed), n_stride, k_stride, n, k, bits}, as<void>(stream)));
+      },
+      py::arg("codes_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("packed_ptr"), py::arg("n"), py::arg("k"),
+      py::arg("bits"), py::arg("device_index"), py::arg("stream"),
+      "Pack codes [n, k] on a GPU, with strides in elements, into packed_bytes(n, k, bits) bytes.");
+  m.def(
+      "unpack_cuda",
+      [](Pointer codes, std::int64_t n_stride, std::int64_t k_stride, Pointer packed, int n, int k, int bits, int device_index,
+         Pointer stream) {
+        DeviceGuard guard(device_index);
+        check(guard.status());
+        check(unpack({as<uint8_t>(codes), as<uint8_t>(packed), n_stride, k_stride, n, k, bits}, as<void>(stream)));
+      },
+      py::arg("codes_ptr"), py::arg("n_stride"), py::arg("k_stride"), py::arg("packed_ptr"), py::arg("n"), py::arg("k"),
+      py::arg("bits"), py::arg("device_index"), py::arg("stream"), "Undo pack_cuda: write codes [n, k] on a GPU.");
   m.def(
       "unpack_along_k",
       [](Pointer words, std::int64_t n_stride, std::int64_t k_stride, Pointer out, std::int64_t n, std::int64_t k, int bits) {

@@ -137,6 +137,16 @@ Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, flo
   return launch_sum_weights(weight, static_cast<uint8_t*>(sums), sum_scales, row_sums, stream);
 }
 
+Status pack(PackProblem const& problem, Stream stream) {
+  if (Status status = check_pack(problem); !status.ok()) return status;
+  return launch_pack(problem, stream);
+}
+
+Status unpack(PackProblem const& problem, Stream stream) {
+  if (Status status = check_pack(problem); !status.ok()) return status;
+  return launch_unpack(problem, stream);
+}
+
 Status dequantize(DequantizeProblem const& problem, Stream stream) {
   if (Status status = check_dequantize(problem); !status.ok()) return status;
   return launch_dequantize(problem, stream);
@@ -186,6 +196,8 @@ Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return n
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status sum_weights(PackedWeight const&, void*, void*, float*, Stream) { return no_cuda(); }
+Status pack(PackProblem const&, Stream) { return no_cuda(); }
+Status unpack(PackProblem const&, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }
 Status quantize_flat(FlatProblem const&, Stream) { return no_cuda(); }
 Status dequantize_flat(FlatProblem const&, Stream) { return no_cuda(); }

@@ -55,7 +55,15 @@ from torch import Tensor
 from . import formats
 from .checkpoints.directory import INDEX, TYPES, json_object, opened, placement
 from .packed_experts import PackedExperts
-from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, group_vector_rows, not_finite
+from .weight import (
+    PARTS,
+    CheckpointError,
+    PackedWeight,
+    QuantizedWeight,
+    group_vector_positions,
+    not_finite,
+    pack_codes,
+)
 
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
@@ -114,7 +122,10 @@ def _shared(part: Any) -> Any:
 def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight:
     """Put a weight into the order in which the kernels read it.
 
-    ``reorder(w).unpack()`` is w again, bit for bit. The host's cores do it, wherever the weight is.
+    ``reorder(w).unpack()`` is w again, bit for bit. A weight on a GPU is packed there, on that device's current
+    stream: of its codes no copy is made, whatever their strides (those of several weights are first copied into one tensor).
+    Whether all values are finite is asked before, which waits for the GPU; nothing else does. Other weights, and those that
+    a package built without kernels gets, are packed by the host's cores.
 
     Weights that multiply the same x (query, key and value; gate and up) may be given as a sequence: they are packed as
     one, their rows one after another, so that one launch serves all. The products part by plain slicing,
@@ -134,8 +145,6 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         ValueError: none, or weights that differ in what they must share; the message says in what. Scales, offsets or a
             code book that are not finite.
     """
-    from . import _C
-
     if isinstance(weight, Sequence):
         weight = _one_below_another(weight)
     if not isinstance(weight, QuantizedWeight):
@@ -143,11 +152,8 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     if problem := not_finite(weight.scales, weight.offsets, weight.book):
         raise ValueError(f"the weight cannot be packed: {problem}")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
-    codes = weight.codes.cpu().contiguous()
-    packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)
-    _C.pack(codes.data_ptr(), packed.data_ptr(), n, k, bits)
     n_pad = formats.padded_rows(n)
-    position = torch.argsort(group_vector_rows(n_pad))[:n].to(device)
+    position = group_vector_positions(n, device)
 
     def vector(rows: Tensor) -> Tensor:
         out = rows.new_zeros(formats.padded_groups(k, weight.group_size), n_pad)
@@ -158,7 +164,7 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     if weight.zeros is not None:
         zeros = vector((weight.zeros.to(torch.int16) - formats.midpoint(bits)).to(torch.int8))
     return PackedWeight(
-        codes=packed.to(device),
+        codes=pack_codes(weight.codes, bits),
         scales=vector(weight.scales),
         zeros=zeros,
         offsets=None if weight.offsets is None else vector(weight.offsets),

@@ -259,16 +259,63 @@ class QuantizedWeight:
         )
 
 
-def group_vector_rows(n_pad: int) -> Tensor:
-    """Row of the weight at each position of a packed group vector, int64 ``[n_pad]``.
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes in the order of ``layout.h``, padding included.
+
+    On a GPU it is one kernel on the device's current stream, which nothing waits for.
+
+    Args:
+        codes: uint8 ``[N, K]`` of any strides, each below ``2**bits``.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 ``[n_pad * k_pad * bits / 8]`` on the same device.
+    """
+    n, k = codes.shape
+    if not _on_gpu(codes):
+        host = codes.cpu().contiguous()
+        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)
+        _C.pack(host.data_ptr(), packed.data_ptr(), n, k, bits)
+        return packed.to(codes.device)
+    packed = codes.new_empty(_C.packed_bytes(n, k, bits))
+    _C.pack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *_where(codes))
+    return packed
+
+
+def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
+    """Undo :func:`pack_codes`: uint8 ``[N, K]``, on the same device."""
+    if not _on_gpu(packed):
+        host = packed.cpu()
+        codes = torch.empty(n, k, dtype=torch.uint8)
+        _C.unpack(host.data_ptr(), codes.data_ptr(), n, k, bits)
+        return codes.to(packed.device)
+    if packed.data_ptr() % 16:  # a view into a file's bytes
+        packed = packed.clone()
+    codes = packed.new_empty(n, k)
+    _C.unpack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *_where(packed))
+    return codes
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    """Whether there are kernels for a tensor; a package built without them takes the host."""
+    return tensor.is_cuda and _C.built_with_cuda
+
+
+def _where(tensor: Tensor) -> tuple[int, int]:
+    """A tensor's GPU and its current stream."""
+    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def group_vector_positions(n: int, device: torch.device) -> Tensor:
+    """Where each row of the weight stands in a packed group vector, int64 ``[n]``.
 
     Inside each slab of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
-    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
+    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16. Made on the device: a copy from the host
+    would wait for it.
     """
-    position = torch.arange(n_pad)
-    inside = position % formats.ROWS_PER_SLAB
-    g, i, h = inside // 8, inside % 8 // 2, inside % 2
-    return position - inside + 16 * i + 8 * h + g
+    row = torch.arange(n, device=device)
+    inside = row % formats.ROWS_PER_SLAB
+    return row - inside + 8 * (inside % 8) + inside // 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -279,7 +326,7 @@ class PackedWeight:
 
     Attributes:
         codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
-        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows in the order of :func:`group_vector_rows`.
+        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows at their :func:`group_vector_positions`.
         zeros: int8 ``[groups, n_pad]``, zero points minus ``2**(bits-1)``, or None.
         offsets: ``[groups, n_pad]``, or None.
         bias: ``[N]``, or None.
@@ -461,12 +508,14 @@ class PackedWeight:
         return replace(self, codes=self.codes[start * panel_bytes : end * panel_bytes], n=stop - start, **changed)
 
     def unpack(self) -> QuantizedWeight:
-        """The canonical weight this was packed from, on the same device; exact."""
-        packed = self.codes.cpu()
-        codes = torch.empty(self.n, self.k, dtype=torch.uint8)
-        _C.unpack(packed.data_ptr(), codes.data_ptr(), self.n, self.k, self.bits)
+        """The canonical weight this was packed from, on the same device; exact.
+
+        What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks its values, which waits
+        for the GPU.
+        """
+        codes = unpack_codes(self.codes, self.n, self.k, self.bits)
         groups = formats.group_count(self.k, self.group_size)
-        position = torch.argsort(group_vector_rows(self.scales.shape[1]))[: self.n].to(self.device)
+        position = group_vector_positions(self.n, self.device)
 
         def rows(vector: Tensor) -> Tensor:
             return vector[:groups, position].t().contiguous()
@@ -475,7 +524,7 @@ class PackedWeight:
         if self.zeros is not None:
             zeros = (rows(self.zeros).to(torch.int16) + formats.midpoint(self.bits)).to(torch.uint8)
         return QuantizedWeight(
-            codes=codes.to(self.device),
+            codes=codes,
             scales=rows(self.scales),
             zeros=zeros,
             offsets=None if self.offsets is None else rows(self.offsets),

@@ -5,11 +5,12 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_ops import _C, formats
-from cutlass_ops.weight import group_vector_rows
+from cutlass_ops.weight import group_vector_positions
 
 Codes = npt.NDArray[np.uint8]
 
@@ -101,7 +102,7 @@ def test_a_single_code_by_hand(bits: int) -> None:
 
 
 def test_group_vectors_are_transposed_in_eights() -> None:
-    rows = group_vector_rows(128)
+    rows = group_vector_positions(128, torch.device("cpu")).argsort()
     assert rows[:18].tolist() == [0, 8, 16, 24, 32, 40, 48, 56, 1, 9, 17, 25, 33, 41, 49, 57, 2, 10]
     assert rows[64:].tolist() == [64 + 8 * j + g for g in range(8) for j in range(8)]
 

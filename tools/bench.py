@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.weight import pack_codes, unpack_codes
 
 COLD_BYTES = 3 * (64 << 20)
 #: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for whoever comes next too: each call is
@@ -56,8 +57,9 @@ FORMATS = {
     "w8a8-channel-asym": (8, -1, {"act_quant": "token", "act_symmetric": False}),
     "nf4": (4, 64, {"act_quant": "none"}),
 }
-#: What only moves memory, once for each shape: 4 bits to fp16 or back.
-MOVES = ("awq-dequantize", "nf4-quantize", "fp4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize")
+#: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the packed order or back.
+PACKS = ("pack-4", "pack-8", "unpack-4", "unpack-8")
+MOVES = ("awq-dequantize", "nf4-quantize", "fp4-quantize", "nf4-dequantize", "fp4-dequantize", "dequantize", *PACKS)
 #: Products by AWQ tensors as they are stored, in groups of 128 (of fewer where K is no multiple).
 AWQ_GEMM = "awq-gemm"
 Call = Callable[[], torch.Tensor]
@@ -186,6 +188,13 @@ def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict
     if name == "dequantize":
         return [partial(co.dequantize, copy.deepcopy(packed_weight(n, k, 4))) for _ in range(count)], {}, nbytes
     kind, verb = name.split("-")
+    if name in PACKS:
+        bits = int(verb)
+        codes = [torch.randint(1 << bits, (n, k), device="cuda", dtype=torch.uint8) for _ in range(copies(n * k))]
+        nbytes = n * k * (1 + bits / 8)
+        if kind == "pack":
+            return [partial(pack_codes, c, bits) for c in codes], {}, nbytes
+        return [partial(unpack_codes, pack_codes(c, bits), n, k, bits) for c in codes], {}, nbytes
     floats = [torch.randn(n, k, device="cuda").half() for _ in range(min(count, copies(2 * n * k)))]
     nbytes += n * k / 16
     others: dict[str, list[Call]] = {}

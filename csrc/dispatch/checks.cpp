@@ -1,5 +1,7 @@
 #include "dispatch/checks.h"
 
+#include <limits>
+
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
@@ -132,6 +134,19 @@ Status check_awq(AwqWeight const& w) {
   if (w.n < 8 || w.n % 8 || w.k < 1 || w.groups < 1 || w.k % w.groups) {
     return invalid("the weight is k = " + std::to_string(w.k) + " by n = " + std::to_string(w.n) + " in " +
                    std::to_string(w.groups) + " groups; n must be a multiple of 8, and k of the groups");
+  }
+  return {};
+}
+
+Status check_pack(PackProblem const& p) {
+  constexpr int kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;  // padding is counted in ints, too
+  if (p.bits != 4 && p.bits != 8) return unsupported("bits is " + std::to_string(p.bits) + "; supported are 4 and 8");
+  if (p.n < 1 || p.n > kLargest || p.k < 1 || p.k > kLargest) {
+    return invalid("the weight is n = " + std::to_string(p.n) + " by k = " + std::to_string(p.k) + "; accepted are 1 to " +
+                   std::to_string(kLargest));
+  }
+  if (reinterpret_cast<uintptr_t>(p.packed) % kLaneBytes) {
+    return invalid("the packed codes start at an address that is no multiple of 16 bytes");
   }
   return {};
 }

@@ -24,5 +24,6 @@ Status check_sums(PackedWeight const& weight);
 Status check_dequantize(DequantizeProblem const& problem);
 Status check_flat(FlatProblem const& problem);
 Status check_awq(AwqWeight const& weight);
+Status check_pack(PackProblem const& problem);
 
 }  // namespace cutlass_ops

@@ -98,6 +98,10 @@ Status launch_dequantize_flat(FlatProblem const& problem, Stream stream);
 Status launch_dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
 Status launch_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream);
 
+// pack.cu
+Status launch_pack(PackProblem const& problem, Stream stream);
+Status launch_unpack(PackProblem const& problem, Stream stream);
+
 // dequantize.cu
 Status launch_dequantize(DequantizeProblem const& problem, Stream stream);
 

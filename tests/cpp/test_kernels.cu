@@ -880,6 +880,32 @@ INSTANTIATE_TEST_SUITE_P(Kernels, Dequantize,
                                   std::to_string(int(std::get<1>(info.param)));
                          });
 
+// ---- packing
+
+TEST_F(Kernels, PackAsTheHostDoesAndUnpack) {
+  for (int bits : {4, 8}) {
+    for (int n : {1, 70, 192}) {
+      for (int k : {33, 128, 576}) {
+        std::mt19937 random(uint32_t(n * 31 + k));
+        std::vector<uint8_t> codes(size_t(n) * k), expected(size_t(packed_bytes(n, k, bits)));
+        for (uint8_t& code : codes) code = uint8_t(random() & ((1u << bits) - 1));
+        pack(codes.data(), expected.data(), n, k, bits);
+        DeviceBytes const on_gpu(codes), packed(expected.size()), unpacked(codes.size());
+        PackProblem problem{on_gpu.data<uint8_t>(), packed.data<uint8_t>(), k, 1, n, k, bits};
+        Status status = pack(problem, nullptr);
+        ASSERT_TRUE(status.ok()) << status.text;
+        problem.codes = unpacked.data<uint8_t>();
+        status = unpack(problem, nullptr);
+        ASSERT_TRUE(status.ok()) << status.text;
+        check(cudaDeviceSynchronize());
+        EXPECT_EQ(packed.read<uint8_t>(), expected) << n << " x " << k << ", " << bits << " bits";
+        EXPECT_EQ(unpacked.read<uint8_t>(), codes) << n << " x " << k << ", " << bits << " bits";
+        EXPECT_TRUE(packed.guards_are_whole() && unpacked.guards_are_whole());
+      }
+    }
+  }
+}
+
 // ---- errors
 
 TEST_F(Kernels, UnsupportedProblemsAreRefusedBeforeAnythingIsLaunched) {

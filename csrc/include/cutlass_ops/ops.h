@@ -59,6 +59,11 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 // offsets or a code book, and without zero points at 8 bits.
 Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, float* row_sums, Stream stream);
 
+// Codes to the order of layout.h, all of packed_bytes(n, k, bits) written and padding zero, and back. The bits are those of
+// pack.h's functions on the host.
+Status pack(PackProblem const& problem, Stream stream);
+Status unpack(PackProblem const& problem, Stream stream);
+
 // Packed codes to floats.
 Status dequantize(DequantizeProblem const& problem, Stream stream);
 

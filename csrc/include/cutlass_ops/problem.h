@@ -149,6 +149,15 @@ struct FlatProblem {
   float const* nested_offset = nullptr;
 };
 
+// Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row * n_stride + column * k_stride].
+struct PackProblem {
+  uint8_t* codes = nullptr;   // [n, k], each below 2^bits; read by pack(), written by unpack()
+  uint8_t* packed = nullptr;  // packed_bytes(n, k, bits), from an address that is a multiple of 16
+  int64_t n_stride = 0, k_stride = 1;
+  int n = 0, k = 0;
+  int bits = 4;  // 4 or 8
+};
+
 // A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column [0, 2, 4, 6, 1, 3, 5, 7][i] of its eight.
 struct AwqWeight {
   uint32_t const* codes = nullptr;  // [k][n / 8]
