@@ -9,6 +9,7 @@ __version__ = "0.1.0"
 from . import gradients as gradients  # registers the gradient of mixed_gemm
 from .checkpoints import load_checkpoint
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
+from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
@@ -20,6 +21,7 @@ from .ops import (
     rms_norm_quantize,
     silu_mul_quantize,
 )
+from .packed_experts import PackedExperts
 from .plan import Options
 from .quantize import quantize
 from .quantize_model import quantize_model
@@ -33,26 +35,32 @@ __all__ = [
     "MixedLinear",
     "NestedAbsmax",
     "Options",
+    "PackedExperts",
     "PackedWeight",
     "QuantizedActivations",
     "QuantizedWeight",
+    "Routing",
     "awq_dequantize",
     "awq_gemm",
     "dequantize",
     "dequantize_4bit",
     "explain",
     "fuse_linears",
+    "grouped_gemm",
     "load_checkpoint",
     "load_model",
     "load_packed",
     "mixed_gemm",
+    "mixed_moe",
     "quantize",
     "quantize_4bit",
     "quantize_activations",
     "quantize_model",
     "reorder",
+    "reorder_experts",
     "replace_linears",
     "rms_norm_quantize",
+    "route",
     "save_packed",
     "set_activations",
     "silu_mul_quantize",

@@ -270,7 +270,7 @@ def _add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str)
         key = (*shape, bits, group_size, *parts.items())
         if key not in known:
             dtypes = {part: getattr(torch, dtype) for part, dtype in parts.items() if part != "codes"}
-            weight = empty_packed(shape[0], shape[1], bits, group_size, dtypes)
+            weight = empty_packed(shape[-2], shape[-1], bits, group_size, dtypes)  # one of the experts
             known[key] = {name: {str(m): _kernel(m, weight, act_quant, name) for m in _TOKENS} for name in gpus}
         tensor["kernels"] = known[key]
 
@@ -342,7 +342,7 @@ def _describe_packed(info: PackedInfo) -> dict[str, Any]:
             {
                 "name": name,
                 "type": "packed",
-                "shape": [n, k],
+                "shape": [*info.experts[name], k] if name in info.experts else [n, k],
                 "bytes": sum(map(spec_bytes, info.parts[name].values())),
                 "note": _note(bits, group_size, parts),
                 **_quantized_fields(bits, group_size, parts),

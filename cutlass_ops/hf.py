@@ -31,6 +31,7 @@ from .checkpoints.directory import json_object
 from .hub import local_path
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
+from .packed_experts import PackedExperts
 from .plan import Options, plan
 from .reorder import is_packed, load_packed, packed_info, reorder
 from .weight import CheckpointError, PackedWeight
@@ -203,7 +204,7 @@ def _config(transformers: ModuleType, path: Path) -> Any:
 
 def _tensors(
     path: Path, architecture: Architecture, options: Options | None
-) -> tuple[Iterator[tuple[str, PackedWeight | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
+) -> tuple[Iterator[tuple[str, PackedWeight | PackedExperts | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
     """What any file holds.
 
     Returns:
@@ -230,6 +231,8 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         if isinstance(value, Tensor):
             state[name] = value
             continue
+        if isinstance(value, PackedExperts):
+            raise ValueError(f"{path}: {name!r} are experts packed as one, which no model is loaded with yet")
         layer, reason = architecture.place(name)
         # What is no linear layer, such as an embedding or an expert, becomes a tensor of its values.
         table = name if reason or not layer else tied.get(name)

@@ -16,6 +16,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import formats, ops
 from .architecture import features
+from .nn_experts import MixedExperts as MixedExperts
 from .reorder import reorder
 from .weight import PARTS, PackedWeight
 
@@ -249,7 +250,7 @@ def quantizer_module(model: nn.Module) -> Any:
 
 
 def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:
-    """Change how every :class:`MixedLinear` of a model treats its activations.
+    """Change how every :class:`MixedLinear` and :class:`MixedExperts` of a model treats its activations.
 
     Raises:
         ValueError: an ``act_quant`` that does not exist.
@@ -257,7 +258,7 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
     for module in model.modules():
-        if isinstance(module, MixedLinear):
+        if isinstance(module, MixedLinear | MixedExperts):
             module.act_quant, module.act_symmetric = act_quant, act_symmetric
 
 
@@ -418,16 +419,7 @@ def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
         whole = weight.unpack()
         parts = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
         return reorder(replace(whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}))
-    padded = formats.padded_rows(end)
-    slab_bytes = weight.codes.numel() * formats.ROWS_PER_SLAB // formats.padded_rows(weight.n)
-    slabs = slice(begin // formats.ROWS_PER_SLAB * slab_bytes, padded // formats.ROWS_PER_SLAB * slab_bytes)
-    changed: dict[str, Any] = {"codes": weight.codes[slabs]}
-    for name in ("scales", "zeros", "offsets"):
-        if (part := getattr(weight, name)) is not None:
-            changed[name] = part[:, begin:padded].contiguous()
-    if weight.bias is not None:
-        changed["bias"] = weight.bias[begin:end]
-    return replace(weight, n=end - begin, **changed)
+    return weight.row_panels(begin, end)
 
 
 def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:

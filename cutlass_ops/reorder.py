@@ -10,6 +10,8 @@ tensor stands under its own name.
 ``layout``          "cutlass_ops.slab64"
 ``layout_version``  "2"; in version 1 the last two lines of this table are missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
+``experts``         JSON, if a layer's experts are packed as one: ``{name: {"experts": E, "n": N}}``; N of ``weights``
+                    is then E * N rounded up to 64, and ``perm`` is ``[E, K]``
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
@@ -43,7 +45,7 @@ import reprlib
 import secrets
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -52,6 +54,7 @@ from torch import Tensor
 
 from . import formats
 from .checkpoints.directory import INDEX, TYPES, json_object, opened, placement
+from .packed_experts import PackedExperts
 from .weight import (
     PARTS,
     CheckpointError,
@@ -349,8 +352,13 @@ def spec_bytes(spec: Spec) -> int:
     return size
 
 
-def packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype]) -> dict[str, Spec]:
-    """What :func:`reorder` will return for a weight with tensors of these dtypes."""
+def packed_specs(
+    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype], experts: int | None = None
+) -> dict[str, Spec]:
+    """What :func:`reorder` will return for a weight with tensors of these dtypes.
+
+    For experts that are packed as one, n is E * N rounded up to 64.
+    """
     n_pad = formats.padded_rows(n)
     vector = (formats.padded_groups(k, group_size), n_pad)
     shapes: dict[str, tuple[int, ...]] = {
@@ -358,7 +366,7 @@ def packed_specs(n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str
         "zeros": vector,
         "offsets": vector,
         "bias": (n,),
-        "perm": (k,),
+        "perm": (k,) if experts is None else (experts, k),
         "book": (16,),
     }
     shapes["codes"] = (n_pad * formats.padded_k(k) * bits // 8,)
@@ -387,14 +395,20 @@ def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
     return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
 
 
+def experts_metadata(experts: Mapping[str, tuple[int, int]]) -> str:
+    """``experts`` of the table above, of E and N by name."""
+    return json.dumps({name: {"experts": e, "n": n} for name, (e, n) in experts.items()})
+
+
 def packed_metadata(
     weights: Mapping[str, tuple[int, int, int, int]],
     tied: Mapping[str, str],
     sources: Mapping[str, str],
     options: Mapping[str, Any],
     slices: Slices | None = None,
+    experts: Mapping[str, tuple[int, int]] | None = None,
 ) -> dict[str, str]:
-    """``__metadata__`` of a packed file, as in the table above."""
+    """``__metadata__`` of a packed file, as in the table above; ``experts`` has E and N by name."""
     from . import __version__
 
     metadata = {
@@ -407,6 +421,8 @@ def packed_metadata(
         "tool": f"cutlass_ops {__version__}",
         "options": json.dumps(dict(options)),
     }
+    if experts:
+        metadata["experts"] = experts_metadata(experts)
     if slices is not None:
         metadata["tensor_parallel"] = json.dumps({"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)})
     return metadata
@@ -414,7 +430,7 @@ def packed_metadata(
 
 def save_packed(
     path: str | os.PathLike[str],
-    tensors: Mapping[str, PackedWeight | Tensor],
+    tensors: Mapping[str, PackedWeight | PackedExperts | Tensor],
     *,
     tied: Mapping[str, str] | None = None,
     sources: Mapping[str, str] | None = None,
@@ -430,27 +446,32 @@ def save_packed(
         sources: sha256 of the files they were made from.
 
     Raises:
-        TypeError: a value that is neither a PackedWeight nor a Tensor.
+        TypeError: a value that is neither a PackedWeight, nor PackedExperts, nor a Tensor.
         ValueError: names that clash in the file, or a tensor of a dtype that the format lacks.
         OSError: the file cannot be written.
     """
     parts: dict[str, Tensor] = {}
     for name, value in tensors.items():
-        if isinstance(value, PackedWeight):
+        if isinstance(value, PackedWeight | PackedExperts):
             named = {f"{name}.{part}": tensor for part, tensor in value.tensors().items()}
         elif isinstance(value, Tensor):
             named = {name: value}
         else:
-            raise TypeError(f"{name!r} is a {type(value).__name__}; a PackedWeight or a torch.Tensor is expected")
+            raise TypeError(
+                f"{name!r} is a {type(value).__name__}; a PackedWeight, PackedExperts or a torch.Tensor is expected"
+            )
         parts.update(named)
+    experts = {name: (value.experts, value.n) for name, value in tensors.items() if isinstance(value, PackedExperts)}
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
+    packed |= {name: value.weight for name, value in tensors.items() if isinstance(value, PackedExperts)}
     check_names(packed, [name for name in tensors if name not in packed])
     for name in tied or {}:
         if name not in packed:
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
     weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
     specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    with stream_safetensors(path, specs, packed_metadata(weights, tied or {}, sources or {}, {})) as write:
+    metadata = packed_metadata(weights, tied or {}, sources or {}, {}, experts=experts)
+    with stream_safetensors(path, specs, metadata) as write:
         for name, tensor in parts.items():
             write(name, tensor)
 
@@ -473,6 +494,7 @@ class PackedInfo:
 
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
+        experts: E and N of the weights that are experts packed as one, by name; their n is E * N rounded up to 64.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
@@ -501,6 +523,7 @@ class PackedInfo:
     checksums: Mapping[str, str] | None
     saved_elsewhere: bool = False
     rounded: tuple[str, ...] = ()
+    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
@@ -574,7 +597,8 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
     checksums = _strings(path, metadata, "checksums") if version != "1" else None
     places = dict.fromkeys(specs, path)
     weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
-    parts = {name: _weight_parts(path, name, fields, specs) for name, fields in weights.items()}
+    experts = _experts(path, metadata, weights)
+    parts = {name: _weight_parts(path, name, fields, specs, experts) for name, fields in weights.items()}
     tied = _strings(path, metadata, "tied")
     for name in tied:
         if name not in weights:
@@ -593,17 +617,42 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
         slices=_slices(path, metadata),
         places=places,
         checksums=checksums,
+        experts=experts,
     )
 
 
-def _weight_parts(path: Path, name: str, weight: tuple[int, int, int, int], specs: dict[str, Spec]) -> dict[str, Spec]:
+def _experts(
+    path: Path, metadata: Mapping[str, str], weights: Mapping[str, tuple[int, int, int, int]]
+) -> dict[str, tuple[int, int]]:
+    """E and N of the weights that are experts."""
+    found = {}
+    for name, value in _json_object(path, metadata, "experts").items():
+        e, n = (value.get(key) if isinstance(value, dict) else None for key in ("experts", "n"))
+        # type() and not isinstance(): True is no size.
+        if type(e) is not int or type(n) is not int or e < 1 or n < 1:
+            raise CheckpointError(path, f"'experts' says {reprlib.repr(value)}; experts and n of at least 1 are expected", name)
+        if name not in weights or weights[name][0] != e * formats.padded_rows(n):
+            rows = weights[name][0] if name in weights else "no"
+            raise CheckpointError(path, f"'experts' says {e} experts of {n} rows; the weight has {rows} rows", name)
+        found[name] = e, n
+    return found
+
+
+def _weight_parts(
+    path: Path,
+    name: str,
+    weight: tuple[int, int, int, int],
+    specs: dict[str, Spec],
+    experts: Mapping[str, tuple[int, int]],
+) -> dict[str, Spec]:
     """The tensors of a weight, taken out of ``specs``; their shapes are checked."""
     n, k, bits, group_size = weight
     found = {part: specs.pop(f"{name}.{part}") for part in PARTS if f"{name}.{part}" in specs}
     for part in ("codes", "scales"):
         if part not in found:
             raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
-    expected = packed_specs(n, k, bits, group_size, {part: dtype for part, (dtype, _) in found.items()})
+    dtypes = {part: dtype for part, (dtype, _) in found.items()}
+    expected = packed_specs(n, k, bits, group_size, dtypes, experts[name][0] if name in experts else None)
     for part, (_, shape) in found.items():
         if shape != expected[part][1]:
             raise CheckpointError(
@@ -624,8 +673,10 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
     specs: dict[str, Spec] = {}
     places: dict[str, Path] = {}
     stated: dict[str, Any] = {}
+    first: Mapping[str, str] = {}
     for file in files:
         metadata, held = _read_header(file)
+        first = first or metadata  # each shard says the same of the whole model
         stated |= _json_object(file, metadata, "weights")
         for name, spec in held.items():
             if name in specs:
@@ -644,7 +695,9 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
             fields |= _saved_sizes(path, name, specs, fields.get("bits"))
             rounded += [name] if not {f"{name}.bias", f"{name}.perm"} <= specs.keys() else []
         weights[name] = _weight_fields(path, name, fields)
-        parts[name] = _weight_parts(path, name, weights[name], specs)
+    experts = _experts(path, first, weights)
+    for name, weight in weights.items():
+        parts[name] = _weight_parts(path, name, weight, specs, experts)
     return PackedInfo(
         path=path,
         layout=(formats.LAYOUT_NAME, str(config.get("layout_version"))),
@@ -661,6 +714,7 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
         checksums=None,
         saved_elsewhere=True,
         rounded=tuple(rounded),
+        experts=experts,
     )
 
 
@@ -703,6 +757,7 @@ def _directory_info(directory: Path) -> PackedInfo:
     tied: dict[str, str] = {}
     places: dict[str, Path] = {}
     checksums: dict[str, str] = {}
+    experts: dict[str, tuple[int, int]] = {}
     for shard in shards:
         if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):
             raise CheckpointError(shard.path, f"was not written with {first.path.name}: the sources, options or slices differ")
@@ -711,6 +766,7 @@ def _directory_info(directory: Path) -> PackedInfo:
                 raise CheckpointError(shard.path, f"stands in {places[name].name} too", name)
         weights.update(shard.weights)
         parts.update(shard.parts)
+        experts.update(shard.experts)
         tensors.update(shard.tensors)
         tied.update(shard.tied)
         places.update(shard.places)
@@ -725,6 +781,7 @@ def _directory_info(directory: Path) -> PackedInfo:
         tied=tied,
         places=places,
         checksums=checksums if all(shard.checksums is not None for shard in shards) else None,
+        experts=experts,
     )
 
 
@@ -794,7 +851,9 @@ def _weight_fields(path: Path, name: str, value: Any) -> tuple[int, int, int, in
     return n, k, bits, group_size
 
 
-def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu") -> dict[str, PackedWeight | Tensor]:
+def load_packed(
+    path: str | os.PathLike[str], device: torch.device | str = "cpu"
+) -> dict[str, PackedWeight | PackedExperts | Tensor]:
     """Read a packed file, or a directory of them.
 
     On the CPU the tensors are windows of the file, read from the disk when they are first used; they stay
@@ -805,13 +864,13 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
         device: where to put the tensors.
 
     Returns:
-        Weights and other tensors by name.
+        Weights, experts and other tensors by name.
 
     Raises:
         CheckpointError: not a packed file, one of another layout or version, or one that lies.
     """
     info = packed_info(path)
-    result: dict[str, PackedWeight | Tensor] = {}
+    result: dict[str, PackedWeight | PackedExperts | Tensor] = {}
     with ExitStack() as stack:
         files = {file: stack.enter_context(opened(file)) for file in info.files}
         for name in info.names:
@@ -822,15 +881,19 @@ def load_packed(path: str | os.PathLike[str], device: torch.device | str = "cpu"
     return result
 
 
-def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight:
+def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight | PackedExperts:
     """A weight of the open files that hold it, checked but for what every value would have to be read for."""
     n, k, bits, group_size = info.weights[name]
     path = info.places[f"{name}.codes"]
     parts: dict[str, Any] = dict.fromkeys(PARTS)
     for part in info.parts[name]:
         parts[part] = files[info.places[f"{name}.{part}"]].get_tensor(f"{name}.{part}")
+    weight: PackedWeight | PackedExperts
     try:
-        weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
+        if name in info.experts:
+            weight = PackedExperts.of_parts(parts, *info.experts[name], k, bits, group_size)
+        else:
+            weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), name) from error
     if problem := packed_problem(weight):
@@ -838,14 +901,14 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
     return weight
 
 
-def packed_problem(weight: PackedWeight) -> tuple[str, str] | None:
+def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | None:
     """What is wrong with the values of a weight that came from a file: a tensor's name and the fault, or None."""
     # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
-    if weight.perm is not None and not torch.equal(
-        weight.perm.sort().values, torch.arange(weight.k, dtype=torch.int32, device=weight.device)
-    ):
-        return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
-    zeros = weight.zeros
+    if weight.perm is not None:
+        features = torch.arange(weight.k, dtype=torch.int32, device=weight.device)
+        if not bool((weight.perm.sort().values == features).all()):
+            return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
+    zeros = weight.tensors().get("zeros")
     if weight.bits == 4 and zeros is not None and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7:
         return "zeros", "holds values outside of -8 .. 7, the zero points of 4 bits"
     return None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,6 +17,7 @@ from . import reference
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.directory import json_object, opened
 from .model_directory import weight_format
+from .packed_experts import PackedExperts
 from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
 from .reorder import PackedInfo, checksum, header_is_intact, packed_info, read_packed_weight, reorder, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
@@ -117,11 +118,16 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         weight = _weight(info, name)
         for part, tensor in weight.tensors().items():
             _compare_sum(found, info, name, f"{name}.{part}", tensor)
-        matrix = weight.unpack()
-        if problem := not_finite(matrix.scales, matrix.offsets, matrix.book):
-            found.problems.append(f"{name}: {problem}")
-        else:
-            _compare(found, name, reorder(matrix).tensors(), weight.tensors(), "has padding that is not zero")
+        for title, piece in _pieces(name, weight):
+            matrix = piece.unpack()
+            if problem := not_finite(matrix.scales, matrix.offsets, matrix.book):
+                found.problems.append(f"{title}: {problem}")
+            else:
+                _compare(found, title, reorder(matrix).tensors(), piece.tensors(), "has padding that is not zero")
+        if isinstance(weight, PackedExperts):
+            bias = weight.tensors().get("bias")
+            if bias is not None and bool(bias.view(weight.experts, weight.n_pad)[:, weight.n :].any()):
+                found.problems.append(f"{name}: bias has padding that is not zero")
         found.weights += 1
         if progress is not None:
             progress(name, weight.nbytes)
@@ -141,7 +147,16 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
 
 
-def _weight(info: PackedInfo, name: str) -> PackedWeight:
+def _pieces(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
+    """A weight, or each of several experts, with a name."""
+    if isinstance(weight, PackedWeight):
+        yield name, weight
+    else:
+        for e in range(weight.experts):
+            yield f"{name}[{e}]", weight.expert(e)
+
+
+def _weight(info: PackedInfo, name: str) -> PackedWeight | PackedExperts:
     # Opened again for each, so that no more than one of them is held.
     with ExitStack() as stack:
         files = {info.places[f"{name}.{part}"] for part in info.parts[name]}
@@ -202,7 +217,11 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
         entry = as_transposed(entry)
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
     if packed is not None and not entry.problem and len(entry.shape) == 2:
-        weight = _weight(info, packed).unpack()
+        stored = _weight(info, packed)
+        if isinstance(stored, PackedExperts):
+            found.problems.append(f"{packed}: holds {stored.experts} experts; the checkpoint has one matrix")
+            return {packed}
+        weight = stored.unpack()
         expected = _expected(info, checkpoint, entry, weight)
         _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
         if weight.shape == expected.shape:
@@ -321,15 +340,19 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
     fields = zip(("n", "k", "bits", "group_size"), a.weights[name], b.weights[name], strict=True)
     if changes := [f"{key} is {x} and {y}" for key, x, y in fields if x != y]:
         return changes
+    if (first := a.experts.get(name)) != (second := b.experts.get(name)):
+        return [f"experts and their rows are {first} and {second}"]
     x, y = _weight(a, name), _weight(b, name)
     # Codes where they stand in the matrix; the padding is compared as it is stored.
-    parts, others = _tensors(x.unpack()), _tensors(y.unpack())
     changes = []
-    for part in PARTS:
-        if (part in parts) != (part in others):
-            changes.append(f"{part} {'only in the first' if part in parts else 'only in the second'}")
-        elif part in parts:
-            changes += _part_changes(part, parts[part], others[part])
+    for (title, one), (_, other) in zip(_pieces("", x), _pieces("", y), strict=True):
+        prefix = f"{title} " if title else ""
+        parts, others = _tensors(one.unpack()), _tensors(other.unpack())
+        for part in PARTS:
+            if (part in parts) != (part in others):
+                changes.append(f"{prefix}{part} {'only in the first' if part in parts else 'only in the second'}")
+            elif part in parts:
+                changes += [f"{prefix}{change}" for change in _part_changes(part, parts[part], others[part])]
     same = all(_same_bits(tensor, y.tensors()[part]) for part, tensor in x.tensors().items() if part in y.tensors())
     return changes or ([] if same else ["the padding differs"])
 

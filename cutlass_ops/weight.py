@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -492,6 +492,20 @@ class PackedWeight:
         moved: dict[str, Any] = dict.fromkeys(PARTS)
         moved.update({name: value.to(device) for name, value in self.tensors().items()})
         return PackedWeight(**moved, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size)
+
+    def row_panels(self, start: int, stop: int) -> PackedWeight:
+        """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
+
+        Row panels of 64 are the outermost order of the codes, which are shared; group vectors are copied.
+        """
+        panel_bytes = self.codes.numel() // formats.padded_rows(self.n)
+        end = formats.padded_rows(stop)
+        changed: dict[str, Any] = {
+            part: None if (vectors := getattr(self, part)) is None else vectors[:, start:end].contiguous()
+            for part in ("scales", "zeros", "offsets")
+        }
+        changed["bias"] = None if self.bias is None else self.bias[start:stop]
+        return replace(self, codes=self.codes[start * panel_bytes : end * panel_bytes], n=stop - start, **changed)
 
     def unpack(self) -> QuantizedWeight:
         """The canonical weight this was packed from, on the same device; exact.

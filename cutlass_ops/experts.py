@@ -1,0 +1,463 @@
+"""Mixture of experts: the packing of experts, their routing, and the products with them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from . import formats, ops, reference, reference_experts
+from .packed_experts import PackedExperts
+from .reorder import _shared, empty_packed, reorder
+from .weight import PARTS, PackedWeight, QuantizedWeight
+
+__all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
+
+_ID_TYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+_WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+# ---- packing
+
+
+def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
+    """Pack the weights of a layer's experts as one.
+
+    ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
+    and an expert is packed before the next is asked for: one that makes its weights when asked holds one of them at a time.
+
+    Args:
+        weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
+            may have an act order of its own.
+
+    Raises:
+        TypeError: an element that is no QuantizedWeight.
+        ValueError: none, or weights that differ in what they must share, with the name of that; scales, offsets or a code book
+            that are not finite.
+    """
+    if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
+        raise TypeError(f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected")
+    experts = len(weights)
+    if not experts:
+        raise ValueError("no weight is given; at least one is expected")
+    first: PackedWeight | None = None
+    form: dict[str, Any] = {}
+    for e in range(experts):
+        weight = weights[e]
+        if not isinstance(weight, QuantizedWeight):
+            raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+        # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
+        names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
+        found = {"shape": list(weight.shape), **{name: _shared(getattr(weight, name)) for name in names}}
+        form = form or found
+        for name, value in found.items():
+            if value != form[name]:
+                raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: {name} is {value} and {form[name]}")
+        packed = reorder(weight)
+        if first is None:
+            first = packed
+            n_pad = formats.padded_rows(first.n)
+            dtypes = {part: t.dtype for part, t in first.tensors().items() if part != "perm"}
+            stack = empty_packed(experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device)
+            if stack.bias is not None:
+                stack.bias.zero_()
+            if stack.book is not None and first.book is not None:
+                stack.book.copy_(first.book)
+            perm = None if first.perm is None else first.perm.new_empty(experts, first.k)
+        if first.book is not None and packed.book is not None and not torch.equal(first.book, packed.book):
+            raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: their code books differ")
+        stack.codes[e * packed.codes.numel() :][: packed.codes.numel()] = packed.codes
+        for part in ("scales", "zeros", "offsets"):
+            if (vectors := getattr(packed, part)) is not None:
+                getattr(stack, part)[:, e * n_pad : (e + 1) * n_pad] = vectors
+        if stack.bias is not None and packed.bias is not None:
+            stack.bias[e * n_pad : e * n_pad + packed.n] = packed.bias
+        if perm is not None and packed.perm is not None:
+            perm[e] = packed.perm
+    assert first is not None
+    return PackedExperts(stack, experts, first.n, perm)
+
+
+# ---- routing
+
+
+class Routing(NamedTuple):
+    """Which rows belong to which expert; made by :func:`route`.
+
+    Attributes:
+        offsets: int32 ``[E + 1]``: the positions of expert e are ``order[offsets[e] : offsets[e + 1]]``.
+        order: int32 ``[M * top]``: positions in the flattened ``[M, top]`` ids, sorted stably by expert; those that have no
+            expert come last, from ``offsets[E]`` on.
+        top: ids of a token; position p belongs to token ``p // top``.
+    """
+
+    offsets: Tensor
+    order: Tensor
+    top: int
+
+
+def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Routing:
+    """Sort the experts' rows, on the tensors' device and without waiting for it.
+
+    Args:
+        topk_ids: integers ``[M, top]``, any M from 0: each token's experts; -1 is none.
+        num_experts: E, from 1.
+        expert_map: integers ``[ids]``: the expert of each id, or -1 for one that is not here; ids are the experts
+            themselves if None.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit. Ids, or values of the map, below -1 or too large are refused on a
+            CPU, in eager calls; on a GPU, which they would have to be read from, they are no expert.
+    """
+    _check_route(topk_ids, num_experts, expert_map, topk_ids.device if isinstance(topk_ids, Tensor) else None)
+    if ops._direct(topk_ids, expert_map):
+        _check_ids(topk_ids, num_experts, expert_map)
+    offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
+    return Routing(offsets, order, topk_ids.shape[1])
+
+
+def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.device | None) -> None:
+    for name, value, dim in (("topk_ids", ids, 2), ("expert_map", expert_map, 1)):
+        if name == "expert_map" and value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
+        if value.dtype not in _ID_TYPES:
+            raise TypeError(f"{name} has dtype {ops._names((value.dtype,))}; supported are {ops._names(_ID_TYPES)}")
+        if value.dim() != dim:
+            shape = "[M, top]" if dim == 2 else "[ids]"
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device}; {device} is expected")
+    if type(num_experts) is not int or num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts!r}; an integer of at least 1 is expected")
+    if ids.shape[0] * ids.shape[1] >= 1 << 31:
+        raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; fewer than 2**31 elements are supported")
+
+
+def _check_ids(ids: Tensor, num_experts: int, expert_map: Tensor | None) -> None:
+    """Refuse numbers of no expert, where reading them costs no synchronisation."""
+    if not ids.is_cpu:
+        return
+    known = num_experts if expert_map is None else len(expert_map)
+    for name, value, limit in (("topk_ids", ids, known), ("expert_map", expert_map, num_experts)):
+        if value is not None and value.numel():
+            low, high = (int(bound) for bound in value.to(torch.int64).aminmax())
+            if low < -1 or high >= limit:
+                raise ValueError(f"{name} holds {low if low < -1 else high}; -1 to {limit - 1} are expected")
+
+
+# ---- products
+
+
+def _check_experts(name: str, experts: Any) -> None:
+    if not isinstance(experts, PackedExperts):
+        raise TypeError(f"{name} is a {type(experts).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected")
+    if is_grad_enabled():
+        ops._check_frozen(experts.weight)
+
+
+def _check_options(
+    weights: Sequence[PackedExperts], activation: reference.Activation, act_quant: str
+) -> tuple[str | None, float, float]:
+    """The activation as operators take it."""
+    if act_quant not in ops._ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    if act_quant != "none" and any(experts.weight.book is not None for experts in weights):
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
+    reference.check_activation(activation)
+    if isinstance(activation, tuple):
+        return activation[0], float(activation[1]), float(activation[2])
+    return activation, 0.0, 0.0
+
+
+def _check_x(x: Any, device: torch.device, k: int, act_quant: str) -> None:
+    ops._check_float("x", x, device)
+    ops._check_device(device)
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; [M, {k}] is expected")
+    if x.dtype is torch.float32 and act_quant == "none" and device.type == "cuda":
+        raise TypeError(
+            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
+        )
+
+
+def _autocast(x: Any) -> Any:
+    """x in the dtype in which torch.autocast has products computed."""
+    if isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _check_recordable(name: str, direct: bool, *tensors: Any) -> None:
+    ops._check_transforms(name, *tensors)
+    if not direct and is_grad_enabled() and any(map(ops._requires_grad, tensors)):
+        raise RuntimeError(
+            f"{name} has a gradient in eager calls only, and an input requires one; call it under torch.no_grad()"
+        )
+
+
+def _check_capture(name: str, x: Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name} waits for the GPU to count each expert's rows, and cannot be captured in a CUDA graph")
+
+
+def _product(
+    experts: PackedExperts,
+    act_quant: str,
+    act_symmetric: bool,
+    bias: Tensor | None = None,
+    activation: reference.Activation = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> reference_experts.Product:
+    """The product of rows with one of the experts."""
+
+    def product(e: int, rows: Tensor) -> Tensor:
+        own = None if bias is None else bias[e]
+        return ops.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
+
+    return product
+
+
+def grouped_gemm(
+    x: Tensor,
+    experts: PackedExperts,
+    routing: Routing,
+    bias: Tensor | None = None,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    out_dtype: torch.dtype | None = None,
+    *,
+    gathered: bool = False,
+) -> Tensor:
+    """The rows of x that a routing gathers, each times its expert: ``activation(x[token] @ W_e^T + bias_e)``.
+
+    On a GPU this waits until it knows how many rows each expert has, and launches a product for each; it cannot be captured in
+    a CUDA graph. Products, gradients and ``act_quant`` are those of :func:`cutlass_ops.mixed_gemm`; gradients are recorded in
+    eager calls.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device (on a GPU fp32 takes an ``act_quant``).
+        experts: what :func:`reorder_experts` returned, ``[E, N, K]``.
+        routing: what :func:`route` returned for ids of x's rows.
+        bias: fp16, bf16 or fp32 ``[E, N]``, if the experts have none of their own.
+        activation, act_quant, act_symmetric, out_dtype: as in :func:`cutlass_ops.mixed_gemm`.
+        gathered: x is ``[M * top, K]`` in the routing's order already, as this function returns it.
+
+    Returns:
+        ``[M * top, N]``, row i for position ``routing.order[i]``; positions without an expert have rows of zeros.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: a CUDA graph is captured; or a gradient is asked for where it is not recorded.
+    """
+    _check_experts("experts", experts)
+    call = _check_options([experts], activation, act_quant)
+    x = _autocast(x)
+    _check_x(x, experts.device, experts.k, act_quant)
+    _check_routing(routing, experts, x.shape[0], gathered)
+    if out_dtype is not None and out_dtype not in ops._TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names(ops._TYPES)}")
+    if bias is not None:
+        ops._check_float("bias", bias, experts.device)
+        if experts.weight.bias is not None:
+            raise ValueError("a bias is given, but the experts have theirs already")
+        if tuple(bias.shape) != (experts.experts, experts.n):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
+    direct = ops._direct(x, bias, routing.order)
+    _check_recordable("grouped_gemm", direct, x, bias)
+    options: tuple[Any, ...] = (*call, act_quant, act_symmetric, out_dtype or x.dtype, gathered)
+    if direct:
+        return _grouped_gemm(x, experts, *routing, bias, *options)
+    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *_fields(experts), *routing, bias, *options))
+
+
+def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bool) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing is a {type(routing).__name__}; a Routing (see cutlass_ops.route) is expected")
+    if routing.order.device != experts.device:
+        raise ValueError(f"routing is on {routing.order.device}; the experts are on {experts.device}")
+    if len(routing.offsets) != experts.experts + 1:
+        raise ValueError(f"routing is for {len(routing.offsets) - 1} experts; there are {experts.experts}")
+    if len(routing.order) != (rows if gathered else rows * routing.top):
+        tokens = len(routing.order) if gathered else len(routing.order) // max(routing.top, 1)
+        raise ValueError(f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}")
+
+
+def _grouped_gemm(
+    x: Tensor,
+    experts: PackedExperts,
+    offsets: Tensor,
+    order: Tensor,
+    top: int,
+    bias: Tensor | None,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    out_dtype: torch.dtype,
+    gathered: bool,
+) -> Tensor:
+    _check_capture("grouped_gemm", x)
+    named = ops._named_activation(activation, low, high)
+    product = _product(experts, act_quant, act_symmetric, bias, named, out_dtype)
+    rows = x if gathered else x[order.long() // max(top, 1)]
+    return reference_experts.grouped_gemm(rows, offsets.diff().tolist(), experts.n, product, out_dtype)
+
+
+def mixed_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: reference.Activation = "silu",
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``.
+
+    e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
+    weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time.
+    On a GPU this waits until it knows how many rows each expert has, and launches two products for each expert that has any;
+    it cannot be captured in a CUDA graph.
+
+    Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
+    the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device (on a GPU fp32 takes an ``act_quant``).
+        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up.
+        down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
+        topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
+        topk_weights: floating ``[M, top]``.
+        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``, of gate.
+        act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.
+        expert_map: integers ``[ids]``, as in :func:`route`; ids that it sends to -1 add nothing.
+
+    Returns:
+        ``[M, H]`` of x's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, as in :func:`route` and :func:`cutlass_ops.mixed_gemm`.
+        RuntimeError: a CUDA graph is captured; or a gradient is asked for under torch.compile, in forward mode or of a weight.
+    """
+    _check_experts("gate_up", gate_up)
+    _check_experts("down", down)
+    call = _check_options([gate_up, down], activation, act_quant)
+    x = _autocast(x)
+    _check_x(x, gate_up.device, gate_up.k, act_quant)
+    if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
+        raise ValueError(
+            f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
+            "[E, 2 * I, H] and [E, H, I] on one device are expected"
+        )
+    _check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
+    if not isinstance(topk_weights, Tensor):
+        raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
+    if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.device != gate_up.device:
+        raise TypeError(
+            f"topk_weights is {ops._names((topk_weights.dtype,))} on {topk_weights.device}; "
+            f"{ops._names(_WEIGHT_TYPES)} on {gate_up.device} are supported"
+        )
+    expected = (x.shape[0], topk_ids.shape[1])
+    for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if value.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
+    direct = ops._direct(x, topk_ids, topk_weights, expert_map)
+    _check_recordable("mixed_moe", direct, x, topk_weights)
+    options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
+    if direct:
+        return _mixed_moe(x, gate_up, down, *options)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
+
+
+def _mixed_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    expert_map: Tensor | None,
+) -> Tensor:
+    _check_capture("mixed_moe", x)
+    _check_ids(topk_ids, gate_up.experts, expert_map)
+    return reference_experts.mixed_moe(
+        x,
+        _product(gate_up, act_quant, act_symmetric),
+        _product(down, act_quant, act_symmetric),
+        down.k,
+        topk_ids,
+        topk_weights,
+        ops._named_activation(activation, low, high),
+        gate_up.experts,
+        expert_map,
+    )
+
+
+# ---- torch.library
+
+
+def _schema(name: str) -> str:
+    """The arguments of one PackedExperts, as :func:`_fields` lists them."""
+    tensors = ", ".join(f"Tensor{'' if part in ('codes', 'scales') else '?'} {name}_{part}" for part in PARTS)
+    return f"{tensors}, int {name}_experts, int {name}_n, int {name}_k, int {name}_bits, int {name}_group_size"
+
+
+#: How many arguments they are, and which of them is N.
+_FIELDS = len(PARTS) + 5
+_N = len(PARTS) + 1
+
+
+def _fields(experts: PackedExperts) -> tuple[Any, ...]:
+    weight = experts.weight
+    tensors = (weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bias, experts.perm, weight.book)
+    return (*tensors, experts.experts, experts.n, weight.k, weight.bits, weight.group_size)
+
+
+def _experts(fields: Sequence[Any]) -> PackedExperts:
+    """The inverse."""
+    parts = dict(zip(PARTS, fields, strict=False))
+    return PackedExperts.of_parts(parts, *fields[len(PARTS) :])
+
+
+def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
+    return _mixed_moe(x, _experts(args[:_FIELDS]), _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
+
+
+def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _grouped_gemm_op(x: Tensor, *args: Any) -> Tensor:
+    return _grouped_gemm(x, _experts(args[:_FIELDS]), *args[_FIELDS:])
+
+
+def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
+    order, out_dtype = args[_FIELDS + 1], args[-2]
+    return x.new_empty((order.shape[0], args[_N]), dtype=out_dtype)
+
+
+ops._register(
+    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, Tensor? bias, str? activation, "
+    "float low, float high, str act_quant, bool act_symmetric, ScalarType out_dtype, bool gathered) -> Tensor",
+    _grouped_gemm_op,
+    _grouped_gemm_fake,
+)
+ops._register(
+    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, str? activation, "
+    "float low, float high, str act_quant, bool act_symmetric, Tensor? expert_map) -> Tensor",
+    _mixed_moe_op,
+    _mixed_moe_fake,
+)

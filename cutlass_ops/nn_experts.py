@@ -1,0 +1,156 @@
+"""A layer of experts over packed weights, in the place of transformers' experts modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops, reference
+from .experts import mixed_moe
+from .packed_experts import PackedExperts
+from .weight import PARTS
+
+
+class ExpertWeights(nn.Module):
+    """The weights of one product of :class:`MixedExperts`: their tensors as buffers, which keep their dtypes.
+
+    Raises:
+        TypeError: weights that are not packed.
+    """
+
+    _packed: PackedExperts
+
+    def __init__(self, packed: PackedExperts) -> None:
+        super().__init__()
+        if not isinstance(packed, PackedExperts):
+            raise TypeError(
+                f"packed is a {type(packed).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected"
+            )
+        tensors = packed.tensors()
+        for name in PARTS:
+            self.register_buffer(name, tensors.get(name))
+        self._packed = packed
+
+    @property
+    def packed(self) -> PackedExperts:
+        """The weights as the buffers hold them now; they share their memory.
+
+        Raises:
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+        """
+        kept = self._packed
+        if self._buffers["perm"] is kept.perm and all(
+            self._buffers[part] is getattr(kept.weight, part) for part in PARTS if part != "perm"
+        ):
+            return kept
+        return self._from_buffers()
+
+    def _from_buffers(self) -> PackedExperts:
+        e, n, k = self._packed.shape
+        return PackedExperts.of_parts(dict(self._buffers), e, n, k, self._packed.bits, self._packed.group_size)
+
+    def view_buffers(self) -> None:
+        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after they were loaded."""
+        self._packed = self._from_buffers()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
+        module: Any = super()  # torch has no types here
+        # Seen as bytes, tensors follow every move and escape every change of dtype.
+        module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
+        self.view_buffers()
+        return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        # load_state_dict(assign=True) puts other tensors in the buffers' places.
+        self.view_buffers()
+
+    def forward(self) -> PackedExperts:
+        """:attr:`packed`; called as a module, so that hooks that bring offloaded tensors run."""
+        return self.packed
+
+    def extra_repr(self) -> str:
+        """Sizes and format, as ``print(model)`` shows them."""
+        kind = next((name for name in ("zeros", "offsets", "book") if self._buffers[name] is not None), "symmetric")
+        experts, n, k = self._packed.shape
+        return (
+            f"experts={experts}, out_features={n}, in_features={k}, "
+            f"bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}"
+        )
+
+
+class MixedExperts(nn.Module):
+    """The experts of a layer with packed weights: :func:`cutlass_ops.mixed_moe` as a module.
+
+    It takes the place of the experts modules of transformers 5 whose experts compute ``down(act(gate(x)) * up(x))``, as those
+    of Mixtral, Qwen3-MoE and DeepSeek-V3. (GPT-OSS's, with biases beside a clamped gate, do not.) The packed tensors are
+    buffers of the children ``gate_up_proj`` and ``down_proj``.
+
+    Attributes:
+        num_experts, hidden_dim, intermediate_dim: E, H and I.
+        activation: of gate, as in :func:`cutlass_ops.mixed_moe`.
+        act_quant: how activations are quantised: "none", "token" or "block".
+        act_symmetric: whether quantised activations have no zero point. Unused with "none".
+
+    Args:
+        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up.
+        down: ``[E, H, I]``.
+
+    Raises:
+        TypeError: weights that are not packed.
+        ValueError: weights whose shapes do not fit each other, or an option that does not exist.
+    """
+
+    gate_up_proj: ExpertWeights
+    down_proj: ExpertWeights
+
+    def __init__(
+        self,
+        gate_up: PackedExperts,
+        down: PackedExperts,
+        activation: reference.Activation = "silu",
+        act_quant: str = "none",
+        act_symmetric: bool = True,
+    ) -> None:
+        super().__init__()
+        if act_quant not in ops._ACT_QUANT:
+            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ops._ACT_QUANT))}")
+        reference.check_activation(activation)
+        self.gate_up_proj, self.down_proj = ExpertWeights(gate_up), ExpertWeights(down)
+        self.num_experts, self.hidden_dim, self.intermediate_dim = down.shape
+        if gate_up.shape != (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim):
+            raise ValueError(
+                f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; [E, 2 * I, H] and [E, H, I] are expected"
+            )
+        self.activation = activation
+        self.act_quant = act_quant
+        self.act_symmetric = act_symmetric
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """Send each token through its experts and add up what they return, by weight.
+
+        Args:
+            hidden_states: ``[M, H]``.
+            top_k_index: integers ``[M, top]``: each token's experts. E, by which transformers marks the experts of other
+                ranks, and -1 add nothing.
+            top_k_weights: floating ``[M, top]``.
+
+        Returns:
+            ``[M, H]`` of the dtype of ``hidden_states``.
+
+        Raises:
+            TypeError, ValueError, RuntimeError: as in :func:`cutlass_ops.mixed_moe`.
+        """
+        ids = top_k_index.to(torch.int64)
+        ids = ids.where(ids != self.num_experts, -1)
+        gate_up, down = self.gate_up_proj(), self.down_proj()
+        options = (self.activation, self.act_quant, self.act_symmetric)
+        return mixed_moe(hidden_states, gate_up, down, ids, top_k_weights, *options)
+
+    def extra_repr(self) -> str:
+        """Activation and treatment of x, as ``print(model)`` shows them."""
+        symmetric = "" if self.act_quant == "none" else f", act_symmetric={self.act_symmetric}"
+        return f"activation={self.activation!r}, act_quant={self.act_quant!r}{symmetric}"

@@ -1,0 +1,119 @@
+"""The weights of a layer's experts, packed one after another as one weight."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import formats
+from .weight import PARTS, PackedWeight, QuantizedWeight, _check
+
+
+@dataclass(frozen=True, eq=False)
+class PackedExperts:
+    """E weights ``[N, K]`` of one format in the kernels' order; made by :func:`cutlass_ops.reorder_experts`.
+
+    Row panels of 64 are the outermost order of a packed weight, so that the experts, each of N rounded up to 64 rows, are the
+    row panels of one weight: expert e begins at its row ``e * n_pad``.
+
+    Attributes:
+        weight: ``[E * n_pad, K]``, without an act order. Its bias, if there is one, is zero in the rows of padding.
+        experts: E.
+        n: N, the output features of one expert.
+        perm: int32 ``[E, K]``, the act order of each expert (as in :class:`cutlass_ops.QuantizedWeight`), or None.
+
+    Raises:
+        TypeError, ValueError: parts that do not fit each other.
+    """
+
+    weight: PackedWeight
+    experts: int
+    n: int
+    perm: Tensor | None = None
+    n_pad: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.weight, PackedWeight):
+            raise TypeError(f"weight is a {type(self.weight).__name__}; a PackedWeight is expected")
+        for name, number in (("experts", self.experts), ("n", self.n)):
+            if type(number) is not int or number < 1:
+                raise ValueError(f"{name} is {number!r}; an integer of at least 1 is expected")
+        object.__setattr__(self, "n_pad", formats.padded_rows(self.n))
+        if self.weight.n != self.experts * self.n_pad:
+            raise ValueError(
+                f"the weight has {self.weight.n} rows; {self.experts} experts of {self.n} features, padded to {self.n_pad}, "
+                f"have {self.experts * self.n_pad}"
+            )
+        if self.weight.perm is not None:
+            raise ValueError("the weight has an act order; those of experts are given as perm, [E, K]")
+        if self.perm is not None:
+            _check("perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device)
+
+    @classmethod
+    def of_parts(cls, parts: Mapping[str, Any], experts: int, n: int, k: int, bits: int, group_size: int) -> PackedExperts:
+        """The inverse of :meth:`tensors`; parts that are None or missing are not there."""
+        tensors = {part: parts.get(part) for part in PARTS if part != "perm"}
+        rows = experts * formats.padded_rows(n)
+        weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)  # type: ignore[arg-type]
+        return cls(weight, experts, n, parts.get("perm"))
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by the names that a packed weight's have; ``perm`` is ``[E, K]``."""
+        named = self.weight.tensors()
+        return named if self.perm is None else {**named, "perm": self.perm}
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """``(E, N, K)``."""
+        return self.experts, self.n, self.weight.k
+
+    @property
+    def k(self) -> int:
+        """Input features."""
+        return self.weight.k
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.weight.bits
+
+    @property
+    def group_size(self) -> int:
+        """As in :class:`cutlass_ops.QuantizedWeight`."""
+        return self.weight.group_size
+
+    @property
+    def device(self) -> torch.device:
+        """Where the tensors are."""
+        return self.weight.device
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the tensors take."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    def to(self, device: torch.device | str) -> PackedExperts:
+        """The same weights on ``device``; itself if they are there already."""
+        if self.device == torch.device(device):
+            return self
+        perm = None if self.perm is None else self.perm.to(device)
+        return PackedExperts(self.weight.to(device), self.experts, self.n, perm)
+
+    def expert(self, e: int) -> PackedWeight:
+        """Expert e, ``[N, K]``: a view of the codes, bias and act order; its scales, zeros and offsets are copied.
+
+        Raises:
+            IndexError: no such expert.
+        """
+        if not 0 <= e < self.experts:
+            raise IndexError(f"expert {e} of {self.experts}")
+        weight = self.weight.row_panels(e * self.n_pad, e * self.n_pad + self.n)
+        return weight if self.perm is None else replace(weight, perm=self.perm[e])
+
+    def unpack(self) -> list[QuantizedWeight]:
+        """The canonical weights that these were packed from, on the same device; exact."""
+        return [self.expert(e).unpack() for e in range(self.experts)]
