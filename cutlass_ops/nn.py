@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any
@@ -17,6 +17,7 @@ from torch.compiler import is_dynamo_compiling
 from . import formats, ops
 from .architecture import features
 from .nn_experts import MixedExperts as MixedExperts
+from .packed_buffers import PackedBuffers
 from .reorder import reorder
 from .weight import PARTS, PackedWeight
 
@@ -27,7 +28,7 @@ _ACT_QUANT = ("none", "token", "block")
 SHARED_INPUT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-class MixedLinear(nn.Module):
+class MixedLinear(PackedBuffers):
     """``y = act(x @ W.T + bias)`` with ``W`` packed: :func:`cutlass_ops.mixed_gemm` as a module.
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They
@@ -118,10 +119,6 @@ class MixedLinear(nn.Module):
     def _from_buffers(self) -> PackedWeight:
         return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
 
-    def view_buffers(self) -> None:
-        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after they were loaded."""
-        self._packed = self._from_buffers()
-
     def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
         """The weight's values, ``[out_features, in_features]`` of ``dtype`` (fp16, bf16 or fp32), as a new tensor.
 
@@ -144,18 +141,6 @@ class MixedLinear(nn.Module):
 
     def __prepare_scriptable__(self) -> None:
         raise RuntimeError(f"{type(self).__name__} cannot be scripted by torch.jit.script; use torch.compile or torch.export")
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> MixedLinear:
-        module: Any = super()  # torch has no types here
-        # Seen as bytes, tensors follow every move and escape every change of dtype.
-        module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
-        self.view_buffers()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # load_state_dict(assign=True) puts other tensors in the buffers' places.
-        self.view_buffers()
 
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by the weight; returns ``[..., N]`` of x's dtype.

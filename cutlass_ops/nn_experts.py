@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 from . import ops, reference
 from .experts import mixed_moe
+from .packed_buffers import PackedBuffers
 from .packed_experts import PackedExperts
 from .weight import PARTS
 
 
-class ExpertWeights(nn.Module):
+class ExpertWeights(PackedBuffers):
     """The weights of one product of :class:`MixedExperts`: their tensors as buffers, which keep their dtypes.
 
     Raises:
@@ -51,22 +49,6 @@ class ExpertWeights(nn.Module):
     def _from_buffers(self) -> PackedExperts:
         e, n, k = self._packed.shape
         return PackedExperts.of_parts(dict(self._buffers), e, n, k, self._packed.bits, self._packed.group_size)
-
-    def view_buffers(self) -> None:
-        """Make :attr:`packed` of the buffers as they are now, and check it: to be called after they were loaded."""
-        self._packed = self._from_buffers()
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> ExpertWeights:
-        module: Any = super()  # torch has no types here
-        # Seen as bytes, tensors follow every move and escape every change of dtype.
-        module._apply(lambda t: fn(t.view(torch.uint8)).view(t.dtype), recurse)
-        self.view_buffers()
-        return self
-
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-        super()._load_from_state_dict(*args, **kwargs)
-        # load_state_dict(assign=True) puts other tensors in the buffers' places.
-        self.view_buffers()
 
     def forward(self) -> PackedExperts:
         """:attr:`packed`; called as a module, so that hooks that bring offloaded tensors run."""

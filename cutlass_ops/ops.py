@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, cast, overload
 
 import torch
@@ -803,11 +803,7 @@ def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: 
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
     if weight.gpu < 0:
-        canonical = weight.unpack()
-        if (start, stop) != (0, weight.n):
-            parts = {name: getattr(canonical, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
-            canonical = replace(canonical, **{name: part[start:stop] for name, part in parts.items() if part is not None})
-        return reference.dequantize_weight(canonical, dtype)
+        return reference.dequantize_weight(weight.row_panels(start, stop).unpack(), dtype)
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
         _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu), start, stop - start)
