@@ -8,8 +8,9 @@
 
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
 the L2 cache, so that no copy is found there: a burst of 40 ms, after a rest. It is one whole call as a user makes it: fp16 in,
-fp16 out, the quantisation of the activations included. Data are random. Weights are in groups of 128, of nf4 in groups of 64;
-"channel" has one scale a row.
+fp16 out, the quantisation of the activations included. Data are random. Weights are in groups of 128 unless their name says
+otherwise (-g64, -g32), of nf4 in groups of 64; "channel" has one scale a row. -zp: zero points of the weight; -offsets: real
+ones; -asym: zero points of the activations.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
 tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
@@ -43,19 +44,52 @@ COLD_BYTES = 3 * (64 << 20)
 BURST_MILLISECONDS, REST_SECONDS = 40, 0.1
 #: Dense operations a clock and multiprocessor of the tensor cores (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
 RATES = {(9, 0): {16: 4096, 8: 8192}}
-#: Bits of a weight, its group size, and what mixed_gemm does with the activations.
+
+
+class Format(NamedTuple):
+    """A kind of weight, and what mixed_gemm does with the activations."""
+
+    bits: int
+    group_size: int
+    options: dict[str, Any]
+    shift: str = ""  #: "zeros": integer zero points (AWQ, GPTQ); "offsets": real ones (GGUF's Q4_1 and Q4_K, MNN)
+    book: str | None = None
+
+    @property
+    def weight(self) -> tuple[int, int, str, str | None]:
+        """What ``packed_weight`` takes."""
+        return self.bits, self.group_size, self.shift, self.book
+
+
+NONE, BLOCK, TOKEN = ({"act_quant": mode} for mode in ("none", "block", "token"))
+ASYMMETRIC_BLOCK, ASYMMETRIC_TOKEN = BLOCK | {"act_symmetric": False}, TOKEN | {"act_symmetric": False}
 FORMATS = {
-    "w4a16": (4, 128, {"act_quant": "none"}),
-    "w8a16": (8, 128, {"act_quant": "none"}),
-    "w4a8-block": (4, 128, {"act_quant": "block"}),
-    "w8a8-block": (8, 128, {"act_quant": "block"}),
-    "w4a8-token": (4, 128, {"act_quant": "token"}),
-    "w8a8-token": (8, 128, {"act_quant": "token"}),
-    "w8a8-channel": (8, -1, {"act_quant": "token"}),
-    "w4a8-block-asym": (4, 128, {"act_quant": "block", "act_symmetric": False}),
-    "w8a8-block-asym": (8, 128, {"act_quant": "block", "act_symmetric": False}),
-    "w8a8-channel-asym": (8, -1, {"act_quant": "token", "act_symmetric": False}),
-    "nf4": (4, 64, {"act_quant": "none"}),
+    "w4a16": Format(4, 128, NONE),
+    "w8a16": Format(8, 128, NONE),
+    "w4a8-block": Format(4, 128, BLOCK),
+    "w8a8-block": Format(8, 128, BLOCK),
+    "w4a8-token": Format(4, 128, TOKEN),
+    "w8a8-token": Format(8, 128, TOKEN),
+    "w8a8-channel": Format(8, -1, TOKEN),
+    "w4a8-block-asym": Format(4, 128, ASYMMETRIC_BLOCK),
+    "w8a8-block-asym": Format(8, 128, ASYMMETRIC_BLOCK),
+    "w8a8-channel-asym": Format(8, -1, ASYMMETRIC_TOKEN),
+    "nf4": Format(4, 64, NONE, book="nf4"),
+    "w4a16-zp": Format(4, 128, NONE, "zeros"),
+    "w8a16-zp": Format(8, 128, NONE, "zeros"),
+    "w4a8-block-zp": Format(4, 128, BLOCK, "zeros"),
+    "w8a8-block-zp": Format(8, 128, BLOCK, "zeros"),
+    "w8a8-channel-zp": Format(8, -1, TOKEN, "zeros"),
+    "w4a16-g64": Format(4, 64, NONE),
+    "w8a16-g64": Format(8, 64, NONE),
+    "w4a8-block-g64": Format(4, 64, BLOCK),
+    "w8a8-block-g64": Format(8, 64, BLOCK),
+    "w4a16-g32": Format(4, 32, NONE),
+    "w8a16-g32": Format(8, 32, NONE),
+    "w4a16-g32-offsets": Format(4, 32, NONE, "offsets"),
+    "w4a8-block-g32": Format(4, 32, BLOCK),
+    "w8a8-block-g32": Format(8, 32, BLOCK),
+    "w4a8-block-g32-offsets": Format(4, 32, BLOCK, "offsets"),
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the packed order or back.
 PACKS = ("pack-4", "pack-8", "unpack-4", "unpack-8")
@@ -138,25 +172,38 @@ def heading(bandwidth: float) -> dict[str, Any]:
     return result
 
 
-def random_weight(n: int, k: int, bits: int, group_size: int) -> co.QuantizedWeight:
-    """Uniform codes and positive fp16 scales."""
-    generator = torch.Generator().manual_seed(n + k + bits)
-    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator)
-    scales = (torch.rand(n, 1 if group_size == -1 else -(-k // group_size), generator=generator) * 0.01 + 0.005).half()
-    return co.QuantizedWeight(codes, scales, bits=bits, group_size=group_size)
+def random_weight(n: int, k: int, bits: int, group_size: int, shift: str = "") -> co.QuantizedWeight:
+    """Uniform codes and positive fp16 scales; zero points of a few codes about the middle, or as many scales as offsets."""
+    generator = torch.Generator("cuda").manual_seed(n + k + bits)
+    codes = torch.randint(0, 2**bits, (n, k), dtype=torch.uint8, generator=generator, device="cuda")
+    scales = (
+        torch.rand(n, 1 if group_size == -1 else -(-k // group_size), generator=generator, device="cuda") * 0.01 + 0.005
+    ).half()
+    zeros = torch.randint(
+        2 ** (bits - 1) - 3, 2 ** (bits - 1) + 4, scales.shape, dtype=torch.uint8, generator=generator, device="cuda"
+    )
+    shifts: dict[str, Any] = {}
+    if shift == "zeros":
+        shifts["zeros"] = zeros
+    elif shift == "offsets":
+        shifts["offsets"] = (scales.float() * (2 ** (bits - 1) - zeros.float())).half()
+    return co.QuantizedWeight(codes, scales, bits=bits, group_size=group_size, **shifts)
 
 
-def random_book_weight(n: int, k: int) -> co.QuantizedWeight:
-    """NF4 codes of normal weights, in groups of 64."""
-    generator = torch.Generator().manual_seed(n + k)
-    rows = torch.randn(min(n, 512), k, generator=generator).half()
-    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=64, book="nf4")
+def random_book_weight(n: int, k: int, group_size: int, book: str) -> co.QuantizedWeight:
+    """A code book's codes of normal weights."""
+    generator = torch.Generator("cuda").manual_seed(n + k)
+    rows = torch.randn(min(n, 512), k, generator=generator, device="cuda").half()
+    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=group_size, book=book)
 
 
 @lru_cache(maxsize=4)  # formats that differ in their activations share a weight
-def packed_weight(n: int, k: int, bits: int, group_size: int = 128, book: bool = False) -> co.PackedWeight:
+def packed_weight(
+    n: int, k: int, bits: int, group_size: int = 128, shift: str = "", book: str | None = None
+) -> co.PackedWeight:
     """A random weight on the GPU."""
-    return co.reorder(random_book_weight(n, k) if book else random_weight(n, k, bits, group_size)).to("cuda")
+    weight = random_book_weight(n, k, group_size, book) if book else random_weight(n, k, bits, group_size, shift)
+    return co.reorder(weight.to("cuda"))
 
 
 def awq_tensors(n: int, k: int, count: int) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
@@ -242,7 +289,8 @@ class Peer(NamedTuple):
 
 def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
     """Those that are installed and know the format."""
-    bits, group_size, options = FORMATS[name]
+    form = FORMATS[name]
+    bits, group_size, options = form[:3]
     dense = co.dequantize(packed, torch.float16)
     found = {"torch fp16": Peer(dense.clone, lambda x, w: x @ w.t(), dense.nbytes)}
     if name == "nf4":
@@ -267,7 +315,7 @@ def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
             return torch._int_mm(rows[m], w.t())
 
         found["torch int8"] = Peer(codes.clone, int8, codes.nbytes)
-    if options.get("act_symmetric", True):
+    if options.get("act_symmetric", True) and not form.shift:
         try:
             from humming.layer import HummingLayer
         except ImportError:
@@ -350,9 +398,8 @@ def measure(
     name: str, n: int, k: int, ms: list[int], bandwidth: float, architecture: int, with_peers: bool
 ) -> list[dict[str, Any]]:
     """A row of results for each M."""
-    bits, group_size, options = FORMATS[name]
-    options = options | {"architecture": architecture}
-    packed = packed_weight(n, k, bits, group_size, name == "nf4")
+    options = FORMATS[name].options | {"architecture": architecture}
+    packed = packed_weight(n, k, *FORMATS[name].weight)
     ours = Peer(lambda: copy.deepcopy(packed), lambda x, w: co.mixed_gemm(x, w, **options), packed.nbytes)
     others = peers(name, packed) if with_peers else {}
     made: dict[str, list[Any]] = {who: [] for who in ("ours", *others)}
@@ -406,8 +453,8 @@ def measure_host() -> list[dict[str, Any]]:
     with torch.inference_mode():
         for m in (1, 64):
             x = torch.randn(m, k, device="cuda").half()
-            for name, (bits, group_size, options) in FORMATS.items():
-                packed = packed_weight(n, k, bits, group_size, name == "nf4")
+            for name, form in FORMATS.items():
+                options, packed = form.options, packed_weight(n, k, *form.weight)
                 add(f"mixed_gemm {name}", m, partial(co.mixed_gemm, x, packed, **options))
                 if "asym" not in name:
                     add(f"MixedLinear {name}", m, partial(co.MixedLinear(packed, **options), x))

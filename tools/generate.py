@@ -37,6 +37,8 @@ import cutlass_ops as co
 from cutlass_ops.demo import generate
 from cutlass_ops.plan import DEFAULT_EXCLUDE
 
+#: What ``pack`` makes: symmetric weights.
+SYMMETRIC = {name: form for name, form in FORMATS.items() if not form.shift and not form.book}
 #: As in the models' config.json, published by Meta.
 MODELS: dict[str, dict[str, Any]] = {
     "llama-3.2-1b": {
@@ -125,7 +127,9 @@ def main() -> None:
     """Measure what the arguments ask for and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
-    parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=f"beside {FLOATS}: {', '.join(FORMATS)}")
+    parser.add_argument(
+        "--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=f"beside {FLOATS}: {', '.join(SYMMETRIC)}"
+    )
     parser.add_argument("--batches", default="1,16", help="texts at a time")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each text at first")
     parser.add_argument("--tokens", type=int, default=128, help="tokens to generate of each")
@@ -134,7 +138,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("there is no GPU here")
-    for kind, known in (("models", MODELS), ("formats", FORMATS)):
+    for kind, known in (("models", MODELS), ("formats", SYMMETRIC)):
         if unknown := set(getattr(arguments, kind).split(",")) - set(known):
             parser.error(f"unknown {kind}: {', '.join(sorted(unknown))}; known are {', '.join(known)}")
     if arguments.compile:
@@ -150,9 +154,9 @@ def main() -> None:
     for name in arguments.models.split(","):
         model, packed = random_model(name), None
         floats: dict[int, float] = {}
-        for form in (FLOATS, *sorted(arguments.formats.split(","), key=lambda form: FORMATS[form][:2])):
+        for form in (FLOATS, *sorted(arguments.formats.split(","), key=lambda form: SYMMETRIC[form][:2])):
             if form != FLOATS:
-                bits, group_size, options = FORMATS[form]
+                bits, group_size, options = SYMMETRIC[form][:3]
                 if packed != (bits, group_size):
                     if packed:
                         model = random_model(name)
