@@ -32,9 +32,11 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
         if not reference.code_book("", book).isfinite().all():
             raise ValueError(f"book has values that are not finite: {book.tolist()}")
     elif isinstance(book, str):
-        if book not in formats.CODE_BOOKS:
-            known = ", ".join(map(repr, formats.CODE_BOOKS))
+        if book not in formats.BOOKS:
+            known = ", ".join(map(repr, formats.BOOKS))
             raise ValueError(f"book is {book!r}; supported are {known}, and a tensor of 16 values")
+        if book == "mxfp4" and group_size != formats.MXFP4_GROUP:
+            raise ValueError(f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}")
     else:
         raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
     if bits != 4:
@@ -61,7 +63,8 @@ def quantize(
         point.
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
             gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
-            largest magnitude. ``symmetric`` has no meaning then.
+            largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers of two, stored as bf16
+            (``reference.quantize_mxfp4``). ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
             some twenty times the work. None takes all of it.
 

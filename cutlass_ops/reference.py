@@ -289,23 +289,52 @@ def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -
     return codes[above] + 8 * (magnitudes & (scaled < 0)).to(torch.uint8), absmax
 
 
+def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise blocks to MXFP4 (OCP Microscaling Formats 1.0, section 6.3).
+
+    In fp32: the scale is 2^(floor(log2(max |x|)) - 2), its exponent not below -127; the code is that of the E2M1 value nearest
+    to x / scale, halfway between two the one with an even mantissa, at most 6. A block of zeros has the scale 1.
+
+    Args:
+        values: floating ``[..., 32]``.
+
+    Returns:
+        codes uint8 ``[..., 32]``, scales bf16 ``[...]``, which holds every power of two that a scale may be. A block with NaN
+        or an infinity has the scale NaN.
+    """
+    values = values.float()
+    largest = values.abs().amax(-1)
+    exponent = torch.frexp(largest).exponent - 1 - formats.E2M1_LARGEST_EXPONENT
+    scales = torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
+    scales = torch.where(largest.isfinite(), torch.where(largest == 0, 1.0, scales), torch.nan)
+    magnitudes = torch.tensor(formats.E2M1[:8], device=values.device)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    # Of two codes the even one: a middle above an odd code belongs to the next.
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
+    scaled = torch.ldexp(values, -exponent.clamp(-127, 127)[..., None])
+    codes = torch.bucketize(torch.where(scaled.isnan(), 0.0, scaled.abs()), middles)
+    return (codes + 8 * (scaled < 0)).to(torch.uint8), scales.bfloat16()
+
+
 def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code: Tensor | None = None) -> QuantizedWeight:
     """Quantise a weight by a code book, one absmax for each row and group of K, stored in the weight's dtype (exactly).
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
-        quant_type, code: as in :func:`quantize_book`.
+        quant_type, code: as in :func:`quantize_book`; or "mxfp4", of groups of 32 (:func:`quantize_mxfp4`).
     """
     _check_matrix("weight", weight, _FLOAT_TYPES)
     formats.check_group_size(group_size)
-    codes, absmax = quantize_book(_blocks(weight, group_size), quant_type, code)
+    blocks = _blocks(weight, group_size)
+    if code is None and quant_type == "mxfp4":
+        codes, scales = quantize_mxfp4(blocks)
+        book = torch.tensor(formats.E2M1, dtype=torch.float32, device=weight.device)
+    else:
+        codes, absmax = quantize_book(blocks, quant_type, code)
+        scales, book = absmax.to(weight.dtype), code_book(quant_type, code, weight.device)
     return QuantizedWeight(
-        codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(),
-        scales=absmax.to(weight.dtype),
-        bits=4,
-        group_size=group_size,
-        book=code_book(quant_type, code, weight.device),
+        codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(), scales=scales, bits=4, group_size=group_size, book=book
     )
 
 

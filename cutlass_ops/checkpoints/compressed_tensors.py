@@ -1,6 +1,6 @@
 """compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block.
 
-Source: ``compressors/pack_quantized`` and ``compressors/naive_quantized`` of the package ``compressed-tensors``.
+Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package ``compressed-tensors``.
 Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
 
 =========================  ===========================================================================================
@@ -17,6 +17,9 @@ int-quantized
 ``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
 ``<m>.weight_scale``       as above, or a scale for each block of rows and columns
 ``<m>.weight_zero_point``  int8, shaped as the scales; absent if symmetric
+mxfp4-pack-quantized
+``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
+``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
 =========================  ===========================================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
@@ -38,13 +41,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError
+from .. import formats, reference
+from ..weight import CheckpointError, QuantizedWeight
 from . import grouped
-from .checkpoint import Checkpoint, Entry
+from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
 from .grouped import Stored
-from .words import unpack_along_k
+from .words import unpack_along_k, unpack_bytes
 
 _INTEGERS = (torch.int64, torch.int32)
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
@@ -228,7 +231,7 @@ def _by_class(source: Source, module: str, target: str) -> bool:
 def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
     codes = grouped.checked(source, f"{module}.weight_packed", (torch.int32, torch.uint8))
     if codes.dtype == torch.uint8:
-        return _unsupported(source, codes, module, codes.shape, "holds floats of 4 bits (nvfp4 or mxfp4)")
+        return _mxfp4(source, codes, module)
     if len(codes.shape) != 2:
         return _unsupported(source, codes, module, codes.shape, f"has {len(codes.shape)} dimensions; a linear weight has two")
     shape = grouped.checked(source, f"{module}.weight_shape", _INTEGERS, (2,))
@@ -263,6 +266,48 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
         partial(_read_packed, codes, scales, zeros, (n, k), bits),
         _size(source, scales, k, vector[1], groups, index is not None),
         index,
+    )
+
+
+def _mxfp4(source: Source, codes: Entry, module: str) -> Entry:
+    for part, what in (
+        ("weight_global_scale", "holds nvfp4"),
+        ("weight_zero_point", "holds floats of 4 bits with zero points"),
+    ):
+        if f"{module}.{part}" in source.tensors:
+            return _unsupported(source, codes, module, codes.shape, f"{what}, which is not supported")
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K / 2]")
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    scales = grouped.checked(source, f"{module}.weight_scale", (torch.uint8,), (n, formats.group_count(k, formats.MXFP4_GROUP)))
+    parts = (codes.name, scales.name, *(name for part in _STATIC if (name := f"{module}.{part}") in source.tensors))
+    dtypes = {"scales": torch.bfloat16, "book": torch.float32}
+    read = partial(_read_mxfp4, source, codes, scales)
+    return Entry(
+        name=module,
+        source=codes.name,
+        kind="mxfp4-pack-quantized",
+        shape=(n, k),
+        nbytes=sum(source.tensors[part].nbytes for part in parts),
+        dtype=torch.float32,
+        values=lambda: reference.dequantize_weight(read(), torch.float32),
+        parts=parts,
+        quantized=Quantized(bits=4, group_size=formats.MXFP4_GROUP, dtypes=dtypes, read=read),
+    )
+
+
+def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
+    exponents = scales.values()
+    if bool((exponents == 255).any()):
+        row, group = (exponents == 255).nonzero()[0].tolist()
+        raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
+    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).bfloat16()
+    unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
+    book = torch.tensor(formats.E2M1)
+    return read_weight(
+        source.path,
+        codes.name,
+        lambda: QuantizedWeight(unpacked, powers, bits=4, group_size=formats.MXFP4_GROUP, book=book),
     )
 
 
