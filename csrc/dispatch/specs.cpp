@@ -18,12 +18,6 @@ Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partia
                                                  : launch_wgmma_fold16<formats::Int8>;
   return launch(problem, plan, partials, stream);
 }
-Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  auto const launch = problem.weight.book        ? launch_wgmma_decode_fold16<formats::Codebook>
-                      : problem.weight.bits == 4 ? launch_wgmma_decode_fold16<formats::Int4>
-                                                 : launch_wgmma_decode_fold16<formats::Int8>;
-  return launch(problem, plan, partials, stream);
-}
 #else
 #define LAUNCHER(function) nullptr
 #endif
@@ -119,10 +113,6 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
   return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
 }
-Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
-                  may_round(problem) ? Field::kNone : Field::kResult);
-}
 
 // ---- where the decode kernels were measured to win, on an H200 (results/h200.json): by rows of x and by millions of weights
 
@@ -133,12 +123,9 @@ bool has_millions(GemmProblem const& problem, int64_t least, int64_t most = int6
 bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
 
 // wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
-bool can_quantize_values(GemmProblem const& problem) {
-  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         !is_irregular(problem);
-}
 bool can_quantize_blocks(GemmProblem const& problem) {
-  return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
+  return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
+         problem.weight.scale_type == problem.x_type && !is_irregular(problem);
 }
 // With one CTA per SM, of large weights of 8 bits. (Of a longer K clusters of two CTAs with few features take a part each, and all of these quantise all of x.)
 bool one_cta_quantizes(GemmProblem const& problem) {
@@ -196,29 +183,6 @@ constexpr Candidate kWgmmaDecode[] = {
     {wgmma_decode_tile(1), 0, 16, {}, one_cta_decodes, false, false, "one CTA per SM: large 8-bit weights"},
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_quantize, true, false, "two CTAs per SM quantise their own x"},
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_decode, false, false, "two CTAs per SM, weights by bulk copies"},
-};
-// wgmma_decode_fold16 is the choice where wgmma_decode, whose products are exact, cannot implement the weight, and decode_gemm was not measured to be faster:
-// with code books up to 8 rows, 4 bits in groups of 64 up to 4, and zero points of small 8-bit weights up to 4.
-bool folds_few_rows(GemmProblem const& problem) {
-  PackedWeight const& w = problem.weight;
-  int const m = problem.m;
-  if (w.book) return m > 8;
-  if (w.group_size == 64 && !w.offsets && w.bits == 4) return m > 4;
-  if (multiplies_int8(problem)) return !has_int8_products(w) && (!is_int8(problem) || m > 4 || has_millions(problem, 48));
-  return has_short_groups(w) || w.offsets || w.scale_type != problem.x_type;
-}
-// One CTA per SM, of large 8-bit weights, after the quantiser.
-bool one_cta_folds(GemmProblem const& problem) {
-  return folds_few_rows(problem) && is_int8(problem) && has_millions(problem, 48);
-}
-// Of a K that is not long: all clusters quantise all of x. (8192 x 28672 in groups of 32 takes 56 us, 39 after the quantiser; 18944 x 3584 17 and 16 to 20.)
-bool folds_and_quantizes(GemmProblem const& problem) {
-  return folds_few_rows(problem) && can_quantize_values(problem) && problem.weight.k < 8192;
-}
-constexpr Candidate kWgmmaDecodeFold16[] = {
-    {wgmma_decode_tile(1), 0, 16, {}, one_cta_folds, false, false, "one CTA per SM: large 8-bit weights, rounded to x's type"},
-    {wgmma_decode_tile(2), 0, 16, {}, folds_and_quantizes, true},
-    {wgmma_decode_tile(2), 0, 16, {}, folds_few_rows},
 };
 constexpr Candidate kDecodeGemm[] = {
     {decode_gemm_tile(4), 0, 4, {}, has_codebook, true},
@@ -334,8 +298,6 @@ constexpr Candidate kMmaGemmA8[] = {
 constexpr KernelSpec kSpecs[] = {
     {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), nullptr,
      shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
-    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true, wgmma_decode_fold16_can,
-     OF_ALL(kWgmmaDecodeFold16), nullptr, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
      decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
