@@ -33,7 +33,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
     layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
   }
-  if (upcasts && (multiplies_int8(problem) || is_irregular(problem))) {
+  if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.partials;
     layout.partials = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
   }

@@ -18,6 +18,12 @@ Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partia
                                                  : launch_wgmma_fold16<formats::Int8>;
   return launch(problem, plan, partials, stream);
 }
+Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  auto const launch = problem.weight.book        ? launch_wgmma_decode_fold16<formats::Codebook>
+                      : problem.weight.bits == 4 ? launch_wgmma_decode_fold16<formats::Int4>
+                                                 : launch_wgmma_decode_fold16<formats::Int8>;
+  return launch(problem, plan, partials, stream);
+}
 #else
 #define LAUNCHER(function) nullptr
 #endif
@@ -103,15 +109,15 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
-  bool const own_scales = w.scale_type == problem.x_type;
-  if (w.book) {
-    if (w.group_size == 32) return Field::kGroups;
-    if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
-    return is_irregular(problem) ? Field::kXLayout : Field::kNone;
-  }
+  if (w.book) return Field::kCodebook;
   if (Field field = needs_long_groups(w); field != Field::kNone) return field;
   if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
-  return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
+  if (w.scale_type != problem.x_type) return Field::kScaleType;
+  return is_irregular(problem) ? Field::kXLayout : Field::kNone;
+}
+Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
+  return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
+                  may_round(problem) ? Field::kNone : Field::kResult);
 }
 
 // ---- where the decode kernels were measured to win, on an H200 (results/h200.json): by rows of x and by millions of weights
@@ -123,9 +129,12 @@ bool has_millions(GemmProblem const& problem, int64_t least, int64_t most = int6
 bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
 
 // wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
-bool can_quantize_blocks(GemmProblem const& problem) {
+bool can_quantize_values(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         problem.weight.scale_type == problem.x_type && !is_irregular(problem);
+         !is_irregular(problem);
+}
+bool can_quantize_blocks(GemmProblem const& problem) {
+  return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
 // With one CTA per SM, of large weights of 8 bits. (Of a longer K clusters of two CTAs with few features take a part each, and all of these quantise all of x.)
 bool one_cta_quantizes(GemmProblem const& problem) {
@@ -151,7 +160,6 @@ bool two_ctas_quantize(GemmProblem const& problem) {
 // CTAs long, large weights do better without being in flight meanwhile.
 bool two_ctas_decode(GemmProblem const& problem) {
   int const m = problem.m;
-  if (problem.weight.book) return m > 8;
   bool const rows = quantizes_rows(problem);
   if (is_int8(problem)) return (m >= 5 || (rows && m >= 2)) && has_millions(problem, 0, 32);
   if (rows) return m >= 2 && has_millions(problem, 0, m == 2 ? 40 : 128);
@@ -183,6 +191,23 @@ constexpr Candidate kWgmmaDecode[] = {
     {wgmma_decode_tile(1), 0, 16, {}, one_cta_decodes, false, false, "one CTA per SM: large 8-bit weights"},
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_quantize, true, false, "two CTAs per SM quantise their own x"},
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_decode, false, false, "two CTAs per SM, weights by bulk copies"},
+};
+// wgmma_decode_fold16 is the choice where wgmma_decode, whose products are exact, cannot implement the weight.
+bool has_no_exact_decode(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return multiplies_int8(problem) ? !has_int8_products(w)
+                                  : has_short_groups(w) || w.offsets || w.book || w.scale_type != problem.x_type;
+}
+bool folds_and_quantizes(GemmProblem const& problem) { return has_no_exact_decode(problem) && can_quantize_values(problem); }
+bool one_cta_folds(GemmProblem const& problem) {
+  return has_no_exact_decode(problem) && is_int8(problem) && has_millions(problem, 48);
+}
+bool one_cta_folds_and_quantizes(GemmProblem const& problem) { return one_cta_folds(problem) && can_quantize_values(problem); }
+constexpr Candidate kWgmmaDecodeFold16[] = {
+    {wgmma_decode_tile(1), 0, 16, {}, one_cta_folds_and_quantizes, true},
+    {wgmma_decode_tile(1), 0, 16, {}, one_cta_folds},
+    {wgmma_decode_tile(2), 0, 16, {}, folds_and_quantizes, true},
+    {wgmma_decode_tile(2), 0, 16, {}, has_no_exact_decode},
 };
 constexpr Candidate kDecodeGemm[] = {
     {decode_gemm_tile(4), 0, 4, {}, has_codebook, true},
@@ -298,6 +323,8 @@ constexpr Candidate kMmaGemmA8[] = {
 constexpr KernelSpec kSpecs[] = {
     {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), nullptr,
      shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
+    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true, wgmma_decode_fold16_can,
+     OF_ALL(kWgmmaDecodeFold16), nullptr, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
      decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,

@@ -67,6 +67,10 @@ constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
 }
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// wgmma_decode_fold16.cuh: likewise, weights of every format rounded once to the type of x; two CTAs per SM.
+template <class Format>
+Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // ---- before and after it
 
 // reduce_splits.cu: add the slices of K in their order and apply the epilogue.

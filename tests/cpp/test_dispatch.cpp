@@ -554,7 +554,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
-    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, c.book);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -579,7 +579,7 @@ TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
     GemmProblem p = problem(16, c.n, c.k, 8);
     p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
     p.act_symmetric = !c.zeros;
-    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true, false);
     if (c.slabs || c.n > 100000) {
       EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     }

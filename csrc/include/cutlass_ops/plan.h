@@ -78,10 +78,10 @@ struct WgmmaDecodeShape {
   int stages = 0;        // tiles of K in a CTA's ring: x of all stages, then their weights
   int weights = 0;       // where these begin
   int weight_bytes = 0;  // of a stage
-  int scales = 0;        // where in those begin scales, and zero points
+  int scales = 0;        // where in those begin scales, offsets and zero points
+  int offsets = 0;
   int zeros = 0;
   int token_scales = 0;  // of int8 x, likewise, and then zero points
-  int scale_bytes = 2;   // of one
   int table = 0;         // of a code book's values: behind the stages
   int shared_bytes = 0;
 };
