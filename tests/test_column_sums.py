@@ -190,6 +190,11 @@ def stored_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     return parts.view(HALF), memory[len(parts) : len(parts) + size].view(packed.scales.dtype), memory[-4 * n_pad :].view(FLOAT)
 
 
+def power_of_two(exponent: Tensor) -> Tensor:
+    """Exact, for -126 .. 127."""
+    return ((exponent + 127) << 23).to(torch.int32).view(FLOAT)
+
+
 def expected_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     """The same in plain torch."""
     n_pad, k_pad, bits = formats.padded_rows(packed.n), formats.padded_k(packed.k), packed.bits
@@ -209,20 +214,20 @@ def expected_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
         unit = 1
     sums = (-unit * integers).float() * scales
     half = packed.scales.dtype == HALF
-    exponent = torch.frexp(sums.abs().amax(1)).exponent - 1 - 13
-    exponent = torch.where(sums.abs().amax(1) == 0, -1000, exponent).clamp(-24 if half else -126, 15 if half else 126)
+    exponent = (sums.abs().amax(1).view(torch.int32) >> 23) - 127 - 13
+    exponent = exponent.clamp(-24 if half else -126, 15 if half else 126)
     row_sums = ((0.0 - sums.double().sum(1)) / unit).float()
     window = 4 * bits
     windows = -(-tiles // window)
     scaled = torch.zeros(n_pad, windows * window, device=GPU)
-    scaled[:, :tiles] = torch.ldexp(sums, -exponent[:, None])
+    scaled[:, :tiles] = sums * power_of_two(-exponent)[:, None]
     first = scaled.half()
     second = (scaled - first.float()).half()
     # Rows are 16 * warp + 8 * h + g, tiles 16 * sixteen + 8 * a + 2 * t + b; lane 4 * g + t has them in the order a, h, b.
     parts = torch.stack((first, second)).view(2, n_pad // 64, 4, 2, 8, windows, window // 16, 2, 4, 2)
     parts = parts.permute(1, 5, 2, 6, 0, 4, 8, 7, 3, 9).reshape(-1)
     by_position = torch.empty_like(position).scatter_(0, position, rows)
-    powers = torch.ldexp(torch.ones_like(row_sums), exponent).to(packed.scales.dtype)
+    powers = power_of_two(exponent).to(packed.scales.dtype)
     return parts, powers[by_position], row_sums[by_position]
 
 

@@ -230,6 +230,7 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
   return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || w.book;
 }
 
+constexpr int kCompensatedRows = 129;  // from which on it pays
 constexpr char const* kCompensates = "zero-point correction for many tiles of K at once";
 
 // Zero points of x, uncompensated, take 12 to 25 % longer than the costs say; so that both compare, compensated tiles have measured times over 1.18.

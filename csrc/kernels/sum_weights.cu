@@ -59,6 +59,9 @@ __device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, fl
   }
 }
 
+// Of -126 .. 127.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
+
 template <int kBits, bool kZeros>
 __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__grid_constant__ Params const p) {
   constexpr int kSixteens = correction_window(kBits) / 16;
@@ -110,10 +113,10 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
     bool const half = p.weight.scale_type == DataType::kFloat16;
     int const wanted = int(__float_as_uint(row_most) >> 23) - 127 - 13;
     int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
-    inverse[h] = exp2f(float(-exponent));
+    inverse[h] = power_of_two(-exponent);
     int const position = slab * kRowsPerSlab + first_row + h;
     if (set != 0 || t != 0) continue;
-    store_float(p.sum_scales, p.weight.scale_type, position, exp2f(float(exponent)));
+    store_float(p.sum_scales, p.weight.scale_type, position, power_of_two(exponent));
     p.row_sums[position] = float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
   }
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
