@@ -56,6 +56,7 @@ PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, in
     "wgmma_gemm_a8, blocks": (plain(), 300, 4096, 4096, {"act_quant": "block"}),
     "wgmma_gemm_a8, rows": (plain(8), 129, 4096, 4096, {"act_quant": "token"}),
     "wgmma_gemm_a8, zero points": (plain(4, "zeros"), 512, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
+    "wgmma_gemm_a8, column sums": (plain(8), 1000, 4096, 4096, {"act_quant": "token", "act_symmetric": False}),
     "wgmma_gemm_a8, all of K": (plain(8, "symmetric", -1), 1024, 4096, 4096, {"act_quant": "token"}),
     "wgmma_fold16": (plain(4, "offsets", 32), 777, 4096, 4096, {}),
     "wgmma_fold16, int8": (plain(8, "symmetric", 32), 100, 4096, 4096, {}),

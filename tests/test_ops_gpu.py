@@ -10,7 +10,6 @@ Before each call torch's allocator is left with blocks full of NaN of the sizes 
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import random
@@ -649,48 +648,6 @@ def test_corrections_beside_rows_with_nan(act_quant: str) -> None:
     x[7, 5], x[200, 2000] = NAN, math.inf
     want[7], want[200] = NAN, NAN
     assert_same(multiply(x, packed, act_quant=act_quant, act_symmetric=False), want)
-
-
-@pytest.mark.usefixtures("hopper")
-def test_sums_of_codes_are_made_when_they_are_wanted() -> None:
-    x = make_floats(300, 4096, HALF)
-    few = make_floats(16, 4096, HALF)
-    asymmetric: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
-    packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
-    graph = torch.cuda.CUDAGraph()
-    for _ in range(2):
-        co.mixed_gemm(few, packed, **asymmetric)
-        co.mixed_gemm(x, packed, act_quant="block")
-    with torch.cuda.graph(graph):
-        captured = co.mixed_gemm(x, packed, **asymmetric)
-    assert packed.sums is None  # few rows, no zero points, or a capture, in which nothing can be waited for
-    graph.replay()
-    y = co.mixed_gemm(x, packed, **asymmetric)
-    assert packed.sums is not None
-    assert_close(y, captured.double())
-    prepared = copy.deepcopy(packed)
-    assert prepared.sums is None
-    prepared.sum_codes()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = co.mixed_gemm(x, prepared, **asymmetric)
-    graph.replay()
-    assert same_bits(captured, y)
-
-    layer = co.MixedLinear(packed, "block", act_symmetric=False)
-    assert same_bits(layer(x), y)
-    same_format = co.MixedLinear(co.reorder(make_weight(Format(8), 17000, 4096, exact=True)), "block", act_symmetric=False)
-    layer.load_state_dict(same_format.state_dict())
-    assert same_bits(layer(x), same_format(x))  # the sums of the codes that it had are gone
-    written = co.mixed_gemm(x, packed, **asymmetric)  # whose tensors were the layer's
-    assert same_bits(written, same_format(x))
-    for unfit in (Format(4, "offsets"), Format(8, "zeros"), Format(4, "symmetric", 64)):
-        weight = co.reorder(make_weight(unfit, 200, 576, exact=False))
-        weight.sum_codes()
-        assert weight.sums is None
-
-    compiled = torch.compile(lambda x: co.mixed_gemm(x, packed, **asymmetric), fullgraph=True, backend="aot_eager")
-    assert same_bits(compiled(x), written)
 
 
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)

@@ -233,14 +233,13 @@ bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
-// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the column sums of the weight are there, and the
-// result is rounded by more than fp32 sums lose that held zero points for a while. Where neither side has blocks int32 sums run over all of K, from which
+// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than fp32 sums lose
+// that held zero points for a while. It does not matter whether the weight's column sums are there already, or the bits of a result would tell. Where neither side has blocks int32 sums run over all of K, from which
 // zero points are taken exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return w.sums && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
-         problem.out_type != DataType::kFloat32;
+  return blocks && activations_have_zeros(problem) && !problem.batch_invariant && problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
@@ -256,6 +255,7 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
   return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || w.book;
 }
 
+constexpr int kCompensatedRows = 129;  // from which on it pays
 constexpr char const* kCompensates = "zero-point correction for many tiles of K at once";
 
 // Zero points of x, uncompensated, take 12 to 25 % longer than the costs say; so that both compare, compensated tiles have measured times over 1.18.

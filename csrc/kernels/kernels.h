@@ -92,7 +92,7 @@ Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 // ---- other operators
 
 // sum_weights.cu
-Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream);
+Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
@@ -140,7 +141,9 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
               std::vector<char const*> const order = launches(p);
               EXPECT_EQ(std::count(order.begin(), order.end(), p.kernel), 1);
-              EXPECT_EQ(std::string(order.front()) == "quantize_activations", p.layout.block != 0);
+              EXPECT_EQ(std::string(order.front()) == "sum_weights", p.layout.sums);
+              EXPECT_EQ(std::string(order[p.layout.sums]) == "quantize_activations", p.layout.block != 0);
+              EXPECT_EQ(p.layout.sums, p.corrects && !input.problem.weight.sums);
               EXPECT_EQ(std::string(order.back()) == "reduce_splits", p.slices > 1 && p.tail_tiles == 0);
               used.emplace(p.kernel, p.block_n, p.block_m, p.corrects, p.one_cta_per_sm);
               if (testing::Test::HasFailure()) return;
@@ -358,7 +361,8 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
-// Zero points of activations are corrected for many blocks at once where the weight's sums are there and the result is rounded to 16 bits.
+// Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight has its column sums or not: they
+// are made if not, and nothing else differs.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   auto const corrects = [](GemmProblem const& p) {
     Plan chosen;
@@ -370,9 +374,26 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   for (int bits : {4, 8})
     for (int group_size : {-1, 128, 512}) {
       GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size), ActQuant::kBlock, false);
-      EXPECT_FALSE(corrects(base));
-      base.weight.sums = &some_byte;
       EXPECT_TRUE(corrects(base));
+      GemmProblem summed = base;
+      summed.weight.sums = &some_byte;
+      EXPECT_TRUE(corrects(summed));
+      for (ActQuant mode : {ActQuant::kBlock, ActQuant::kToken}) {
+        base.act_quant = summed.act_quant = mode;
+        Plan const makes = planned(base), reads = planned(summed);
+        EXPECT_EQ(makes.layout.sums, makes.corrects);
+        EXPECT_FALSE(reads.layout.sums);
+        EXPECT_EQ(std::make_tuple(makes.spec, makes.block_m, makes.block_n, makes.grid_x, makes.slices, makes.tail_tiles,
+                                  makes.corrects),
+                  std::make_tuple(reads.spec, reads.block_m, reads.block_n, reads.grid_x, reads.slices, reads.tail_tiles,
+                                  reads.corrects));
+        size_t const bytes = makes.corrects ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
+        EXPECT_EQ(makes.workspace, reads.workspace + bytes);
+        std::vector<char const*> names = launches(reads);
+        if (makes.corrects) names.insert(names.begin(), "sum_weights");
+        EXPECT_EQ(launches(makes), names);
+      }
+      base.act_quant = ActQuant::kBlock;
       struct Change {
         char const* name;
         void (*make)(GemmProblem&);
@@ -1154,8 +1175,18 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(layout.zero_values % 256, 0u);
       EXPECT_EQ(layout.zero_scales % 256, 0u);
       EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
-      EXPECT_GE(layout.partials, layout.zero_scales + rows * 144 * 4);
+      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a tile, 256 scales in fp16, and as many floats.
+      size_t const windows = (k + 2047) / 2048;
+      EXPECT_TRUE(layout.sums);
+      EXPECT_EQ(layout.colsums % 256, 0u);
+      EXPECT_GE(layout.colsums, layout.zero_scales + rows * 144 * 4);
+      EXPECT_EQ(colsum_bytes(p.weight), 4 * windows * 4096 + 256 * 2 + 256 * 4);
+      EXPECT_EQ(layout.partials, layout.colsums + 4 * windows * 4096 + 256 * 2 + 256 * 4);
       EXPECT_EQ(plan.workspace, layout.partials + 3u * 129 * 256 * 4);
+      // The weight may have them already.
+      p.weight.sums = &some_byte;
+      EXPECT_FALSE(laid_out(p, 3, false, true).layout.sums);
+      EXPECT_EQ(laid_out(p, 3, false, true).layout.partials, layout.colsums);
     }
 }
 
@@ -1174,9 +1205,8 @@ TEST(Workspace, IsCountedIn64Bits) {
 #if !CUTLASS_OPS_CUDA
 TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
-  for (Status const& status :
-       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        sum_weights({}, nullptr, nullptr, nullptr, nullptr), dequantize({}, nullptr)}) {
+  for (Status const& status : {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
+                               quantize_activations({}, nullptr), sum_weights({}, nullptr, nullptr), dequantize({}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }
