@@ -49,6 +49,13 @@ FP4_ORDER = (0, 1, 6, 7, 4, 5, 2, 3)
 
 CODE_BOOKS = {"nf4": NF4, "fp4": FP4}
 
+#: Floats of a sign, 2 bits of exponent and 1 of mantissa, by their bits: the elements of MXFP4 (version 1.0 of OCP's
+#: Microscaling Formats).
+_E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
+#: Columns that share one of MXFP4's scales, which are powers of two.
+MX_GROUP_SIZE = 32
+
 #: Elements that share an absmax in a flat tensor of 4-bit codes.
 FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 #: Absmax values that share one of their own in double quantisation.

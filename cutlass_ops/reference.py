@@ -309,6 +309,41 @@ def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code:
     )
 
 
+def quantize_weight_mxfp4(weight: Tensor) -> QuantizedWeight:
+    """Quantise a weight to MXFP4, as version 1.0 of OCP's Microscaling Formats does.
+
+    In fp32, for each row and ``formats.MX_GROUP_SIZE`` columns: ``s = 2^(floor(log2(amax)) - 2)``, so that amax is 4 to 8
+    times s, and the codes of the ``formats.E2M1`` values nearest to ``w / s``; halfway between two, the even code; beyond 6,
+    that of 6. Negative values that round to zero have the code of -0. The scales are bf16, which holds every power of two
+    that MXFP4 has.
+
+    A group whose amax is below 2^-100 has scale 1 and codes of zero. One with NaN or an infinity has a NaN scale and such
+    codes.
+
+    Args:
+        weight: fp16, bf16 or fp32 ``[N, K]``; the last group may be short.
+    """
+    _check_matrix("weight", weight, _FLOAT_TYPES)
+    values = _blocks(weight.float(), formats.MX_GROUP_SIZE)
+    amax = values.abs().amax(-1)
+    regular = amax.isfinite() & (amax >= SMALLEST_RANGE)
+    # Without its mantissa a float is the power of two at or below it.
+    scales = (torch.where(regular, amax, 4.0).view(torch.int32) & 0x7F800000).view(torch.float32) / 4
+    scaled = torch.where(regular[..., None], values / scales[..., None], 0.0)
+    ascending = torch.tensor(formats.E2M1[:8], device=weight.device)
+    cuts = (ascending[:-1] + ascending[1:]) / 2
+    below, halfway_up = (torch.bucketize(scaled.abs(), cuts, right=right) for right in (False, True))
+    codes = torch.where(below % 2 == 1, halfway_up, below) + 8 * (scaled < 0)
+    scales = torch.where(amax.isfinite(), scales, torch.nan)
+    return QuantizedWeight(
+        codes=codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
+        scales=scales.to(torch.bfloat16),
+        bits=4,
+        group_size=formats.MX_GROUP_SIZE,
+        book=torch.tensor(formats.E2M1, device=weight.device),
+    )
+
+
 def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise a tensor of any shape in flat blocks, as bitsandbytes stores it; see :func:`quantize_book`.
 

@@ -33,8 +33,10 @@ pytestmark = pytest.mark.gpu
 
 #: Rows of x for each tile, full and not, and for several of them.
 ROWS = (17, 32, 40, 64, 72, 96, 100, 128, 150, 160, 200, 208, 240, 256, 300, 777)
-#: Integers; a real offset a group; 16 values.
-KINDS = ("symmetric", "zeros", "offsets", "codebook")
+#: Integers; a real offset a group; 16 values; those of MXFP4.
+KINDS = ("symmetric", "zeros", "offsets", "codebook", "mxfp4")
+#: Kinds that have one number of bits.
+BITS = {"codebook": 4, "mxfp4": 4}
 
 
 @pytest.fixture(autouse=True)
@@ -46,11 +48,16 @@ def hopper() -> None:
 def weight(
     kind: str, bits: int, group_size: int, scales: torch.dtype, n: int, k: int, exact: bool, **extra: Any
 ) -> co.QuantizedWeight:
-    if kind != "codebook":
+    if kind not in BITS:
         return make_weight(Format(bits, kind, group_size, scales), n, k, exact=exact, **extra)
     plain = make_weight(Format(4, "symmetric", group_size, scales), n, k, exact=exact)
-    book = integers(-16, 17, (16,), generator(n, k)).float() / 8 if exact else torch.tensor(formats.NF4, device=GPU)
-    return co.QuantizedWeight(plain.codes, plain.scales, bits=4, group_size=group_size, book=book)
+    scales_, book = plain.scales, torch.tensor(formats.NF4, device=GPU)
+    if kind == "mxfp4":
+        scales_ = (2.0 ** integers(-9, -3, tuple(scales_.shape), generator(k, n))).to(scales)
+        book = torch.tensor(formats.E2M1, device=GPU)
+    elif exact:
+        book = integers(-16, 17, (16,), generator(n, k)).float() / 8
+    return co.QuantizedWeight(plain.codes, scales_, bits=4, group_size=group_size, book=book)
 
 
 def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none", symmetric: bool = True) -> None:
@@ -76,9 +83,7 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
 @pytest.mark.parametrize("scales", [HALF, BFLOAT, FLOAT], ids=str)
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize("group_size", [32, 64])
-@pytest.mark.parametrize(
-    ("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (4, 8) if (kind, bits) != ("codebook", 8)]
-)
+@pytest.mark.parametrize(("kind", "bits"), [(kind, bits) for kind in KINDS for bits in (4, 8) if BITS.get(kind, bits) == bits])
 def test_floats(kind: str, bits: int, group_size: int, dtype: torch.dtype, scales: torch.dtype, exact: bool) -> None:
     n, k = 576, 712
     # Of 8 bits and an offset bf16 cannot hold all.
@@ -100,6 +105,22 @@ def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) 
             qw = weight(kind, bits, group_size, HALF, n, k, exact)
             for m in (17, 100, 300):
                 check(make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype), qw, exact)
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize(("kind", "scales"), [("mxfp4", BFLOAT)])
+def test_few_rows(kind: str, scales: torch.dtype, dtype: torch.dtype) -> None:
+    for n, k in ((576, 712), (192, 8256), (4096, 4096), (9000, 640)):
+        for exact in (True, False):
+            packed = co.reorder(qw := weight(kind, 4, 32, scales, n, k, exact))
+            for m in (1, 2, 4, 5, 8, 9, 16):
+                x = make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype)
+                for options in ({}, {"exact": True}, {"architecture": 80}):
+                    y, want = multiply(x, packed, **options), oracle(x, qw)
+                    if exact:
+                        assert_same(y, want.to(dtype))
+                    else:
+                        assert_close(y, want, rounded=not is_exact(y, x, packed, **options))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

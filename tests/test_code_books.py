@@ -244,7 +244,7 @@ def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("book", "error", "message"),
     [
-        ("af4", ValueError, "book is 'af4'; supported are 'nf4', 'fp4', and a tensor of 16 values"),
+        ("af4", ValueError, "book is 'af4'; supported are 'nf4', 'fp4', 'mxfp4', and a tensor of 16 values"),
         ([0.0] * 16, TypeError, "book is a list; a name or a tensor of 16 values is expected"),
         (torch.zeros(16, dtype=HALF), TypeError, "code has dtype float16; supported is float32"),
         (torch.zeros(15), ValueError, r"code has shape \(15,\); \(16,\) is expected"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, mnn, torchao
+from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, mnn, mxfp4, torchao
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
@@ -42,6 +42,7 @@ _DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], 
     "compressed-tensors": (compressed_tensors.recognise, compressed_tensors.read, ()),
     "gptq": (gptq.recognise, gptq.read, ("zero_offset",)),
     "hqq": (hqq.recognise, hqq.read, ()),
+    "mxfp4": (mxfp4.recognise, mxfp4.read, ()),
     "torchao": (torchao.recognise, torchao.read, ()),
 }
 

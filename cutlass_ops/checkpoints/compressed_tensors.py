@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block.
+"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block, and MXFP4.
 
 Source: ``compressors/pack_quantized`` and ``compressors/naive_quantized`` of the package ``compressed-tensors``.
 Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
@@ -17,6 +17,9 @@ int-quantized
 ``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
 ``<m>.weight_scale``       as above, or a scale for each block of rows and columns
 ``<m>.weight_zero_point``  int8, shaped as the scales; absent if symmetric
+mxfp4-pack-quantized
+``<m>.weight_packed``      uint8 ``[N, K / 2]``: e2m1 codes, the even one of two in the low half of a byte
+``<m>.weight_scale``       uint8 ``[N, K / 32]``: value = 2^(scale - 127) * e2m1 value
 =========================  ===========================================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
@@ -44,7 +47,7 @@ from . import grouped
 from .checkpoint import Checkpoint, Entry
 from .directory import Source
 from .grouped import Stored
-from .words import unpack_along_k
+from .words import unpack_along_k, unpack_bytes
 
 _INTEGERS = (torch.int64, torch.int32)
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
@@ -228,7 +231,7 @@ def _by_class(source: Source, module: str, target: str) -> bool:
 def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
     codes = grouped.checked(source, f"{module}.weight_packed", (torch.int32, torch.uint8))
     if codes.dtype == torch.uint8:
-        return _unsupported(source, codes, module, codes.shape, "holds floats of 4 bits (nvfp4 or mxfp4)")
+        return _mxfp4(source, module, codes)
     if len(codes.shape) != 2:
         return _unsupported(source, codes, module, codes.shape, f"has {len(codes.shape)} dimensions; a linear weight has two")
     shape = grouped.checked(source, f"{module}.weight_shape", _INTEGERS, (2,))
@@ -264,6 +267,43 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
         _size(source, scales, k, vector[1], groups, index is not None),
         index,
     )
+
+
+def _mxfp4(source: Source, module: str, codes: Entry) -> Entry:
+    scales = source.tensors.get(f"{module}.weight_scale")
+    if scales is None or scales.dtype != torch.uint8 or f"{module}.weight_global_scale" in source.tensors:
+        what = "holds floats of 4 bits whose scales are not those of mxfp4 (nvfp4, or an older file)"
+        return _unsupported(source, codes, module, codes.shape, what)
+    if len(codes.shape) != 2 or 0 in codes.shape:
+        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight has two dimensions")
+    n, k = codes.shape[0], 2 * codes.shape[1]
+    size = formats.MX_GROUP_SIZE
+    grouped.checked(source, scales.name, (torch.uint8,), (n, -(-k // size)))
+    if (name := f"{module}.weight_zero_point") in source.tensors:
+        raise CheckpointError(source.path, "stands beside floats of 4 bits, which have none", name)
+    return grouped.entry(
+        source,
+        module,
+        "mxfp4-pack-quantized",
+        (n, k),
+        4,
+        size,
+        [codes.name, scales.name, *_others(source, module, "weight_shape", *_STATIC)],
+        scales=torch.bfloat16,
+        has_zeros=False,
+        read=partial(_read_mxfp4, codes, scales),
+        book=formats.E2M1,
+    )
+
+
+def _read_mxfp4(codes: Entry, scales: Entry) -> Stored:
+    unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
+    return Stored(unpacked, grouped.powers_of_two(scales.values()), None)
+
+
+def _others(source: Source, module: str, *parts: str) -> list[str]:
+    """Tensors of a module whose values are not used."""
+    return [name for part in parts if (name := f"{module}.{part}") in source.tensors]
 
 
 def _packed_bits(source: Source, codes: Entry, module: str, k: int, groups: tuple[_Group, ...], deadline: float) -> int:
@@ -333,7 +373,6 @@ def _entry(
     size: int,
     index: Callable[[], Tensor] | None,
 ) -> Entry:
-    others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
     return grouped.entry(
         source,
         module,
@@ -341,7 +380,7 @@ def _entry(
         shape,
         bits,
         size,
-        (*parts, *([zeros.name] if zeros else ()), *others),
+        (*parts, *([zeros.name] if zeros else ()), *_others(source, module, *_STATIC)),
         scales=scales.dtype,
         has_zeros=zeros is not None,
         read=read,
