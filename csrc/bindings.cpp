@@ -17,6 +17,7 @@
 #include "cutlass_ops/pack.h"
 #include "cutlass_ops/words.h"
 #include "dispatch/checks.h"
+#include "dispatch/problem.h"
 
 namespace py = pybind11;
 using namespace cutlass_ops;
@@ -47,8 +48,9 @@ struct Weight : PackedWeight {
 Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, Pointer book, int n, int k,
                    int bits, int group_size, DataType scale_type, DataType offset_type, Pointer bias, DataType bias_type,
                    py::object device, int gpu) {
-  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), as<float>(book), n, k,
-           bits, group_size, scale_type, offset_type},
+  bool const e4m3 = book && bits == 8;  // the only code book of 8 bits (formats.E4M3)
+  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm),
+           e4m3 ? nullptr : as<float>(book), n, k, bits, group_size, scale_type, offset_type, e4m3},
           as<void>(bias),
           bias_type,
           std::move(device),
@@ -246,7 +248,8 @@ py::object product(PyObject* const* arguments) {
   auto const get = [&](Name const& name) { return checked(PyObject_GetAttr(x.ptr(), name.text)); };
   problem.x_type = problem.out_type = torch.type(get(dtype));
   bool const quantizes = problem.act_quant != ActQuant::kNone;
-  if (problem.x_type == DataType::kNone || (problem.x_type == DataType::kFloat32 && !quantizes) || (weight.book && quantizes))
+  if (problem.x_type == DataType::kNone || (problem.x_type == DataType::kFloat32 && !quantizes) ||
+      (!has_integer_codes(weight) && quantizes))
     return py::none();
   if (!get(device).equal(weight.device)) return py::none();
   py::object const sizes = get(shape);

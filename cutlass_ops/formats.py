@@ -2,7 +2,8 @@
 
 A code ``q`` is an unsigned integer of ``bits`` bits. With a scale ``s`` it stands for ``s * (q - z)`` (an integer zero
 point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``) or, with neither, ``s * (q - 2**(bits - 1))``. With
-a code book, 16 real values, a 4-bit code stands for ``s * book[q]``, s being the largest magnitude of its group ("absmax").
+a code book, 16 real values for codes of 4 bits or :data:`E4M3` for those of 8, a code stands for ``s * book[q]``; s may be the
+largest magnitude of its group ("absmax").
 The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds the index formula itself.
 """
 
@@ -55,6 +56,18 @@ _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 #: Columns that share one of MXFP4's scales, which are powers of two.
 MX_GROUP_SIZE = 32
+
+
+def _e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = mantissa / 512 if exponent == 0 else 2.0 ** (exponent - 7) * (1 + mantissa / 8)
+    return -value if code & 0x80 else value
+
+
+#: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the one code book of 8 bits.
+#: Codes 0x7f and 0xff are no numbers; no weight may have them, and 480 and -480 stand in their place.
+E4M3 = tuple(_e4m3(code) for code in range(256))
+E4M3_LARGEST = 448.0
 
 #: Elements that share an absmax in a flat tensor of 4-bit codes.
 FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -10,6 +10,8 @@ from .weight import QuantizedWeight
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
+_BOOKS = (*formats.CODE_BOOKS, "mxfp4", "e4m3")
+
 #: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
 _PIECE = 1 << 24
 #: With a search: its many passes are made over what stays in the cache.
@@ -32,13 +34,14 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
         if not reference.code_book("", book).isfinite().all():
             raise ValueError(f"book has values that are not finite: {book.tolist()}")
     elif isinstance(book, str):
-        if book not in (*formats.CODE_BOOKS, "mxfp4"):
-            known = ", ".join(map(repr, (*formats.CODE_BOOKS, "mxfp4")))
+        if book not in _BOOKS:
+            known = ", ".join(map(repr, _BOOKS))
             raise ValueError(f"book is {book!r}; supported are {known}, and a tensor of 16 values")
     else:
         raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
-    if bits != 4:
-        raise ValueError(f"bits is {bits}; a code book has values for 4")
+    if (needed := 8 if isinstance(book, str) and book == "e4m3" else 4) != bits:
+        what = "'e4m3'" if needed == 8 else "a code book"
+        raise ValueError(f"bits is {bits}; {what} has values for {needed}")
     if isinstance(book, str) and book == "mxfp4" and group_size != formats.MX_GROUP_SIZE:
         raise ValueError(f"group_size is {group_size}; 'mxfp4' has groups of {formats.MX_GROUP_SIZE}")
     if clip is not None:
@@ -64,7 +67,8 @@ def quantize(
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
             gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
             largest magnitude. Or "mxfp4", whose scales are powers of two, stored as bf16: ``reference.quantize_weight_mxfp4``,
-            with ``group_size=32``. ``symmetric`` has no meaning then.
+            with ``group_size=32``. Or "e4m3", floats of 8 bits: ``reference.quantize_weight_e4m3``, with ``bits=8``.
+            ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
             some twenty times the work. None takes all of it.
 
@@ -92,6 +96,8 @@ def quantize(
             return reference.quantize_weight(piece, bits, group_size, symmetric, clip)
         if quant_type == "mxfp4":
             return reference.quantize_weight_mxfp4(piece)
+        if quant_type == "e4m3":
+            return reference.quantize_weight_e4m3(piece, group_size)
         return reference.quantize_weight_book(piece, group_size, quant_type, code)
 
     pieces = [quantized(piece) for piece in torch.split(weight.detach(), rows)]

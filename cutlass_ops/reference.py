@@ -344,6 +344,34 @@ def quantize_weight_mxfp4(weight: Tensor) -> QuantizedWeight:
     )
 
 
+def quantize_weight_e4m3(weight: Tensor, group_size: int) -> QuantizedWeight:
+    """Quantise a weight to 8-bit floats, one scale for each row and group of K.
+
+    In fp32: ``s = amax / 448``, stored in the weight's dtype and rounded up to it, and the float nearest to ``w / s``; halfway
+    between two, the even one. A group whose amax is below 2^-100 has scale 1 and zeros. One with NaN or an infinity has a NaN
+    scale and zeros.
+
+    Args:
+        weight: fp16, bf16 or fp32 ``[N, K]``.
+        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
+    """
+    _check_matrix("weight", weight, _FLOAT_TYPES)
+    formats.check_group_size(group_size)
+    values = _blocks(weight.float(), group_size)
+    amax = values.abs().amax(-1)
+    regular = amax.isfinite() & (amax >= SMALLEST_RANGE)
+    scales = _rounded_up(torch.where(regular, _quotient(amax, formats.E4M3_LARGEST, amax), 1.0), weight.dtype)
+    scaled = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values), 0.0)
+    floats = scaled.flatten(1)[:, : weight.shape[1]].to(torch.float8_e4m3fn)
+    return QuantizedWeight(
+        codes=floats.view(torch.uint8).contiguous(),
+        scales=torch.where(amax.isfinite(), scales, torch.nan),
+        bits=8,
+        group_size=group_size,
+        book=torch.tensor(formats.E4M3, device=weight.device),
+    )
+
+
 def quantize_4bit(x: Tensor, blocksize: int, quant_type: str = "nf4", code: Tensor | None = None) -> tuple[Tensor, Tensor]:
     """Quantise a tensor of any shape in flat blocks, as bitsandbytes stores it; see :func:`quantize_book`.
 

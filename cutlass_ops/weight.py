@@ -63,23 +63,29 @@ def _check(name: str, value: Any, shape: tuple[int, ...], types: tuple[torch.dty
 def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.device) -> None:
     if book is None:
         return
-    if bits != 4:
-        raise ValueError(f"a code book is given with bits={bits}; it has values for codes of 4 bits")
     if zeros is not None or offsets is not None:
         name = "zeros" if zeros is not None else "offsets"
         raise ValueError(f"both book and {name} are given; values from a code book have neither zero points nor offsets")
-    _check("book", book, (16,), (torch.float32,), device)
+    _check("book", book, (1 << bits,), (torch.float32,), device)
 
 
-def not_finite(scales: Tensor, offsets: Tensor | None, book: Tensor | None) -> str | None:
-    """Which scale, offset or value of a code book is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
+def is_known_book(book: Tensor) -> bool:
+    """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
+    return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, device=book.device))
+
+
+def not_finite(weight: QuantizedWeight) -> str | None:
+    """Which scale, offset, value of a code book or code is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
 
     A bias may hold infinities: some models mask outputs with it.
     """
-    for name, values in (("scales", scales), ("offsets", offsets), ("book", book)):
+    for name, values in (("scales", weight.scales), ("offsets", weight.offsets), ("book", weight.book)):
         if values is not None and not bool((finite := values.isfinite()).all()):
             place = [int(i) for i in (~finite).nonzero()[0]]
             return f"{name}{place} is {float(values[tuple(place)])}"
+    if weight.book is not None and weight.bits == 8 and bool((nan := weight.codes & 0x7F == 0x7F).any()):
+        place = [int(i) for i in nan.nonzero()[0]]
+        return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of e4m3"
     return None
 
 
@@ -118,8 +124,8 @@ class QuantizedWeight:
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
         perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
             (GPTQ's act order, with columns already sorted by group).
-        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4`` or others), or None; never beside
-            zeros or offsets.
+        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4``, ``formats.E2M1`` or others), or
+            ``[256]``, those of ``formats.E4M3``, with 8 bits; or None; never beside zeros or offsets.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -165,6 +171,8 @@ class QuantizedWeight:
             if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
                 raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
         _check_book(self.book, self.bits, self.zeros, self.offsets, device)
+        if self.book is not None and not is_known_book(self.book):
+            raise ValueError("book has other values than formats.E4M3, which is the code book that 8-bit codes may have")
 
     @classmethod
     def from_flat(
@@ -361,7 +369,7 @@ class PackedWeight:
         offsets: ``[groups, n_pad]``, or None.
         bias: ``[N]``, or None.
         perm: int32 ``[K]``, or None.
-        book: fp32 ``[16]`` by code (not centred), or None.
+        book: fp32 ``[16]``, or ``[256]`` of ``formats.E4M3``, by code (not centred), or None.
         n, k, bits, group_size: as in :class:`QuantizedWeight`.
         device: where the tensors are.
         gpu: index of that device if it is a GPU, otherwise -1.

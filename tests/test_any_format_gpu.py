@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -33,10 +34,10 @@ pytestmark = pytest.mark.gpu
 
 #: Rows of x for each tile, full and not, and for several of them.
 ROWS = (17, 32, 40, 64, 72, 96, 100, 128, 150, 160, 200, 208, 240, 256, 300, 777)
-#: Integers; a real offset a group; 16 values; those of MXFP4.
-KINDS = ("symmetric", "zeros", "offsets", "codebook", "mxfp4")
+#: Integers; a real offset a group; 16 values; those of MXFP4; floats of 8 bits.
+KINDS = ("symmetric", "zeros", "offsets", "codebook", "mxfp4", "e4m3")
 #: Kinds that have one number of bits.
-BITS = {"codebook": 4, "mxfp4": 4}
+BITS = {"codebook": 4, "mxfp4": 4, "e4m3": 8}
 
 
 @pytest.fixture(autouse=True)
@@ -50,14 +51,16 @@ def weight(
 ) -> co.QuantizedWeight:
     if kind not in BITS:
         return make_weight(Format(bits, kind, group_size, scales), n, k, exact=exact, **extra)
-    plain = make_weight(Format(4, "symmetric", group_size, scales), n, k, exact=exact)
-    scales_, book = plain.scales, torch.tensor(formats.NF4, device=GPU)
+    plain, rng = make_weight(Format(BITS[kind], "symmetric", group_size, scales), n, k, exact=exact, **extra), generator(n, k)
     if kind == "mxfp4":
-        scales_ = (2.0 ** integers(-9, -3, tuple(scales_.shape), generator(k, n))).to(scales)
-        book = torch.tensor(formats.E2M1, device=GPU)
-    elif exact:
-        book = integers(-16, 17, (16,), generator(n, k)).float() / 8
-    return co.QuantizedWeight(plain.codes, scales_, bits=4, group_size=group_size, book=book)
+        powers = (2.0 ** integers(-9, -3, tuple(plain.scales.shape), rng)).to(scales)
+        return replace(plain, scales=powers, book=torch.tensor(formats.E2M1, device=GPU))
+    if kind == "e4m3":  # if exact, 1/8 to 15; the two codes that are no numbers are left out
+        magnitudes = integers(4 << 3, 11 << 3, (n, k), rng) if exact else integers(0, 127, (n, k), rng)
+        codes = (magnitudes + 128 * integers(0, 2, (n, k), rng)).to(torch.uint8)
+        return replace(plain, codes=codes, book=torch.tensor(formats.E4M3, device=GPU))
+    book = integers(-16, 17, (16,), rng).float() / 8 if exact else torch.tensor(formats.NF4, device=GPU)
+    return replace(plain, book=book)
 
 
 def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none", symmetric: bool = True) -> None:
@@ -68,7 +71,7 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
     keeps = act_quant == "none" and qw.group_size >= 128 and qw.offsets is None and qw.book is None
     assert is_exact(y, x, packed, **options) is keeps, co.explain(x, packed, **options)
     if qw.book is not None:  # its values are rounded to x's type first
-        qw = co.QuantizedWeight(qw.codes, qw.scales, bits=4, group_size=qw.group_size, book=qw.book.to(x.dtype).float())
+        qw = replace(qw, book=qw.book.to(x.dtype).float())
     want = oracle(x, qw, act_quant, symmetric)
     if exact:
         assert_same(y, want.to(x.dtype))
@@ -96,7 +99,8 @@ def test_floats(kind: str, bits: int, group_size: int, dtype: torch.dtype, scale
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
 @pytest.mark.parametrize(
-    ("kind", "bits", "group_size"), [("offsets", 4, 128), ("offsets", 8, -1), ("codebook", 4, 256), ("codebook", 4, -1)]
+    ("kind", "bits", "group_size"),
+    [("offsets", 4, 128), ("offsets", 8, -1), ("codebook", 4, 256), ("codebook", 4, -1), ("e4m3", 8, 128), ("e4m3", 8, -1)],
 )
 def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) -> None:
     for n, k in ((192, 576), (1000, 1000)):
@@ -108,11 +112,13 @@ def test_long_groups(kind: str, bits: int, group_size: int, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
-@pytest.mark.parametrize(("kind", "scales"), [("mxfp4", BFLOAT)])
-def test_few_rows(kind: str, scales: torch.dtype, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("kind", "group_size", "scales"), [("mxfp4", 32, BFLOAT), ("e4m3", 128, FLOAT), ("e4m3", 128, HALF), ("e4m3", -1, BFLOAT)]
+)
+def test_few_rows(kind: str, group_size: int, scales: torch.dtype, dtype: torch.dtype) -> None:
     for n, k in ((576, 712), (192, 8256), (4096, 4096), (9000, 640)):
         for exact in (True, False):
-            packed = co.reorder(qw := weight(kind, 4, 32, scales, n, k, exact))
+            packed = co.reorder(qw := weight(kind, BITS[kind], group_size, scales, n, k, exact))
             for m in (1, 2, 4, 5, 8, 9, 16):
                 x = make_exact_floats(m, k, dtype, "none", True, 32) if exact else make_floats(m, k, dtype)
                 for options in ({}, {"exact": True}, {"architecture": 80}):
@@ -121,6 +127,23 @@ def test_few_rows(kind: str, scales: torch.dtype, dtype: torch.dtype) -> None:
                         assert_same(y, want.to(dtype))
                     else:
                         assert_close(y, want, rounded=not is_exact(y, x, packed, **options))
+
+
+@pytest.mark.parametrize("dtype", [HALF, BFLOAT], ids=str)
+@pytest.mark.parametrize("scales", [HALF, BFLOAT, FLOAT], ids=str)
+def test_every_float_of_8_bits(scales: torch.dtype, dtype: torch.dtype) -> None:
+    n, k = 254, 256
+    numbers = torch.tensor([code for code in range(256) if code & 0x7F != 0x7F], dtype=torch.uint8, device=GPU)
+    codes = numbers[(torch.arange(n, device=GPU)[:, None] + torch.arange(k, device=GPU)) % len(numbers)]
+    ones = torch.ones(n, 2, dtype=scales, device=GPU)
+    packed = co.reorder(co.QuantizedWeight(codes, ones, bits=8, book=torch.tensor(formats.E4M3, device=GPU)))
+    want = codes.view(torch.float8_e4m3fn).to(dtype)
+    assert torch.equal(co.dequantize(packed, dtype), want)
+    x = torch.eye(k, dtype=dtype, device=GPU)
+    for options in ({}, {"exact": True}, {"architecture": 80}):
+        for rows in (1, 5, 16, 40, k):
+            y = torch.cat([multiply(part, packed, **options) for part in x.split(rows)])
+            assert torch.equal(y.t(), want), (rows, options)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

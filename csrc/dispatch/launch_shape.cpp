@@ -34,7 +34,7 @@ void persistent_grid(GemmProblem const& problem, Device const& device, Candidate
 bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const book = w.book, general = book || w.offsets || has_short_groups(w), large = tile.block_m == 64;
+  bool const book = w.book, general = !has_integer_codes(w) || w.offsets || has_short_groups(w), large = tile.block_m == 64;
   auto const bytes = [&](int stages) { return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages); };
   plan->stages = large && (book || (general && w.bits == 8)) ? 2 : tile.stages;
   // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).

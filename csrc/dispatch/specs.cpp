@@ -14,12 +14,14 @@ namespace {
 #define LAUNCHER(function) function
 Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   auto const launch = problem.weight.book        ? launch_wgmma_fold16<formats::Codebook>
+                      : problem.weight.e4m3      ? launch_wgmma_fold16<formats::E4m3>
                       : problem.weight.bits == 4 ? launch_wgmma_fold16<formats::Int4>
                                                  : launch_wgmma_fold16<formats::Int8>;
   return launch(problem, plan, partials, stream);
 }
 Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   auto const launch = problem.weight.book        ? launch_wgmma_decode_fold16<formats::Codebook>
+                      : problem.weight.e4m3      ? launch_wgmma_decode_fold16<formats::E4m3>
                       : problem.weight.bits == 4 ? launch_wgmma_decode_fold16<formats::Int4>
                                                  : launch_wgmma_decode_fold16<formats::Int8>;
   return launch(problem, plan, partials, stream);
@@ -92,7 +94,7 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
-                  w.book ? Field::kCodebook : Field::kNone);
+                  has_integer_codes(w) ? Field::kNone : Field::kCodebook);
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
@@ -102,14 +104,14 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
-  return first_of(needs_hopper(problem, device, kPortableSharedBytes),
+  return first_of(needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
                   groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
-  if (w.book) return Field::kCodebook;
+  if (!has_integer_codes(w)) return Field::kCodebook;
   if (Field field = needs_long_groups(w); field != Field::kNone) return field;
   if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
   if (w.scale_type != problem.x_type) return Field::kScaleType;
@@ -196,7 +198,7 @@ constexpr Candidate kWgmmaDecode[] = {
 bool has_no_exact_decode(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem) ? !has_int8_products(w)
-                                  : has_short_groups(w) || w.offsets || w.book || w.scale_type != problem.x_type;
+                                  : has_short_groups(w) || w.offsets || !has_integer_codes(w) || w.scale_type != problem.x_type;
 }
 bool folds_and_quantizes(GemmProblem const& problem) { return has_no_exact_decode(problem) && can_quantize_values(problem); }
 bool one_cta_folds(GemmProblem const& problem) {
@@ -252,7 +254,7 @@ bool int4_with_scales_of_x(GemmProblem const& problem) {
 // wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || w.book;
+  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
 constexpr int kCompensatedRows = 129;  // from which on it pays
@@ -381,7 +383,7 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
     case Field::kGroupVectors:
       return "scales of 2^29 groups";
     case Field::kCodebook:
-      return "a code book";
+      return w.e4m3 ? "e4m3 codes" : "a code book";
     case Field::kNoCodebook:
       return "a weight without a code book";
     case Field::kScaleType:

@@ -9,6 +9,7 @@ namespace formats {
 struct Int4;
 struct Int8;
 struct Codebook;
+struct E4m3;
 }  // namespace formats
 
 // ---- the product

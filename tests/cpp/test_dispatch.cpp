@@ -854,6 +854,7 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   auto const fp32 = [](GemmProblem& p) { p.x_type = DataType::kFloat32; };
   auto const offsets = [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; };
   auto const book = [](GemmProblem& p) { p.weight.book = some_book; };
+  auto const e4m3 = [](GemmProblem& p) { p.weight.bits = 8, p.weight.e4m3 = true; };
   auto const perm = [](GemmProblem& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte); };
   auto const zeros8 = [](GemmProblem& p) {
     p.weight.bits = 8, p.act_quant = ActQuant::kBlock, p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
@@ -880,6 +881,8 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);
+  for (char const* kernel : {"wgmma_gemm_a16", "wgmma_decode", "decode_gemm"}) forbids(kernel, "e4m3 codes", e4m3);
+  for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"}) forbids(kernel, "", e4m3);
   forbids("book_gemm_a16", "a weight without a code book", [](GemmProblem& p) { p.m = 8; });
   forbids("wgmma_gemm_a8", "8-bit zero points", zeros8);
   forbids("wgmma_decode", "8-bit zero points", zeros8);

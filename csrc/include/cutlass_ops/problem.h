@@ -37,6 +37,7 @@ struct PackedWeight {
   int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
+  bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
 
   // Column sums, for products of int8 activations with zero points (corrections.h): each row's sums of 128 weights, the scales of these, and the sums of all.
   // Null: mixed_gemm makes them in its workspace, with the same bits, wherever a product is to have them. What is given must be of the codes, scales and zeros
