@@ -50,12 +50,12 @@ FP4_ORDER = (0, 1, 6, 7, 4, 5, 2, 3)
 
 CODE_BOOKS = {"nf4": NF4, "fp4": FP4}
 
-#: Floats of a sign, 2 bits of exponent and 1 of mantissa, by their bits: the elements of MXFP4 (version 1.0 of OCP's
-#: Microscaling Formats).
+#: E2M1, the 4-bit floats of MXFP4: a sign (8), two bits of exponent and one of mantissa (OCP Microscaling Formats 1.0, 5.3.3).
 _E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
-#: Columns that share one of MXFP4's scales, which are powers of two.
-MX_GROUP_SIZE = 32
+#: Exponent of E2M1's largest value, and columns that share a scale in MXFP4: a power of two from 2^-127 to 2^127 (E8M0).
+E2M1_LARGEST_EXPONENT = 2
+MXFP4_GROUP = 32
 
 
 def _e4m3(code: int) -> float:
@@ -68,6 +68,9 @@ def _e4m3(code: int) -> float:
 #: Codes 0x7f and 0xff are no numbers; no weight may have them, and 480 and -480 stand in their place.
 E4M3 = tuple(_e4m3(code) for code in range(256))
 E4M3_LARGEST = 448.0
+
+#: What :func:`cutlass_ops.quantize` knows by name.
+BOOKS = CODE_BOOKS | {"mxfp4": E2M1, "e4m3": E4M3}
 
 #: Elements that share an absmax in a flat tensor of 4-bit codes.
 FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

@@ -10,8 +10,6 @@ from .weight import QuantizedWeight
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-_BOOKS = (*formats.CODE_BOOKS, "mxfp4", "e4m3")
-
 #: Weights quantised at a time. The fp32 temporaries of one piece are small beside a large layer.
 _PIECE = 1 << 24
 #: With a search: its many passes are made over what stays in the cache.
@@ -34,16 +32,16 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
         if not reference.code_book("", book).isfinite().all():
             raise ValueError(f"book has values that are not finite: {book.tolist()}")
     elif isinstance(book, str):
-        if book not in _BOOKS:
-            known = ", ".join(map(repr, _BOOKS))
+        if book not in formats.BOOKS:
+            known = ", ".join(map(repr, formats.BOOKS))
             raise ValueError(f"book is {book!r}; supported are {known}, and a tensor of 16 values")
+        if book == "mxfp4" and group_size != formats.MXFP4_GROUP:
+            raise ValueError(f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}")
     else:
         raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
     if (needed := 8 if isinstance(book, str) and book == "e4m3" else 4) != bits:
         what = "'e4m3'" if needed == 8 else "a code book"
         raise ValueError(f"bits is {bits}; {what} has values for {needed}")
-    if isinstance(book, str) and book == "mxfp4" and group_size != formats.MX_GROUP_SIZE:
-        raise ValueError(f"group_size is {group_size}; 'mxfp4' has groups of {formats.MX_GROUP_SIZE}")
     if clip is not None:
         raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
 
@@ -59,15 +57,15 @@ def quantize(
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
 
     Args:
-        weight: fp16, bf16 or fp32 ``[N, K]``; scales are stored in its dtype, unless ``book`` says otherwise.
+        weight: fp16, bf16 or fp32 ``[N, K]``; scales are stored in its dtype.
         bits: 4 or 8.
         group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
         point.
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
             gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
-            largest magnitude. Or "mxfp4", whose scales are powers of two, stored as bf16: ``reference.quantize_weight_mxfp4``,
-            with ``group_size=32``. Or "e4m3", floats of 8 bits: ``reference.quantize_weight_e4m3``, with ``bits=8``.
+            largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers of two, stored as bf16
+            (``reference.quantize_mxfp4``). Or "e4m3", floats of 8 bits, with ``bits=8`` (``reference.quantize_e4m3``).
             ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
             some twenty times the work. None takes all of it.
@@ -90,17 +88,12 @@ def quantize(
     check_options(bits, group_size, book, clip)
     quant_type, code = ("", book.to(weight.device)) if isinstance(book, Tensor) else (book, None)
     rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
-
-    def quantized(piece: Tensor) -> QuantizedWeight:
-        if quant_type is None:
-            return reference.quantize_weight(piece, bits, group_size, symmetric, clip)
-        if quant_type == "mxfp4":
-            return reference.quantize_weight_mxfp4(piece)
-        if quant_type == "e4m3":
-            return reference.quantize_weight_e4m3(piece, group_size)
-        return reference.quantize_weight_book(piece, group_size, quant_type, code)
-
-    pieces = [quantized(piece) for piece in torch.split(weight.detach(), rows)]
+    pieces = [
+        reference.quantize_weight(piece, bits, group_size, symmetric, clip)
+        if quant_type is None
+        else reference.quantize_weight_book(piece, group_size, quant_type, code)
+        for piece in torch.split(weight.detach(), rows)
+    ]
     scales = torch.cat([piece.scales for piece in pieces])
     if not scales.isfinite().all():
         row, group = (~scales.isfinite()).nonzero()[0].tolist()

@@ -289,86 +289,82 @@ def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -
     return codes[above] + 8 * (magnitudes & (scaled < 0)).to(torch.uint8), absmax
 
 
+def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Quantise blocks to MXFP4 (OCP Microscaling Formats 1.0, section 6.3).
+
+    In fp32: the scale is 2^(floor(log2(max |x|)) - 2), its exponent not below -127; the code is that of the E2M1 value nearest
+    to x / scale, halfway between two the one with an even mantissa, at most 6. A block of zeros has the scale 1.
+
+    Args:
+        values: floating ``[..., 32]``.
+
+    Returns:
+        codes uint8 ``[..., 32]``, scales bf16 ``[...]``, which holds every power of two that a scale may be. A block with NaN
+        or an infinity has the scale NaN.
+    """
+    values = values.float()
+    largest = values.abs().amax(-1)
+    exponent = torch.frexp(largest).exponent - 1 - formats.E2M1_LARGEST_EXPONENT
+    scales = torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
+    scales = torch.where(largest.isfinite(), torch.where(largest == 0, 1.0, scales), torch.nan)
+    magnitudes = torch.tensor(formats.E2M1[:8], device=values.device)
+    middles = (magnitudes[1:] + magnitudes[:-1]) / 2
+    # Of two codes the even one: a middle above an odd code belongs to the next.
+    middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
+    scaled = torch.ldexp(values, -exponent.clamp(-127, 127)[..., None])
+    codes = torch.bucketize(torch.where(scaled.isnan(), 0.0, scaled.abs()), middles)
+    return (codes + 8 * (scaled < 0)).to(torch.uint8), scales.bfloat16()
+
+
+def quantize_e4m3(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise blocks to 8-bit floats.
+
+    In fp32: ``s = max |x| / 448``, rounded up to ``dtype``, and the float nearest to ``x / s``; halfway between two, the even
+    one. A block whose largest magnitude is below 2^-100 has scale 1 and zeros.
+
+    Args:
+        values: floating ``[..., block]``.
+        dtype: fp16, bf16 or fp32.
+
+    Returns:
+        codes uint8 ``[..., block]``, scales ``[...]`` of ``dtype``. A block with NaN or an infinity has the scale NaN.
+    """
+    values = values.float()
+    largest = values.abs().amax(-1)
+    regular = largest.isfinite() & (largest >= SMALLEST_RANGE)
+    scales = _rounded_up(torch.where(regular, _quotient(largest, formats.E4M3_LARGEST, largest), 1.0), dtype)
+    scaled = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values), 0.0)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
 def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code: Tensor | None = None) -> QuantizedWeight:
     """Quantise a weight by a code book, one absmax for each row and group of K, stored in the weight's dtype (exactly).
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
-        quant_type, code: as in :func:`quantize_book`.
+        quant_type, code: as in :func:`quantize_book`; or "mxfp4", of groups of 32 (:func:`quantize_mxfp4`); or
+            "e4m3" (:func:`quantize_e4m3`).
     """
     _check_matrix("weight", weight, _FLOAT_TYPES)
     formats.check_group_size(group_size)
-    codes, absmax = quantize_book(_blocks(weight, group_size), quant_type, code)
+    blocks = _blocks(weight, group_size)
+    if code is None and quant_type == "mxfp4":
+        codes, scales = quantize_mxfp4(blocks)
+        book = torch.tensor(formats.E2M1, dtype=torch.float32, device=weight.device)
+    elif code is None and quant_type == "e4m3":
+        codes, scales = quantize_e4m3(blocks, weight.dtype)
+        book = torch.tensor(formats.E4M3, dtype=torch.float32, device=weight.device)
+    else:
+        codes, absmax = quantize_book(blocks, quant_type, code)
+        scales, book = absmax.to(weight.dtype), code_book(quant_type, code, weight.device)
     return QuantizedWeight(
         codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(),
-        scales=absmax.to(weight.dtype),
-        bits=4,
+        scales=scales,
+        bits=4 if len(book) == 16 else 8,
         group_size=group_size,
-        book=code_book(quant_type, code, weight.device),
-    )
-
-
-def quantize_weight_mxfp4(weight: Tensor) -> QuantizedWeight:
-    """Quantise a weight to MXFP4, as version 1.0 of OCP's Microscaling Formats does.
-
-    In fp32, for each row and ``formats.MX_GROUP_SIZE`` columns: ``s = 2^(floor(log2(amax)) - 2)``, so that amax is 4 to 8
-    times s, and the codes of the ``formats.E2M1`` values nearest to ``w / s``; halfway between two, the even code; beyond 6,
-    that of 6. Negative values that round to zero have the code of -0. The scales are bf16, which holds every power of two
-    that MXFP4 has.
-
-    A group whose amax is below 2^-100 has scale 1 and codes of zero. One with NaN or an infinity has a NaN scale and such
-    codes.
-
-    Args:
-        weight: fp16, bf16 or fp32 ``[N, K]``; the last group may be short.
-    """
-    _check_matrix("weight", weight, _FLOAT_TYPES)
-    values = _blocks(weight.float(), formats.MX_GROUP_SIZE)
-    amax = values.abs().amax(-1)
-    regular = amax.isfinite() & (amax >= SMALLEST_RANGE)
-    # Without its mantissa a float is the power of two at or below it.
-    scales = (torch.where(regular, amax, 4.0).view(torch.int32) & 0x7F800000).view(torch.float32) / 4
-    scaled = torch.where(regular[..., None], values / scales[..., None], 0.0)
-    ascending = torch.tensor(formats.E2M1[:8], device=weight.device)
-    cuts = (ascending[:-1] + ascending[1:]) / 2
-    below, halfway_up = (torch.bucketize(scaled.abs(), cuts, right=right) for right in (False, True))
-    codes = torch.where(below % 2 == 1, halfway_up, below) + 8 * (scaled < 0)
-    scales = torch.where(amax.isfinite(), scales, torch.nan)
-    return QuantizedWeight(
-        codes=codes.to(torch.uint8).flatten(1)[:, : weight.shape[1]].contiguous(),
-        scales=scales.to(torch.bfloat16),
-        bits=4,
-        group_size=formats.MX_GROUP_SIZE,
-        book=torch.tensor(formats.E2M1, device=weight.device),
-    )
-
-
-def quantize_weight_e4m3(weight: Tensor, group_size: int) -> QuantizedWeight:
-    """Quantise a weight to 8-bit floats, one scale for each row and group of K.
-
-    In fp32: ``s = amax / 448``, stored in the weight's dtype and rounded up to it, and the float nearest to ``w / s``; halfway
-    between two, the even one. A group whose amax is below 2^-100 has scale 1 and zeros. One with NaN or an infinity has a NaN
-    scale and zeros.
-
-    Args:
-        weight: fp16, bf16 or fp32 ``[N, K]``.
-        group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
-    """
-    _check_matrix("weight", weight, _FLOAT_TYPES)
-    formats.check_group_size(group_size)
-    values = _blocks(weight.float(), group_size)
-    amax = values.abs().amax(-1)
-    regular = amax.isfinite() & (amax >= SMALLEST_RANGE)
-    scales = _rounded_up(torch.where(regular, _quotient(amax, formats.E4M3_LARGEST, amax), 1.0), weight.dtype)
-    scaled = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values), 0.0)
-    floats = scaled.flatten(1)[:, : weight.shape[1]].to(torch.float8_e4m3fn)
-    return QuantizedWeight(
-        codes=floats.view(torch.uint8).contiguous(),
-        scales=torch.where(amax.isfinite(), scales, torch.nan),
-        bits=8,
-        group_size=group_size,
-        book=torch.tensor(formats.E4M3, device=weight.device),
+        book=book,
     )
 
 

@@ -55,6 +55,50 @@ def test_fp4_codes_by_hand() -> None:
     assert codes_of(co.quantize_4bit(torch.tensor([1.0, -0.001]), 32, "fp4")[0], 2).tolist() == [3, 8]
 
 
+def e2m1(value: float) -> int:
+    """The code of the nearest E2M1 value; halfway, the one with an even mantissa."""
+    magnitudes = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
+    distances = [abs(abs(value) - magnitude) for magnitude in magnitudes]
+    nearest = [code for code in range(8) if distances[code] == min(distances)]
+    return min(nearest, key=lambda code: code % 2) + 8 * (value < 0)
+
+
+@pytest.mark.parametrize("exponent", [-129, -24, 0, 100, 125])
+def test_mxfp4_codes_by_hand(exponent: int) -> None:
+    # Every multiple of 1/4 up to the largest value that the scale 1 is for, and its negative; times a power of two.
+    quarters = [i / 4 for i in range(32)] + [-i / 4 for i in range(32)]
+    weight = torch.tensor([quarters[:32], quarters[32:]]).mul(2.0 ** max(exponent, -127))
+    found = co.quantize(weight, group_size=32, book="mxfp4")
+    assert found.scales.dtype == BFLOAT
+    assert found.scales.flatten().tolist() == [2.0 ** max(exponent, -127)] * 2
+    assert found.codes.flatten().tolist() == [e2m1(v) for v in quarters]
+    assert co.quantize(torch.zeros(1, 7), group_size=32, book="mxfp4").scales.tolist() == [[1.0]]
+    # Of 17 columns the last group's zeros beyond K do not count.
+    assert co.quantize(torch.full((1, 17), 5.0), group_size=32, book="mxfp4").codes.tolist() == [[6] * 17]
+
+
+def test_mxfp4_is_refused_where_it_is_not_defined() -> None:
+    with pytest.raises(ValueError, match="group_size is 64; mxfp4 has groups of 32"):
+        co.quantize(randn(4, 64), group_size=64, book="mxfp4")
+    with pytest.raises(ValueError, match="NaN, inf or a range beyond fp32 in row 1, group 0"):
+        co.quantize(torch.tensor([[1.0], [math.inf]]), group_size=32, book="mxfp4")
+    with pytest.raises(ValueError, match="quant_type is 'mxfp4'; supported are 'nf4', 'fp4'"):
+        co.quantize_4bit(randn(4, 64), quant_type="mxfp4")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_mxfp4_along_the_straight_line(dtype: torch.dtype, tmp_path: Path) -> None:
+    weight = co.quantize(randn(70, 200, dtype=dtype), group_size=32, book="mxfp4")
+    co.save_packed(tmp_path / "w.safetensors", {"w": co.reorder(weight)})
+    packed = co.load_packed(tmp_path / "w.safetensors")["w"]
+    values = reference.dequantize_weight(weight, FLOAT)
+    assert torch.equal(co.dequantize(packed, FLOAT), values)
+    x = randn(5, 200, dtype=dtype)
+    expected = x.double() @ values.double().t()
+    found = co.mixed_gemm(x, packed, out_dtype=FLOAT).double()
+    assert float((found - expected).abs().max()) < 1e-4
+
+
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
 def test_limits_belong_to_the_smaller_code(quant_type: str) -> None:
     if quant_type == "nf4":

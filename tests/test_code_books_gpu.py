@@ -183,7 +183,7 @@ def test_epilogue_order_and_views(m: int) -> None:
 
 
 def test_graphs_and_other_books() -> None:
-    for name, group_size in {**dict.fromkeys(formats.CODE_BOOKS, 64), "mxfp4": formats.MX_GROUP_SIZE}.items():
+    for name, group_size in {**dict.fromkeys(formats.CODE_BOOKS, 64), "mxfp4": formats.MXFP4_GROUP}.items():
         weight = torch.randn(320, 640, device="cuda").half()
         qw = co.quantize(weight, group_size=group_size, book=name)
         host = co.quantize(weight.cpu(), group_size=group_size, book=name)

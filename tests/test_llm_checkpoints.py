@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
 
+import cutlass_ops
 from cutlass_ops import CheckpointError, QuantizedWeight, cli, load_checkpoint
 from cutlass_ops.checkpoints import Checkpoint
 from cutlass_ops.reference import dequantize_weight
@@ -64,7 +65,7 @@ def check(checkpoint: Checkpoint, name: str, values: Tensor) -> QuantizedWeight:
     assert entry.shape == weight.shape == tuple(values.shape)
     assert entry.quantized is not None
     assert (entry.quantized.bits, entry.quantized.group_size) == (weight.bits, weight.group_size)
-    parts = ("scales", "zeros", "offsets", "bias", "perm")
+    parts = ("scales", "zeros", "offsets", "bias", "perm", "book")
     assert dict(entry.quantized.dtypes) == {p: getattr(weight, p).dtype for p in parts if getattr(weight, p) is not None}
     unpacked = reorder(weight).unpack()
     assert torch.equal(unpacked.codes, weight.codes)
@@ -578,6 +579,60 @@ def test_compressed_tensors_as_the_package_writes_them(
     assert list(checkpoint.others) == []
 
 
+MXFP4 = {"num_bits": 4, "type": "float", "symmetric": True, "strategy": "group", "group_size": 32}
+
+
+def test_compressed_tensors_mxfp4_golden_bytes(tmp_path: Path) -> None:
+    """Each E2M1 code, the first of a byte in the low nibble, times the scales 2^(126 - 127) and 2^(0 - 127)."""
+    pairs = torch.tensor([[2 * i | (2 * i + 1) << 4 for i in range(8)] * 4], dtype=torch.uint8)
+    tensors = {"m.weight_packed": pairs, "m.weight_scale": torch.tensor([[126, 0]], dtype=torch.uint8)}
+    checkpoint = load_checkpoint(save(tmp_path, tensors, ct_config({"weights": MXFP4}, format="mxfp4-pack-quantized")))
+    weight = checkpoint["m"]
+    assert (weight.shape, weight.group_size, weight.scales.tolist()) == ((1, 64), 32, [[0.5, 2.0**-127]])
+    values = torch.tensor([0.0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
+    found = dequantize_weight(weight, torch.float32)
+    assert torch.equal(found[0, :32], values.repeat(2) / 2)
+    assert torch.equal(found[0, 32:], values.repeat(2) * 2.0**-127)
+    packed = reorder(weight)
+    assert torch.equal(cutlass_ops.dequantize(packed, torch.float32), found)
+
+
+@pytest.mark.parametrize("shape", [(24, 128), (3, 96)])
+def test_compressed_tensors_mxfp4_as_the_package_writes_it(tmp_path: Path, shape: tuple[int, int]) -> None:
+    made = scheme(MXFP4)
+    from compressed_tensors.compressors import BaseCompressor
+
+    values = randn(*shape)
+    mine = cutlass_ops.quantize(values, group_size=32, book="mxfp4")
+    compressor = BaseCompressor.get_value_from_registry("mxfp4-pack-quantized")
+    compressed = compressor.compress({"weight": values, "weight_scale": mine.scales.float()}, made)
+    theirs = compressor.decompress(dict(compressed), made)["weight"]
+    tensors = {f"m.{name}": value for name, value in compressed.items()}
+    config = ct_config(made.model_dump(mode="json"), format="mxfp4-pack-quantized")
+    checkpoint = load_checkpoint(save(tmp_path, tensors, config))
+    check(checkpoint, "m", theirs.float())
+    assert torch.equal(checkpoint["m"].scales, mine.scales)
+    # Their rounding to E2M1 is this package's.
+    assert torch.equal(dequantize_weight(mine, torch.float32), theirs.float())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"m.weight_scale": torch.full((4, 2), 255, dtype=torch.uint8)}, r"\[0, 0\] is 255, which is NaN"),
+        ({"m.weight_scale": torch.ones(4, 1, dtype=torch.uint8)}, r"U8 \[4, 1\]; uint8 \[4, 2\] is expected"),
+        ({"m.weight_scale": torch.ones(4, 2)}, "F32"),
+        ({"m.weight_global_scale": torch.ones(1)}, "holds nvfp4, which is not supported"),
+        ({"m.weight_zero_point": torch.ones(4, 2, dtype=torch.uint8)}, "zero points, which is not supported"),
+    ],
+)
+def test_compressed_tensors_refuses_what_is_not_mxfp4(tmp_path: Path, change: dict[str, Tensor], message: str) -> None:
+    tensors = {"m.weight_packed": randint(256, 4, 32).to(torch.uint8), "m.weight_scale": torch.ones(4, 2, dtype=torch.uint8)}
+    config = ct_config({"weights": MXFP4}, format="mxfp4-pack-quantized")
+    with pytest.raises(CheckpointError, match=message):
+        load_checkpoint(save(tmp_path, tensors | change, config))["m"]
+
+
 def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
     """Groups of targets by name, expression and class; the head is ignored and stays a float."""
     pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
@@ -731,7 +786,10 @@ def test_compressed_tensors_that_are_refused(
             {"m.weight": torch.zeros(4, 4).to(torch.float8_e5m2), "m.weight_scale": randn(4, 1)},
             "holds F8_E5M2 beside a scale",
         ),
-        (ct_module(**{"m.weight_packed": torch.zeros(8, 32, dtype=torch.uint8)}), "floats of 4 bits"),
+        (
+            ct_module(**{"m.weight_packed": torch.zeros(8, 32, dtype=torch.uint8), "m.weight_global_scale": torch.ones(1)}),
+            "holds nvfp4, which is not supported",
+        ),
         (ct_module(**{"m.weight_packed": torch.zeros(2, 8, 8, dtype=torch.int32)}), "3 dimensions"),
         ({"m.weight": torch.zeros(2, 2, 2, dtype=torch.int8), "m.weight_scale": randn(1)}, r"is \[2, 2, 2\]"),
     ],

@@ -10,14 +10,20 @@
 
 namespace cutlass_ops {
 
+// Whether weights have zero points or offsets; kAny: looked for at run time.
+enum class Shift { kNone, kZeros, kOffsets, kAny };
+
 // kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any type, and the arithmetic is
-// fp32. kShifted: zero points or offsets are looked for, at run time; a code book's weights have none.
-template <class Element_, class Format_, bool kNarrow_, bool kShifted_>
+// fp32. Weights that are no integers have no shift.
+template <class Element_, class Format_, bool kNarrow_, Shift kShift_>
 struct Fold {
   using Element = Element_;
   using Format = Format_;
   using Unscaled = typename Format::template Unscaled<Element>;
-  static constexpr bool kNarrow = kNarrow_, kScalesAlone = !kShifted_ || Format::kTableBytes > 0;
+  static constexpr bool kNarrow = kNarrow_;
+  static constexpr Shift kShift = Format::kIntegers ? kShift_ : Shift::kNone;
+  static constexpr bool kZeros = kShift == Shift::kZeros || kShift == Shift::kAny;
+  static constexpr bool kOffsets = kShift == Shift::kOffsets || kShift == Shift::kAny;
   static constexpr int kGroups = 2;                 // in a step of 64 columns: of 32, the shortest
   static constexpr int kGroupPieces = 2;            // MMAs of 16 columns in a group
   static constexpr int kLoads = Format::kBits / 4;  // of 16 bytes of codes, of a thread in a step
@@ -38,16 +44,16 @@ struct RowScale {
     if constexpr (!F::kNarrow) {
       float const s = __uint_as_float(scale), o = __uint_as_float(offset);
       float const low = unpack_half<Element>(v, 0), high = unpack_half<Element>(v, 1);
-      return F::kScalesAlone ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
-                             : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
+      return !F::kOffsets ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
+                          : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
     } else if constexpr (std::is_same_v<Element, __half>) {
       using namespace decode::detail;
-      return as_bits(F::kScalesAlone ? __hmul2_rn(as_half2(v), as_half2(scale))
-                                     : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
+      return as_bits(!F::kOffsets ? __hmul2_rn(as_half2(v), as_half2(scale))
+                                  : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
     } else {
       using namespace decode::detail;
-      return as_bits(F::kScalesAlone ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
-                                     : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
+      return as_bits(!F::kOffsets ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
+                                  : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
     }
   }
 };
@@ -57,8 +63,12 @@ template <class F>
 struct RowPair {
   uint32_t words[F::kNarrow ? 1 : 2] = {};
 
-  // Predicated, since branches would keep the compiler from scheduling what is around them. `bytes`: of a value; 0 if there is none.
+  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around them.
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
+    if constexpr (F::kNarrow && F::kShift != Shift::kAny) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+      return;
+    }
     asm volatile(
         "{\n"
         " .reg .pred narrow;\n"
@@ -118,8 +128,11 @@ struct StoredGroup {
   template <class Params>
   __device__ __forceinline__ void load(GroupAddress from, Params const& p) {
     scales.load(from.scales, p.scale_bytes);
-    if constexpr (!F::kScalesAlone) {
-      offsets.load(from.offsets, p.weight.offsets ? p.offset_bytes : 0);
+    if constexpr (F::kOffsets)
+      offsets.load(from.offsets, F::kShift == Shift::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
+    if constexpr (F::kShift == Shift::kZeros) {
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros) : "r"(from.zeros));
+    } else if constexpr (F::kZeros) {
       asm volatile(
           "{\n"
           " .reg .pred present;\n"

@@ -8,6 +8,7 @@ namespace cutlass_ops::formats {
 struct Codebook {
   static constexpr int kBits = 4;
   static constexpr int kTableBytes = decode::Int4Book::kTableBytes;
+  static constexpr bool kIntegers = false;
 
   template <class>
   using Decoder = decode::Int4Book;

@@ -16,6 +16,7 @@ namespace cutlass_ops::formats {
 struct E4m3 {
   static constexpr int kBits = 8;
   static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
+  static constexpr bool kIntegers = false;
 
   // Words as decode::Int8Half has them. kMantissa: bits of the mantissa of fp16 or bf16.
   template <int kMantissa>

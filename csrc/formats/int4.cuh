@@ -7,7 +7,8 @@ namespace cutlass_ops::formats {
 
 struct Int4 {
   static constexpr int kBits = 4;
-  static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
+  static constexpr int kTableBytes = 0;    // of a look-up table in shared memory
+  static constexpr bool kIntegers = true;  // they may have zero points or offsets, and x of int8
 
   template <class Element>
   using Decoder = decode::ToFloat<kBits, Element>;

@@ -1,14 +1,21 @@
-// wgmma_decode's instances: W4A16, W8A16, W4A8 and W8A8, groups of 128 or more without offsets.
+// wgmma_decode's instances: W4A16, W8A16, W4A8 and W8A8, groups of 128 or more without offsets, and code books in groups of 64 or more.
 #include "kernels/wgmma_decode.cuh"
 
 namespace cutlass_ops {
 namespace {
 
+template <class Element>
+Status launch_codebook(GemmProblem const& problem, Plan const& plan, Stream stream) {
+  return problem.weight.scale_type == DataType::kFloat32
+             ? launch_config<Config<Element, 4, false, true, float>>(problem, plan, stream)
+             : launch_config<Config<Element, 4, false, true>>(problem, plan, stream);
+}
+
 template <class Element, int kBits, bool kAlone>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, kBits, true, Element, false, false, kAlone>>(problem, plan, stream)
-             : launch_config<Config<Element, kBits, false, Element, false, false, kAlone>>(problem, plan, stream);
+             ? launch_config<Config<Element, kBits, true, false, Element, false, false, kAlone>>(problem, plan, stream)
+             : launch_config<Config<Element, kBits, false, false, Element, false, false, kAlone>>(problem, plan, stream);
 }
 
 // Element: of x in memory, floats or int8.
@@ -17,9 +24,9 @@ Status launch_int8(GemmProblem const& problem, Plan const& plan, Stream stream) 
   constexpr bool kQuantizes = !std::is_same_v<Element, int8_t>;
   if constexpr (kBits == 4) {
     if (problem.weight.zeros)
-      return launch_config<Config<Element, 4, true, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
+      return launch_config<Config<Element, 4, true, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
   }
-  return launch_config<Config<Element, kBits, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
+  return launch_config<Config<Element, kBits, false, false, Scale, kQuantizes, kTokenZeros, kAlone>>(problem, plan, stream);
 }
 
 template <int kBits, bool kQuantizes, bool kAlone, bool kTokenZeros>
@@ -52,6 +59,10 @@ Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream)
 }  // namespace
 
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
+  if (problem.weight.book) {
+    return problem.x_type == DataType::kFloat16 ? launch_codebook<__half>(problem, plan, stream)
+                                                : launch_codebook<__nv_bfloat16>(problem, plan, stream);
+  }
   if (problem.weight.bits == 4) return launch_input<4, false>(problem, plan, stream);
   return plan.one_cta_per_sm ? launch_input<8, true>(problem, plan, stream) : launch_input<8, false>(problem, plan, stream);
 }

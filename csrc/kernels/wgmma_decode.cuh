@@ -26,6 +26,7 @@
 #include "device/shares.cuh"
 #include "device/tile.cuh"
 #include "dispatch/problem.h"
+#include "formats/codebook.cuh"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
@@ -66,26 +67,32 @@ struct StageConfig {
 };
 
 // Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with scales of its own. Scale: of weight scales.
-template <class Element_, int kBits_, bool kZeros_, class Scale_ = Element_, bool kQuantizes_ = false,
+template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
           bool kTokenZeros_ = false, bool kAlone_ = false>
 struct Config
     : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_, kAlone_> {
   using Scale = Scale_;
-  static constexpr bool kFolds = false, kCodebook = false, kZeros = kZeros_;
+  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
                                         std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
-  using Decode = std::conditional_t<kIntegers, Int8Decode, decode::ToFloat<kBits_, Element_>>;
+  using Decode = std::conditional_t<kIntegers, Int8Decode,
+                                    std::conditional_t<kCodebook, decode::Int4Book, decode::ToFloat<kBits_, Element_>>>;
+  using Table = formats::Codebook::Unscaled<Element_>;
+  static constexpr int kGroupSteps =
+      kCodebook || kIntegers ? 1 : 2;                          // promoted together: a code book's groups may be of 64 columns
   using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // of a tile's products
   static constexpr int kWords = 4 * Decode::kWords;            // of the four pieces of a step
 };
 
 // Of wgmma_decode_fold16: x of 16 bits.
-template <class Element_, class Format_, bool kNarrow, bool kShifted, bool kQuantizes_, bool kAlone_>
+template <class Element_, class Format_, bool kNarrow, Shift kShift, bool kQuantizes_, bool kAlone_>
 struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kAlone_> {
-  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kShifted>;
-  static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0, kZeros = !Fold::kScalesAlone;
+  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kShift>;
+  using Table = typename Fold::Unscaled;
+  static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
+  static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
 };
 
 struct Maps {
@@ -143,13 +150,13 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   constexpr auto kKeep = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
   PackedWeight const& w = p.weight;
   int const features = p.shape.most_slabs * kRowsPerSlab, group = p.weight_rows.first(tile);
-  bool const zeros = C::kZeros && (!C::kFolds || w.zeros), offsets = C::kFolds && C::kZeros && w.offsets;
+  bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
   // Few copies: each takes some twenty nanoseconds. So they are of as many slabs as any cluster has, and of all groups of the tile.
   constexpr int kRowBytes = C::kChunk / kRowsPerSlab;  // on average: units are whole blocks of 16 rows
   int const code_bytes = C::kAlone ? (part.end - part.begin) * kRowBytes : p.shape.most_slabs * C::kChunk;
   int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
   TransactionBarrier::arrive_and_expect_tx(
-      full, C::kTokenBytes + code_bytes + (C::kFolds ? p.weight_rows.count : 1) * features * row_bytes);
+      full, C::kTokenBytes + code_bytes + (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
   if constexpr (C::kAlone) {
     uint8_t const* codes = w.codes + (int64_t(part.first_slab) * p.k_tiles + tile) * C::kChunk;
 #pragma unroll 1
@@ -277,8 +284,7 @@ __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, 
     for (int r = 0; r < 4; ++r) c.words[4 * half + r] = v[r];
   }
   if constexpr (C::kFolds) {
-    if (C::kAlone && thread % 128 / 32 * (32 / kPieces) >= p.epilogue.m) {  // the warp's rows are not there: zeros
-    } else if (p.symmetric) {
+    if (p.symmetric) {
       to_values_of_codes<true>(c, p.block_lanes);
     } else {
       to_values_of_codes<false>(c, p.block_lanes);
@@ -325,8 +331,9 @@ struct StageAddress {
 
 // A tile's products of codes and their promotion. `releases`: whether this lane says that the stage is read.
 template <class C, int kSlabs>
-__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, bool releases, uint64_t* empty,
-                                               float (&sums)[kSlabs][C::kSums]) {
+__device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& at, uint32_t table, Params const& p,
+                                               bool releases, uint64_t* empty, float (&sums)[kSlabs][C::kSums]) {
+  int const next_group = p.weight_rows.count > 1 ? p.shape.most_slabs * kRowsPerSlab * C::kScaleBytes : 0;
   uint32_t words[C::kWords];
   StoredScales<typename C::Scale> stored, next_stored;
   auto load = [&](int step) {  // of all slabs' steps
@@ -356,7 +363,11 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       uint32_t a[C::kPieces][4];
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j) {
-        if constexpr (C::kZeros) {
+        if constexpr (C::kCodebook) {
+          uint32_t pairs[4];
+          C::Decode::look_up(words[j], table, pairs);
+          C::Decode::combine(pairs, a[j]);
+        } else if constexpr (C::kZeros) {
           C::Decode::fragment(words + j * C::Decode::kWords, zero, a[j]);
         } else {
           C::Decode::fragment(words + j * C::Decode::kWords, a[j]);
@@ -368,7 +379,7 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
 #pragma unroll
       for (int j = 0; j < C::kPieces; ++j) {
         uint64_t const at = x + step * (C::kPanelBytes / 16) + j * 2;
-        bool const add = step > 0 || j > 0;
+        bool const add = step % C::kGroupSteps > 0 || j > 0;
         if constexpr (C::kInt8) {
           wgmma_int8<C::kColumns>(a[j], at, products, add);
         } else {
@@ -379,9 +390,11 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       fence_registers(products);
       int const next = slab * C::kSteps + step + 1;
       if (!C::kInt8 && next < kSlabs * C::kSteps) load(next);
-      if (step == 0) {
+      if (step % C::kGroupSteps == 0) {
         stored = next_stored;
-        if (slab + 1 < kSlabs) next_stored.load(at.scales + (slab + 1) * kRowsPerSlab * C::kScaleBytes);
+        int const next_slab = step + C::kGroupSteps < C::kSteps ? slab : slab + 1;
+        if (next_slab < kSlabs)
+          next_stored.load(at.scales + next_slab * kRowsPerSlab * C::kScaleBytes + (next_slab == slab ? next_group : 0));
       }
       if (C::kInt8) {  // read again for every slab: registers
 #pragma unroll
@@ -400,8 +413,8 @@ __device__ __forceinline__ void multiply_codes(uint64_t x, StageAddress const& a
       for (int j = 0; j < C::kPieces; ++j) fence_registers(a[j]);
       fence_registers(products);
       if (C::kInt8 && next < kSlabs * C::kSteps) load(next);  // once the operands' registers are free
-      if (step + 1 < C::kSteps) continue;
-      if (slab + 1 == kSlabs && releases) ClusterBarrier::arrive(empty);
+      if ((step + 1) % C::kGroupSteps) continue;
+      if (step + 1 == C::kSteps && slab + 1 == kSlabs && releases) ClusterBarrier::arrive(empty);
       float2 scale = stored.values();
       if constexpr (C::kInt8) scale.x *= 1.0f / C::Decode::kScale, scale.y *= 1.0f / C::Decode::kScale;
 #pragma unroll
@@ -490,7 +503,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   uint64_t* full = barriers.full;
   asm volatile("" : "+r"(x_at), "+r"(at.units), "+r"(at.scales));
   if (!C::kFolds) asm volatile("" : "+l"(full));
-  if (C::kFolds && C::kZeros) asm volatile("" : "+r"(row));
+  if (C::kFolds && (C::kZeros || C::kOffsets)) asm volatile("" : "+r"(row));
   if (C::kInt8) asm volatile("" : "+r"(at.tokens));
   if (C::kTokenZeros) asm volatile("" : "+r"(at.token_zeros));
   int stage = set, to_quantize = warp / 4 + C::kWarpgroups;
@@ -520,10 +533,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     // int8: if another tile is to come there. (Without a branch the compiler holds more registers than there are.)
     bool const releases = C::kInt8 ? i + p.shape.stages < part.tiles : lane == 0;
     uint64_t* const empty = full + Barriers::kStages + stage;
+    uint32_t const table = x_at + p.shape.table + lane * 4;
     if constexpr (C::kFolds) {
-      multiply_values<C, kSlabs>(x, here, x_at + p.shape.table + lane * 4, p, releases, empty, sums);
+      multiply_values<C, kSlabs>(x, here, table, p, releases, empty, sums);
     } else {
-      multiply_codes<C, kSlabs>(x, here, releases, empty, sums);
+      multiply_codes<C, kSlabs>(x, here, table, p, releases, empty, sums);
     }
     stage += p.shape.sets;
     if (stage >= p.shape.stages) stage -= p.shape.stages, phase ^= 1;
@@ -581,7 +595,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
   Part part(p, WgmmaDecodeShape::unit(C::kAlone));
-  if constexpr (C::kCodebook) C::Fold::Unscaled::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
+  if constexpr (C::kCodebook) C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
     if (threadIdx.x < 128)
       for (int i = 0; i < p.shape.stages; ++i) store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
@@ -686,7 +700,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   VectorRows const rows(w.group_size);
   cuuint64_t const slabs = n_pad / kRowsPerSlab, runs = cuuint64_t(k_tiles) * (C::kChunk / kCodeRun),
                    groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
-  cuuint32_t const slab_box = shape.most_slabs, group_box = C::kFolds ? rows.count : 1;
+  cuuint32_t const slab_box = shape.most_slabs, group_box = C::kFolds || C::kCodebook ? rows.count : 1;
   status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, slabs}, {kCodeRun, runs * kCodeRun},
                              {kCodeRun / 8, C::kChunk / kCodeRun, slab_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
                              CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps.codes);

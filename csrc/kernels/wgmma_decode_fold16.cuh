@@ -10,24 +10,25 @@ template <class Element, class Format, bool kQuantizes, bool kAlone>
 Status launch_fold(GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  if (!narrow) return launch_config<FoldConfig<Element, Format, false, true, kQuantizes, kAlone>>(problem, plan, stream);
-  if constexpr (Format::kTableBytes == 0) {
-    if (w.zeros || w.offsets)
-      return launch_config<FoldConfig<Element, Format, true, true, kQuantizes, kAlone>>(problem, plan, stream);
+  auto const launch = [&](auto fold) {
+    using F = decltype(fold);
+    return launch_config<FoldConfig<Element, Format, F::kNarrow, F::kShift, kQuantizes, kAlone>>(problem, plan, stream);
+  };
+  if (!narrow) return launch(Fold<Element, Format, false, Shift::kAny>());
+  if constexpr (Format::kIntegers) {
+    if (w.zeros) return launch(Fold<Element, Format, true, Shift::kZeros>());
+    if (w.offsets) return launch(Fold<Element, Format, true, Shift::kOffsets>());
   }
-  return launch_config<FoldConfig<Element, Format, true, false, kQuantizes, kAlone>>(problem, plan, stream);
-}
-
-template <class Element, class Format, bool kAlone>
-Status launch_x(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  return plan.quantizes ? launch_fold<Element, Format, true, kAlone>(problem, plan, stream)
-                        : launch_fold<Element, Format, false, kAlone>(problem, plan, stream);
+  return launch(Fold<Element, Format, true, Shift::kNone>());
 }
 
 template <class Element, class Format>
 Status launch_ctas(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  return plan.one_cta_per_sm ? launch_x<Element, Format, true>(problem, plan, stream)
-                             : launch_x<Element, Format, false>(problem, plan, stream);
+  if (plan.one_cta_per_sm) return launch_fold<Element, Format, false, true>(problem, plan, stream);
+  if constexpr (Format::kIntegers) {
+    if (plan.quantizes) return launch_fold<Element, Format, true, false>(problem, plan, stream);
+  }
+  return launch_fold<Element, Format, false, false>(problem, plan, stream);
 }
 
 }  // namespace

@@ -31,8 +31,8 @@ using hopper::Params;
 
 // Zero points and offsets are looked for at run time.
 template <class Element_, class Format_, bool kNarrow_, int kTokens_>
-struct Config : Fold<Element_, Format_, kNarrow_, true> {
-  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, true>;
+struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
+  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, Shift::kAny>;
   using Element = Element_;
   using Format = Format_;
   using Work = hopper::Work;

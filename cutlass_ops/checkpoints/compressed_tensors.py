@@ -1,6 +1,6 @@
 """compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block, MXFP4 and FP8.
 
-Source: ``compressors/pack_quantized`` and ``compressors/naive_quantized`` of the package ``compressed-tensors``.
+Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package ``compressed-tensors``.
 Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
 
 =========================  ===========================================================================================
@@ -21,8 +21,8 @@ float-quantized
 ``<m>.weight``             F8_E4M3 ``[N, K]``
 ``<m>.weight_scale``       as of integers
 mxfp4-pack-quantized
-``<m>.weight_packed``      uint8 ``[N, K / 2]``: e2m1 codes, the even one of two in the low half of a byte
-``<m>.weight_scale``       uint8 ``[N, K / 32]``: value = 2^(scale - 127) * e2m1 value
+``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
+``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
 =========================  ===========================================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
@@ -44,10 +44,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError
+from .. import formats, reference
+from ..weight import CheckpointError, QuantizedWeight
 from . import grouped
-from .checkpoint import Checkpoint, Entry
+from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
 from .grouped import Stored
 from .words import unpack_along_k, unpack_bytes
@@ -235,7 +235,7 @@ def _by_class(source: Source, module: str, target: str) -> bool:
 def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
     codes = grouped.checked(source, f"{module}.weight_packed", (torch.int32, torch.uint8))
     if codes.dtype == torch.uint8:
-        return _mxfp4(source, module, codes)
+        return _mxfp4(source, codes, module)
     if len(codes.shape) != 2:
         return _unsupported(source, codes, module, codes.shape, f"has {len(codes.shape)} dimensions; a linear weight has two")
     shape = grouped.checked(source, f"{module}.weight_shape", _INTEGERS, (2,))
@@ -273,41 +273,46 @@ def _packed(source: Source, module: str, groups: tuple[_Group, ...], deadline: f
     )
 
 
-def _mxfp4(source: Source, module: str, codes: Entry) -> Entry:
-    scales = source.tensors.get(f"{module}.weight_scale")
-    if scales is None or scales.dtype != torch.uint8 or f"{module}.weight_global_scale" in source.tensors:
-        what = "holds floats of 4 bits whose scales are not those of mxfp4 (nvfp4, or an older file)"
-        return _unsupported(source, codes, module, codes.shape, what)
+def _mxfp4(source: Source, codes: Entry, module: str) -> Entry:
+    for part, what in (
+        ("weight_global_scale", "holds nvfp4"),
+        ("weight_zero_point", "holds floats of 4 bits with zero points"),
+    ):
+        if f"{module}.{part}" in source.tensors:
+            return _unsupported(source, codes, module, codes.shape, f"{what}, which is not supported")
     if len(codes.shape) != 2 or 0 in codes.shape:
-        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight has two dimensions")
+        return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K / 2]")
     n, k = codes.shape[0], 2 * codes.shape[1]
-    size = formats.MX_GROUP_SIZE
-    grouped.checked(source, scales.name, (torch.uint8,), (n, -(-k // size)))
-    if (name := f"{module}.weight_zero_point") in source.tensors:
-        raise CheckpointError(source.path, "stands beside floats of 4 bits, which have none", name)
-    return grouped.entry(
-        source,
-        module,
-        "mxfp4-pack-quantized",
-        (n, k),
-        4,
-        size,
-        [codes.name, scales.name, *_others(source, module, "weight_shape", *_STATIC)],
-        scales=torch.bfloat16,
-        has_zeros=False,
-        read=partial(_read_mxfp4, codes, scales),
-        book=formats.E2M1,
+    scales = grouped.checked(source, f"{module}.weight_scale", (torch.uint8,), (n, formats.group_count(k, formats.MXFP4_GROUP)))
+    parts = (codes.name, scales.name, *(name for part in _STATIC if (name := f"{module}.{part}") in source.tensors))
+    dtypes = {"scales": torch.bfloat16, "book": torch.float32}
+    read = partial(_read_mxfp4, source, codes, scales)
+    return Entry(
+        name=module,
+        source=codes.name,
+        kind="mxfp4-pack-quantized",
+        shape=(n, k),
+        nbytes=sum(source.tensors[part].nbytes for part in parts),
+        dtype=torch.float32,
+        values=lambda: reference.dequantize_weight(read(), torch.float32),
+        parts=parts,
+        quantized=Quantized(bits=4, group_size=formats.MXFP4_GROUP, dtypes=dtypes, read=read),
     )
 
 
-def _read_mxfp4(codes: Entry, scales: Entry) -> Stored:
+def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
+    exponents = scales.values()
+    if bool((exponents == 255).any()):
+        row, group = (exponents == 255).nonzero()[0].tolist()
+        raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
+    powers = grouped.powers_of_two(exponents)
     unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
-    return Stored(unpacked, grouped.powers_of_two(scales.values()), None)
-
-
-def _others(source: Source, module: str, *parts: str) -> list[str]:
-    """Tensors of a module whose values are not used."""
-    return [name for part in parts if (name := f"{module}.{part}") in source.tensors]
+    book = torch.tensor(formats.E2M1)
+    return read_weight(
+        source.path,
+        codes.name,
+        lambda: QuantizedWeight(unpacked, powers, bits=4, group_size=formats.MXFP4_GROUP, book=book),
+    )
 
 
 def _packed_bits(source: Source, codes: Entry, module: str, k: int, groups: tuple[_Group, ...], deadline: float) -> int:
@@ -397,6 +402,7 @@ def _entry(
     index: Callable[[], Tensor] | None,
     book: tuple[float, ...] | None = None,
 ) -> Entry:
+    others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
     return grouped.entry(
         source,
         module,
@@ -404,7 +410,7 @@ def _entry(
         shape,
         bits,
         size,
-        (*parts, *([zeros.name] if zeros else ()), *_others(source, module, *_STATIC)),
+        (*parts, *([zeros.name] if zeros else ()), *others),
         scales=scales.dtype,
         has_zeros=zeros is not None,
         read=read,

@@ -27,7 +27,7 @@ from .directory import Source
 from .grouped import Stored
 from .words import unpack_bytes
 
-_SIZE = formats.MX_GROUP_SIZE
+_SIZE = formats.MXFP4_GROUP
 
 
 def recognise(source: Source) -> bool:

@@ -546,9 +546,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     for (int group_size : {64, 128, -1}) EXPECT_EQ(book(m, 4096, 4096, 0, group_size).first, "wgmma_decode");
     EXPECT_EQ(book(m, 8192, 28672, 0, 64, DataType::kFloat32).first, "wgmma_decode");
   }
-  EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "decode_gemm");  // x is fp16
-  EXPECT_EQ(book(16, 4096, 4096, 0, 32).first, "decode_gemm");
-  EXPECT_EQ(book(16, 8192, 28672, 0, 32).first, "mma_gemm_a16");  // x does not fit in shared memory
+  EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "wgmma_decode_fold16");  // x is fp16
+  for (int k : {4096, 28672}) EXPECT_EQ(book(16, 4096, k, 0, 32).first, "wgmma_decode_fold16");
   for (int m : {17, 385, 4096}) {
     EXPECT_EQ(book(m, 8192, 28672, 0).first, "wgmma_fold16");
     EXPECT_EQ(book(m, 8192, 28672, 0, 32, DataType::kBFloat16).first, "wgmma_fold16");
@@ -557,6 +556,36 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
+}
+
+// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the size of the weight and its bits.
+TEST(Dispatch, FoldsFewRowsByTheSizeOfTheWeight) {
+  struct Case {
+    int n, k, bits;
+    bool quantizes, one_cta;
+  };
+  for (Case const& c : {Case{4096, 4096, 4, true, false}, Case{4096, 4096, 8, true, false}, Case{28672, 4096, 4, true, false},
+                        Case{28672, 4096, 8, false, true}, Case{4096, 11008, 4, false, false}}) {
+    GemmProblem p = problem(7, c.n, c.k, c.bits, 32);
+    p.act_quant = ActQuant::kBlock;
+    for (bool symmetric : {true, false}) {
+      p.act_symmetric = symmetric;
+      Plan const chosen = planned(p);
+      EXPECT_STREQ(chosen.kernel, "wgmma_decode_fold16") << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.quantizes, c.quantizes) << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.one_cta_per_sm, c.one_cta) << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.layout.upcasts, !c.quantizes) << c.n << " x " << c.k;
+      EXPECT_TRUE(chosen.rounds);
+    }
+  }
+  // Rows that a tensor map does not describe, and codes that are there, are upcast before.
+  GemmProblem p = problem(16, 4096, 4096, 4, 32);
+  EXPECT_FALSE(planned(p).layout.upcasts);
+  p.x_stride = 4097;
+  EXPECT_TRUE(planned(p).layout.upcasts);
+  Plan const chosen = planned(already_quantized(problem(16, 4096, 4096, 4, 32), 32));
+  EXPECT_TRUE(chosen.layout.upcasts);
+  EXPECT_FALSE(chosen.quantizes);
 }
 
 // 9 to 16 tokens: stages are the ring's alone, and a stage always the same set of warpgroups'.
@@ -575,7 +604,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
-    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, c.book);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -693,6 +722,8 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = already_quantized(problem(16, 4096, 4096, 8), -1);
   EXPECT_EQ(kernel(p), "wgmma_decode");
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.out_type = DataType::kFloat32;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   GemmProblem const few = problem(16, 4096, 4096);
   EXPECT_EQ(kernel(few), "wgmma_decode");
@@ -702,13 +733,17 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = few;
   p.weight.offsets = &some_byte;
   p.weight.offset_type = DataType::kFloat16;
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.exact = true;
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
   p = few;
   p.weight.group_size = 64;
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.m = 4;
+  EXPECT_EQ(kernel(p), "decode_gemm");
   p = few;
-  p.weight.scale_type = DataType::kBFloat16;  // beside fp16
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p.weight.scale_type = DataType::kBFloat16;  // x is fp16
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
   p.x_type = DataType::kBFloat16;
   EXPECT_EQ(kernel(p), "wgmma_decode");
   p = few;
@@ -838,7 +873,8 @@ TEST(Dispatch, SaysWhatForbidsEachKernelWhereNoneIsLeft) {
     Status const status = plan(problem(50, 192, 576), c.device, &chosen);
     EXPECT_EQ(status.code, Status::kUnsupported);
     for (std::string const& word : c.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
-    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, decode_gemm,"), std::string::npos) << status.text;
+    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, wgmma_decode_fold16, decode_gemm,"), std::string::npos)
+        << status.text;
   }
 }
 
