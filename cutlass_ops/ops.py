@@ -617,10 +617,10 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    On Hopper, from 17 rows on, weights in groups of 32 and 64, with offsets or with a code book are rounded once to x's dtype
-    if the result has it too; so are the values of int8 activations with weights of groups of 32 and 64, offsets or 8-bit zero
-    points.
-    ``exact=True`` keeps integers whole. :func:`explain` names the kernel.
+    On Hopper weights in groups of 32 and 64, with offsets, with a code book or with scales of another dtype than x's may be
+    rounded once to x's dtype if the result has it too; so may the values of int8 activations with weights of groups of 32 and
+    64, offsets or 8-bit zero points.
+    ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
     Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
     corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. Such a product reads sums of the weight's
     codes, which :meth:`PackedWeight.sum_codes` makes and keeps, or makes them itself: the bits are the same.
