@@ -292,8 +292,8 @@ def quantize_book(values: Tensor, quant_type: str, code: Tensor | None = None) -
 def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     """Quantise blocks to MXFP4 (OCP Microscaling Formats 1.0, section 6.3).
 
-    In fp32: the scale is 2^(floor(log2(max |x|)) - 2), its exponent not below -127; the code is that of the E2M1 value nearest
-    to x / scale, halfway between two the one with an even mantissa, at most 6. A block of zeros has the scale 1.
+    In fp32: the scale is 2^(floor(log2(max |x|)) - 2); the code is that of the E2M1 value nearest to x / scale, halfway between
+    two the one with an even mantissa, at most 6. A block whose largest magnitude is below 2^-100 has scale 1 and codes of 0.
 
     Args:
         values: floating ``[..., 32]``.
@@ -305,13 +305,13 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.float()
     largest = values.abs().amax(-1)
     exponent = torch.frexp(largest).exponent - 1 - formats.E2M1_LARGEST_EXPONENT
-    scales = torch.ldexp(torch.ones_like(largest), exponent.clamp(-127, 127))
-    scales = torch.where(largest.isfinite(), torch.where(largest == 0, 1.0, scales), torch.nan)
+    exponent = torch.where(largest < 2.0**-100, 0, exponent)
+    scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
     magnitudes = torch.tensor(formats.E2M1[:8], device=values.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     # Of two codes the even one: a middle above an odd code belongs to the next.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
-    scaled = torch.ldexp(values, -exponent.clamp(-127, 127)[..., None])
+    scaled = torch.ldexp(values, -exponent[..., None])
     codes = torch.bucketize(torch.where(scaled.isnan(), 0.0, scaled.abs()), middles)
     return (codes + 8 * (scaled < 0)).to(torch.uint8), scales.bfloat16()
 
