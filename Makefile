@@ -3,7 +3,8 @@
 #
 #   make test     build, then every C++ and Python test          make lint     ruff, clang-format, mypy
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
-#   make build    the package, editable, and the C++ tests       make clean    remove what these made
+#   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
+#   make clean    remove what these made
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -20,7 +21,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test demo lint format clean
+.PHONY: build test demo lint format docs clean
 .DELETE_ON_ERROR:
 
 # All that the package and its tests ask for, from pyproject.toml. CUTLASS and GoogleTest are wanted as files alone, so their
@@ -65,6 +66,10 @@ lint: $(VENV)/.ready
 	ruff format --check .
 	clang-format --dry-run --Werror $(CXX_SOURCES)
 	$(PY) -m mypy
+
+# The site, into build/docs. (mkdocs-material announces MkDocs 2 at every build otherwise.)
+docs: $(VENV)/.ready
+	NO_MKDOCS_2_WARNING=1 mkdocs build --quiet
 
 format: $(VENV)/.ready
 	ruff check --fix --select I .

