@@ -69,8 +69,8 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
     packed = co.reorder(qw)
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
     y = multiply(x, packed, **options)
-    # Floats with groups of 128, without offsets, are multiplied exactly whatever the order of their columns; a few rows of others
-    # may be.
+    # Floats with groups of 128, without offsets, are multiplied exactly whatever the order of their columns; a few rows of
+    # others may be.
     keeps = is_exact(y, x, packed, **options)
     if len(x) > 16:
         plain = act_quant == "none" and qw.group_size >= 128 and qw.offsets is None and qw.book is None
