@@ -305,13 +305,17 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     values = values.float()
     largest = values.abs().amax(-1)
     exponent = torch.frexp(largest).exponent - 1 - formats.E2M1_LARGEST_EXPONENT
-    exponent = torch.where(largest < 2.0**-100, 0, exponent)
-    scales = torch.where(largest.isfinite(), torch.ldexp(torch.ones_like(largest), exponent), torch.nan)
+    exponent = torch.where((largest < 2.0**-100) | ~largest.isfinite(), 0, exponent)
+
+    def power(e: Tensor) -> Tensor:  # 2^e by its bits: torch.ldexp multiplies by a pow() that a GPU rounds
+        return (e.int() + 127 << 23).view(torch.float32)
+
+    scales = torch.where(largest.isfinite(), power(exponent), torch.nan)
     magnitudes = torch.tensor(formats.E2M1[:8], device=values.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     # Of two codes the even one: a middle above an odd code belongs to the next.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))
-    scaled = torch.ldexp(values, -exponent[..., None])
+    scaled = values * power(-exponent)[..., None]
     codes = torch.bucketize(torch.where(scaled.isnan(), 0.0, scaled.abs()), middles)
     return (codes + 8 * (scaled < 0)).to(torch.uint8), scales.bfloat16()
 
