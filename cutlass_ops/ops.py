@@ -7,6 +7,7 @@ all the rest of a call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -687,6 +688,8 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if weight.kernel_size:
+        raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     dynamo = is_dynamo_compiling()
     if not dynamo and (_jit_state() is not None or forward_ad._current_level >= 0 or _func_transforms()):
         _check_transforms("mixed_gemm", x, bias, residual)
@@ -774,7 +777,7 @@ def mixed_gemm(
 
 
 def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """The weight's values, ``[N, K]``, act order undone, on the weight's device.
+    """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on the weight's device.
 
     Args:
         weight: canonical or packed.
@@ -802,7 +805,7 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
-    if weight.gpu < 0:
+    if weight.gpu < 0 or weight.kernel_size:
         return reference.dequantize_weight(weight.row_panels(start, stop).unpack(), dtype)
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
@@ -814,10 +817,10 @@ def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: 
 
 _WEIGHT_SCHEMA = (
     "Tensor codes, Tensor scales, Tensor? zeros, Tensor? offsets, Tensor? weight_bias, Tensor? perm, "
-    "int n, int k, int bits, int group_size, Tensor? book"
+    "int n, int k, int bits, int group_size, Tensor? book, int[] kernel_size"
 )
 #: How many of an operator's arguments they are.
-_WEIGHT = 11
+_WEIGHT = 12
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
 #: With the weight's sums, which are left out where there are none: the dispatcher leaves out what is None, too.
 _CHOICE_SCHEMA = (
@@ -841,6 +844,7 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
         weight.bits,
         weight.group_size,
         weight.book,
+        weight.kernel_size,
     )
 
 
@@ -914,7 +918,9 @@ def _dequantize_op(*args: Any) -> Tensor:
 
 
 def _dequantize_fake(*args: Any) -> Tensor:
-    return cast(Tensor, args[0].new_empty((args[6], args[7]), dtype=args[_WEIGHT]))
+    n, k, kernel_size = args[6], args[7], args[_WEIGHT - 1]
+    shape = (n, k // math.prod(kernel_size), *kernel_size) if kernel_size else (n, k)
+    return cast(Tensor, args[0].new_empty(shape, dtype=args[_WEIGHT]))
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
