@@ -21,17 +21,19 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test demo lint format docs clean
+.PHONY: build test demo demo-build lint format docs clean
 .DELETE_ON_ERROR:
 
 # All that the package and its tests ask for, from pyproject.toml. CUTLASS and GoogleTest are wanted as files alone, so their
 # packages come without dependencies. GoogleTest's has no wheel for some platforms: CMake then takes an installed one or says
 # what is missing.
 define REQUIREMENTS
+import sys
 try: import tomllib
 except ImportError: import tomli as tomllib  # Python 3.10
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-print(*project["dependencies"], *sum(project["optional-dependencies"].values(), []), sep="\n")
+extras = project["optional-dependencies"]
+print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or extras), []), sep="\n")
 endef
 export REQUIREMENTS
 
@@ -58,7 +60,31 @@ test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-demo: build
+# The demo compiles what this machine can run: CUDA where there is a GPU, for its architecture alone. After `make build` it takes what that built.
+GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1)
+DEMO_CUDA = $(if $(filter AUTO,$(CUDA)),$(if $(GPU),AUTO,OFF),$(CUDA))
+DEMO_ARCHITECTURES = $(if $(filter 9.0,$(GPU)),90a-real,$(if $(filter 8.%,$(GPU)),80-real,90-virtual))
+
+$(VENV)/.demo-ready: pyproject.toml Makefile
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install -q cmake ninja pybind11 scikit-build-core
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
+	$(PY) -c "$$REQUIREMENTS" demo > $(VENV)/requirements-demo.txt
+	$(PY) -m pip install -q -r $(VENV)/requirements-demo.txt
+	if [ -z "$$CUTLASS_PATH" ] && [ "$(DEMO_CUDA)" != OFF ] && command -v nvcc >/dev/null; then \
+	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
+	touch $@
+
+demo-build: $(VENV)/.demo-ready
+	@echo "$(if $(filter OFF,$(DEMO_CUDA)),No GPU is here: building for the CPU alone (make demo CUDA=ON builds the CUDA kernels too).,\
+	  Building CUDA kernels for $(if $(GPU),this GPU (compute capability $(GPU)),$(DEMO_ARCHITECTURES)).)"
+	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=build/demo \
+	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(DEMO_CUDA) \
+	  --config-settings=cmake.define.CUTLASS_OPS_ARCHITECTURES=$(DEMO_ARCHITECTURES) \
+	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+
+demo: $(if $(wildcard $(BUILD)/CMakeCache.txt),build,demo-build)
 	$(VENV)/bin/cutlass-ops demo $(DEMO_ARGS)
 
 lint: $(VENV)/.ready

@@ -115,6 +115,45 @@ class Plan:
 
 def packed_bytes(n: int, k: int, bits: int) -> int: ...
 def colsum_bytes(weight: PackedWeight) -> int: ...
+
+class RouteProblem:
+    def __init__(self, ids_ptr: int, wide: bool, tokens: int, top: int, experts: int, map_ptr: int, map_size: int) -> None: ...
+
+def route(problem: RouteProblem, offsets_ptr: int, order_ptr: int, device_index: int, stream: int) -> None: ...
+
+class MoePlan:
+    kernel: str
+    block_m: int
+    slots: int
+    tiles: int
+    gate_up: Plan
+    down: Plan
+    workspace: int
+
+class MoeProblem:
+    def __init__(
+        self,
+        route: RouteProblem,
+        x_ptr: int,
+        x_type: DataType,
+        x_stride: int,
+        gate_up: PackedWeight,
+        gate_up_perm_ptr: int,
+        down: PackedWeight,
+        down_perm_ptr: int,
+        hidden: int,
+        act_quant: ActQuant,
+        symmetric: bool,
+        activation: Activation,
+        low: float,
+        high: float,
+        weights_ptr: int,
+        weight_type: DataType,
+        out_ptr: int,
+    ) -> None: ...
+    def plan(self, device: Device) -> MoePlan: ...
+
+def mixed_moe(problem: MoeProblem, workspace_ptr: int, bytes: int, device_index: int, stream: int) -> None: ...
 def sum_weights(weight: PackedWeight, colsums_ptr: int, stream: int) -> None: ...
 def pack(codes_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...
 def unpack(packed_ptr: int, out_ptr: int, n: int, k: int, bits: int) -> None: ...

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import formats, ops, reference, reference_experts
+from . import _C, formats, ops, reference, reference_experts
 from .packed_experts import PackedExperts
 from .reorder import _shared, empty_packed, reorder
-from .weight import PARTS, PackedWeight, QuantizedWeight
+from .weight import PARTS, PackedWeight, QuantizedWeight, _where
 
 __all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
 
@@ -113,10 +113,36 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
             CPU, in eager calls; on a GPU, which they would have to be read from, they are no expert.
     """
     _check_route(topk_ids, num_experts, expert_map, topk_ids.device if isinstance(topk_ids, Tensor) else None)
-    if ops._direct(topk_ids, expert_map):
+    direct = ops._direct(topk_ids, expert_map)
+    if direct:
         _check_ids(topk_ids, num_experts, expert_map)
-    offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
+    if direct and topk_ids.is_cuda and _C.built_with_cuda:
+        offsets, order = (
+            topk_ids.new_empty(num_experts + 1, dtype=torch.int32),
+            topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32),
+        )
+        problem, kept = _route_problem(topk_ids, num_experts, expert_map)
+        _C.route(problem, offsets.data_ptr(), order.data_ptr(), *_where(topk_ids))
+        del kept
+    else:
+        offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
     return Routing(offsets, order, topk_ids.shape[1])
+
+
+def _route_problem(
+    topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
+) -> tuple[_C.RouteProblem, tuple[Tensor | None, ...]]:
+    """What kernels take, and the tensors that it points to."""
+    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int64)
+    ids = ids.contiguous()
+    if expert_map is not None:
+        if expert_map.dtype is not torch.int32:  # larger numbers are no expert
+            expert_map = expert_map.to(torch.int64).clamp(-1, (1 << 31) - 1).to(torch.int32)
+        expert_map = expert_map.contiguous()
+    tokens, top = ids.shape
+    pointer, size = (0, 0) if expert_map is None else (expert_map.data_ptr(), len(expert_map))
+    problem = _C.RouteProblem(ids.data_ptr(), ids.dtype is torch.int64, tokens, top, num_experts, pointer, size)
+    return problem, (ids, expert_map)
 
 
 def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.device | None) -> None:
@@ -325,8 +351,10 @@ def mixed_moe(
 
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
     weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time.
-    On a GPU this waits until it knows how many rows each expert has, and launches two products for each expert that has any;
-    it cannot be captured in a CUDA graph.
+    On Hopper with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with
+    other routings; weights, and values of quantised activations, are rounded to x's dtype, as :func:`cutlass_ops.mixed_gemm`
+    rounds them. Elsewhere, for an fp32 x, for I that is no multiple of 64 and where a gradient is recorded, a GPU is asked how
+    many rows each expert has, two products are launched for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
     the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
@@ -378,6 +406,66 @@ def mixed_moe(
     return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
 
 
+def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor) -> bool:
+    """Whether kernels take the whole layer; otherwise, and where a gradient is recorded, there is a product for each expert."""
+    return (
+        x.is_cuda
+        and _C.built_with_cuda
+        and x.dtype is not torch.float32
+        and topk_ids.numel() > 0
+        and down.k % formats.ROWS_PER_SLAB == 0
+        and down.n % 8 == 0
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and not (is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
+    )
+
+
+def _launch_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    expert_map: Tensor | None,
+) -> Tensor:
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    weights = topk_weights.contiguous() if topk_weights.dtype in ops._TYPES else topk_weights.float().contiguous()
+    route, kept = _route_problem(topk_ids, gate_up.experts, expert_map)
+    y = x.new_empty(x.shape)
+    perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
+    problem = _C.MoeProblem(
+        route,
+        x.data_ptr(),
+        ops._TYPES[x.dtype],
+        x.stride(0),
+        gate_up.weight.native,
+        perms[0],
+        down.weight.native,
+        perms[1],
+        down.n,
+        ops._ACT_QUANT[act_quant],
+        act_symmetric,
+        ops._ACTIVATIONS[activation],
+        low,
+        high,
+        weights.data_ptr(),
+        ops._TYPES[weights.dtype],
+        y.data_ptr(),
+    )
+    with torch.cuda.device(x.device):
+        plan = problem.plan(_C.current_device())
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
+    _C.mixed_moe(problem, workspace.data_ptr(), plan.workspace, *_where(x))
+    del kept
+    return y
+
+
 def _mixed_moe(
     x: Tensor,
     gate_up: PackedExperts,
@@ -391,8 +479,11 @@ def _mixed_moe(
     act_symmetric: bool,
     expert_map: Tensor | None,
 ) -> Tensor:
-    _check_capture("mixed_moe", x)
     _check_ids(topk_ids, gate_up.experts, expert_map)
+    if _has_kernels(x, gate_up, down, topk_ids, topk_weights):
+        options = (activation, low, high, act_quant, act_symmetric, expert_map)
+        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, *options)
+    _check_capture("mixed_moe", x)
     return reference_experts.mixed_moe(
         x,
         _product(gate_up, act_quant, act_symmetric),

@@ -24,6 +24,7 @@ from .architecture import Architecture, features
 from .checkpoints.directory import opened
 from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
+from .nn_experts import MixedExperts
 from .reorder import packed_problem, packed_specs, weights_metadata
 from .weight import PARTS, PackedWeight
 
@@ -233,10 +234,12 @@ class CutlassOpsQuantizer(HfQuantizer):
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`).
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), and experts.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
+        if experts := [name for name, module in model.named_modules() if isinstance(module, MixedExperts)]:
+            raise ValueError(f"layers of packed experts cannot be saved in a model yet: {_listed(experts)}")
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         shared = {id(part.shared) for part in parts.values()}

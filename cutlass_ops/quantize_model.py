@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dis
 import inspect
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from types import CodeType
 from typing import Any, TypeVar
 from warnings import warn
@@ -13,9 +14,12 @@ from warnings import warn
 from torch import Tensor, nn
 
 from . import ops
+from .experts import reorder_experts
 from .nn import MixedLinear, quantizer_module
+from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
 from .reorder import reorder
+from .weight import QuantizedWeight
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Path = tuple[str, ...]
@@ -34,9 +38,27 @@ _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
 )
 
 
+#: Activations of gate that experts of transformers have, by their classes, as :func:`cutlass_ops.mixed_moe` names them.
+_GATES = {
+    "torch.nn.modules.activation.SiLU": "silu",
+    "transformers.activations.SiLUActivation": "silu",
+    "torch.nn.modules.activation.ReLU": "relu",
+    "transformers.activations.GELUActivation": "gelu",
+}
+#: What transformers 5 says of experts modules that compute ``down(act(gate(x)) * up(x))``, of matrices ``[out, in]`` and gate's
+#: before up's.
+_PLAIN_EXPERTS = {
+    "has_gate": True,
+    "has_bias": False,
+    "is_transposed": False,
+    "is_concatenated": True,
+    "has_post_expert_norm": False,
+}
+
+
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer of a model: its first name, and each module that has it, with its name there."""
+    """A linear layer of a model, or one of experts: its first name, and each module that has it, with its name there."""
 
     name: str
     places: list[tuple[nn.Module, str]]
@@ -46,6 +68,11 @@ class _Layer:
         """The layer as it is now; not kept, so that nothing but the model keeps its weight."""
         parent, child = self.places[0]
         return parent._modules[child]
+
+    @property
+    def weights(self) -> list[tuple[str, Tensor]]:
+        """Its weights, by their names."""
+        return [(part, value.detach()) for part, value in self.module._parameters.items() if part != "bias"]
 
 
 def quantize_model(
@@ -59,6 +86,9 @@ def quantize_model(
     clip: str | None = None,
 ) -> _Model:
     """Quantise the linear layers of a model: each becomes a :class:`cutlass_ops.MixedLinear`.
+
+    Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE and DeepSeek-V3, become
+    :class:`cutlass_ops.nn.MixedExperts`; models that have these cannot be saved yet.
 
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
@@ -79,7 +109,8 @@ def quantize_model(
       ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found by attribute
       chains like ``self.mlp.wo.weight`` in the bytecode of the classes; what is read otherwise raises an
       AttributeError when it is read, since a MixedLinear has no ``weight``;
-    - parameters of three dimensions outside of ``torch.nn``'s modules: stacked experts.
+    - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
+      as GPT-OSS's.
 
     Embeddings are never quantised. A model of transformers is told of its packed layers, so that ``from_pretrained`` reads
     what ``save_pretrained`` writes.
@@ -134,7 +165,7 @@ def quantize_model(
             "use cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(weight)))"
         )
     quantizer = quantizer_module(model)
-    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear)}
+    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear | MixedExperts)}
     for name, layer in before.items():
         if quantizer is not None and layer.act_quant != act_quant:
             raise ValueError(
@@ -205,11 +236,26 @@ def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict
                 left.setdefault(reason, []).append(its_names[0])
             else:
                 layers.append(_Layer(its_names[0], places[module]))
+        elif _gate_of(module) is not None:
+            layers.append(_Layer(its_names[0], places[module]))
         elif not type(module).__module__.startswith("torch.nn."):
             for part, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() == 3 and 1 not in parameter.shape:
                     left.setdefault("stacked weights of no linear layer", []).append(f"{its_names[0]}.{part}")
     return layers, left
+
+
+def _gate_of(module: Any) -> str | None:
+    """The activation of gate of an experts module of transformers that MixedExperts takes the place of."""
+    if any(getattr(module, name, None) is not value for name, value in _PLAIN_EXPERTS.items()):
+        return None
+    if getattr(type(module), "_apply_gate", None) is not import_module("transformers.integrations.moe")._default_apply_gate:
+        return None
+    parameters = module._parameters
+    plain = all(type(p) is nn.Parameter and p.dim() == 3 and p.dtype in FLOAT_TYPES for p in parameters.values())
+    if parameters.keys() != {"gate_up_proj", "down_proj"} or not plain or any(module.buffers()):
+        return None
+    return _GATES.get(_qualified(type(getattr(module, "act_fn", None))))
 
 
 def _address(tensor: Tensor) -> int:
@@ -247,19 +293,19 @@ def _reason_against(linear: Any, owners: dict[int, set[nn.Module]]) -> str:
 
 def _check_values(layer: _Layer) -> None:
     """Raise ``ValueError`` if a layer's weight has no values or some that are not finite."""
-    weight = layer.module.weight.detach()
-    if weight.is_meta:
-        raise ValueError(f"{layer.name!r}: the weight is on the meta device (not loaded, or offloaded); it has no values")
-    ops._check_device(weight.device)
-    if not all(bound.isfinite() for bound in weight.aminmax()):
-        raise ValueError(f"{layer.name!r}: the weight has NaN or infinite values")
+    for part, weight in layer.weights:
+        if weight.is_meta:
+            raise ValueError(f"{layer.name!r}: the {part} is on the meta device (not loaded, or offloaded); it has no values")
+        ops._check_device(weight.device)
+        if not all(bound.isfinite() for bound in weight.aminmax()):
+            raise ValueError(f"{layer.name!r}: the {part} has NaN or infinite values")
 
 
-def _replace(chosen: list[_Layer], packed: Callable[[Any], MixedLinear]) -> None:
+def _replace(chosen: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
     """Put the packed layer in the place of each, one after another."""
     from .progress import progress
 
-    sizes = [layer.module.weight.nbytes for layer in chosen]
+    sizes = [sum(weight.nbytes for _, weight in layer.weights) for layer in chosen]
     with progress("quantising", sum(sizes)) as advance:
         for done, (layer, size) in enumerate(zip(chosen, sizes, strict=True)):
             try:
@@ -274,20 +320,43 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], MixedLinear]) -> None
             advance(layer.name, size)
 
 
+@dataclass(frozen=True)
+class _Experts(Sequence[QuantizedWeight]):
+    """The weights of experts ``[E, N, K]``, each quantised when it is asked for."""
+
+    weights: Tensor
+    quantize: Callable[[Tensor], QuantizedWeight]
+
+    def __len__(self) -> int:
+        return len(self.weights)
+
+    def __getitem__(self, e: Any) -> Any:
+        return self.quantize(self.weights[e])
+
+
 def _packed(
-    linear: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
-) -> MixedLinear:
-    weight = linear.weight.detach()
-    if not isinstance(linear, nn.Linear):
-        weight = weight.t()  # Conv1D has [K, N]
-    packed = reorder(quantize(weight, bits, group_size, symmetric, book, clip))
-    if linear.bias is not None:
-        packed = replace(packed, bias=linear.bias.detach().contiguous())
-    layer = MixedLinear(packed, act_quant).train(linear.training)
-    if hasattr(linear, "_hf_hook"):
+    module: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
+) -> nn.Module:
+    def quantized(weight: Tensor) -> QuantizedWeight:
+        return quantize(weight, bits, group_size, symmetric, book, clip)
+
+    layer: nn.Module
+    if _is_linear(module):
+        weight = module.weight.detach()
+        if not isinstance(module, nn.Linear):
+            weight = weight.t()  # Conv1D has [K, N]
+        packed = reorder(quantized(weight))
+        if module.bias is not None:
+            packed = replace(packed, bias=module.bias.detach().contiguous())
+        layer = MixedLinear(packed, act_quant)
+    else:
+        gate_up, down = (reorder_experts(_Experts(p.detach(), quantized)) for p in (module.gate_up_proj, module.down_proj))
+        layer = MixedExperts(gate_up, down, _gate_of(module), act_quant)
+    layer.train(module.training)
+    if hasattr(module, "_hf_hook"):
         from accelerate.hooks import add_hook_to_module
 
-        add_hook_to_module(layer, linear._hf_hook)
+        add_hook_to_module(layer, module._hf_hook)
     return layer
 
 

@@ -68,16 +68,9 @@ __device__ __forceinline__ float clamp_keeping_nan(float x, float low, float hig
   return x < low ? low : x > high ? high : x;
 }
 
-// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
-template <int kCount>
-__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
-#pragma unroll
-  for (float& x : v) x = nan_unless_finite(x);
-  if (p.bias) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
-  }
+// `p`: EpilogueParams, or others with an activation and its bounds.
+template <int kCount, class P>
+__device__ __forceinline__ void activate(float (&v)[kCount], P const& p) {
   switch (p.activation) {
     case Activation::kNone:
       break;
@@ -96,6 +89,19 @@ __device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
       for (float& x : v) x = x / (1.0f + __expf(-x));
       break;
   }
+}
+
+// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
+template <int kCount>
+__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+#pragma unroll
+  for (float& x : v) x = nan_unless_finite(x);
+  if (p.bias) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
+  }
+  activate(v, p);
   if (p.residual) {
 #pragma unroll
     for (int i = 0; i < kCount; ++i)
@@ -113,11 +119,10 @@ __device__ __forceinline__ uint32_t to_half_bits(float low, float high, bool bfl
   return pack_pair<__half>(low, high);
 }
 
-// Finish 4 or 8 sums and store those whose column is below p.n.
+// Store 4 or 8 finished outputs, those whose column is below p.n.
 template <int kCount>
-__device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+__device__ __forceinline__ void store_finished(float const (&v)[kCount], int m, int n, EpilogueParams const& p) {
   static_assert(kCount == 4 || kCount == 8);
-  finish_outputs(v, m, n, p);
   bool whole = p.vector_store && n + kCount <= p.n;
   int64_t index = int64_t(m) * p.n + n;
   if (p.out_type == DataType::kFloat32) {
@@ -147,6 +152,13 @@ __device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, 
     for (int i = 0; i < kCount; ++i)
       if (n + i < p.n) out[i] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
   }
+}
+
+// Finish 4 or 8 sums and store those whose column is below p.n.
+template <int kCount>
+__device__ __forceinline__ void store_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+  finish_outputs(v, m, n, p);
+  store_finished(v, m, n, p);
 }
 
 }  // namespace cutlass_ops

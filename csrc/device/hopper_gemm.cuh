@@ -29,6 +29,7 @@
 #include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
+#include "device/grouped.cuh"
 #include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "dispatch/problem.h"
@@ -53,6 +54,7 @@ struct TileConfig {
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_tokens() prepares the weights' too
+  static constexpr bool kGrouped = false;        // whether rows of x and weights are experts' (GroupedWork)
   static constexpr bool kShortTiles = false;  // whether a block loads less than half a tile where there are not as many tokens
   using Work = hopper::Work;                  // how clusters share tiles
   using Params = hopper::Params;              // of the kernel
@@ -128,6 +130,11 @@ struct Params {
 struct CorrectedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
+};
+
+// Of experts' rows and weights; row_pairs are of one expert.
+struct GroupedParams : Params {
+  Groups groups;
 };
 
 // Where stage k of K lies among windows of kWindow tiles, of which the last may be short.
@@ -222,6 +229,25 @@ struct GatheredWork {
 
  private:
   int first_k_, end_k_;
+};
+
+// Of experts: all pairs of row tiles for some tiles of an expert's rows of x, then for its others.
+template <int kTokens>
+struct GroupedWork {
+  using Part = hopper::Part;
+  int expert, pair, first_token, end_token;
+  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles) {
+    int4 const stored = __ldg(reinterpret_cast<int4 const*>(p.groups.tiles) + index / p.row_pairs);
+    index -= stored.w * p.row_pairs;
+    int const tiles = (stored.z + kTokens - 1) / kTokens;
+    int const band = index / (band_tiles * p.row_pairs), inside = index - band * band_tiles * p.row_pairs;
+    int const height = min(band_tiles, tiles - band * band_tiles);
+    pair = inside / height, expert = stored.x;
+    first_token = stored.y + (band * band_tiles + inside - pair * height) * kTokens, end_token = stored.y + stored.z;
+  }
+  static __device__ __forceinline__ int count(GroupedParams const& p) { return __ldg(p.groups.count) * p.row_pairs; }
+  __device__ __forceinline__ int first_k(Params const&) const { return 0; }
+  __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }
 };
 
 template <class C>
@@ -465,7 +491,7 @@ struct StoredScales {
 // as long, and meanwhile the ring of stages stands still for both blocks.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
-                                             Place<C> const& at, int row0, int m0) {
+                                             Place<C> const& at, int row0, int m0, int end) {
   EpilogueParams const& e = p.epilogue;
   int n = row0 + at.warpgroup * kRowsPerSlab, barrier = 1 + at.warpgroup;
   bool copies = at.warp == 0 && at.lane == 0;
@@ -518,8 +544,10 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     cutlass::arch::NamedBarrier::sync(128, barrier);
     if (copies && n < e.n) {
 #pragma unroll
-      for (int i = 0; i < C::kLineTokens && first + i < C::kTokens; i += C::kBoxTokens)
-        cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
+      for (int i = 0; i < C::kLineTokens && first + i < C::kTokens; i += C::kBoxTokens) {
+        if (!C::kGrouped || m0 + first + i < end)
+          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
+      }
       cute::tma_store_arrive();
     }
   }
@@ -564,12 +592,12 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
   return true;
 }
 
-// The end of a tile, or of a part of one. Out through shared memory, kStoreTokens at a time, so that whole lines are stored.
+// The end of a tile, or of a part of one. Out through shared memory, kStoreTokens at a time, so that whole lines are stored. `end`: of an expert's tokens.
 template <class C>
 __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
-                                      Place<C> const& at, int index, int row0, int m0) {
+                                      Place<C> const& at, int index, int row0, int m0, int end = 0) {
   float* partials = nullptr;
-  if (index >= p.whole_tiles) {
+  if (!C::kGrouped && index >= p.whole_tiles) {
     typename C::Work::Part const part(index, p);
     if (!p.marks) {
       partials = p.partials + int64_t(part.split) * p.epilogue.m * p.n_pad;
@@ -577,7 +605,7 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
       return;
     }
   }
-  if (p.store_halves) return store_halves<C>(sums, staging, map, p, at, row0, m0);
+  if (p.store_halves) return store_halves<C>(sums, staging, map, p, at, row0, m0, end);
   int n = row0 + at.warpgroup * kRowsPerSlab, thread = at.warp * 32 + at.lane, barrier = 1 + at.warpgroup;
   staging += at.warpgroup * C::kStoreTokens * C::kStoreStride;
 #pragma unroll
@@ -592,7 +620,8 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
     int column = thread % 8 * 8;
     if (n + column >= (partials ? p.n_pad : p.epilogue.n)) continue;
 #pragma unroll 1
-    for (int token = thread / 8; token < C::kStoreTokens && m0 + first + token < p.epilogue.m; token += 16) {
+    for (int token = thread / 8; token < C::kStoreTokens && m0 + first + token < (C::kGrouped ? end : p.epilogue.m);
+         token += 16) {
       float4 const* source = reinterpret_cast<float4 const*>(staging + token * C::kStoreStride + column);
       float4 a = source[0], b = source[1];
       if (partials) {
@@ -701,6 +730,33 @@ inline uint64_t new_mark() {
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9;
   x = (x ^ (x >> 27)) * 0x94d049bb133111eb;
   return x ^ (x >> 31);
+}
+
+// Of experts: as many clusters as the GPU has places for, each with every so many tiles.
+template <class C>
+Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), GroupedGemm const& problem, Plan const& plan,
+                      Stream stream) {
+  PackedWeight const& w = problem.weight;
+  int const weight_tiles = int(padded_k(w.k) / kKPerTile);
+  bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile;
+  GemmProblem rows_of_all;
+  rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
+  rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
+  GroupedParams p{{w, {}, EpilogueParams(rows_of_all)}, problem.groups};
+  p.x.scales = const_cast<float*>(problem.row_scales), p.x.stride = problem.rows;
+  p.row_pairs = int(ceil_div(problem.groups.slabs, C::kWarpgroups * C::kCluster));
+  p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));
+  p.group_tiles = w.group_size == -1 ? weight_tiles : short_groups ? 1 : w.group_size / kKPerTile;
+  p.tile_groups = short_groups ? kKPerTile / w.group_size : 1;
+  p.scale_bytes = size_of(w.scale_type), p.offset_bytes = size_of(w.offset_type);
+  p.half_tokens = C::kTokens / C::kCluster;
+  EpilogueParams const& e = p.epilogue;
+  p.store_halves = e.vector_store && e.out_type != DataType::kFloat32;
+  CUtensorMap map, out_map = {};
+  Status status = encode_tokens(problem.x, 2, problem.rows, w.k, problem.x_stride * 2, p.half_tokens, &map);
+  if (status.ok() && p.store_halves) status = encode_tokens(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kBoxTokens, &out_map);
+  if (!status.ok()) return status;
+  return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
 }
 
 template <class C>

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "dispatch/grouped.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
@@ -85,20 +86,55 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens)
   return best;
 }
 
+namespace {
+
+// Where the parts of a stage lie, and how many there are; false if too few fit.
+struct StageSizes {
+  int x_bytes, weight_extra;  // of a stage; behind the group vectors
+  int most_bytes;             // shared memory of a CTA, but for a code book's table
+  int table_bytes;
+  int least_stages;
+};
+bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, WgmmaDecodeShape* shape) {
+  int const tile_groups = has_short_groups(w) ? kKPerTile / w.group_size : 1,
+            rows = tile_groups * shape->most_slabs * kRowsPerSlab;
+  shape->scales = shape->most_slabs * chunk_bytes(w.bits);
+  shape->offsets = shape->scales + rows * bytes_of(w.scale_type);
+  shape->zeros = shape->offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
+  shape->token_scales = shape->zeros + (w.zeros ? rows : 0);
+  shape->weight_bytes = (shape->token_scales + sizes.weight_extra + 127) / 128 * 128;
+  int const stage = sizes.x_bytes + shape->weight_bytes;
+  shape->stages = std::min({tiles, WgmmaDecodeShape::kMostStages, sizes.most_bytes / stage});
+  // A stage is always the same set's: a set cannot know of a stage's turns in between.
+  if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
+  shape->weights = shape->stages * sizes.x_bytes;
+  shape->shared_bytes =
+      std::max(shape->stages * stage, shape->sets * shape->most_slabs * kRowsPerSlab * WgmmaDecodeShape::kTokens * 4);
+  if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes) return false;
+  shape->table = shape->shared_bytes;
+  shape->shared_bytes += sizes.table_bytes;
+  return true;
+}
+
+}  // namespace
+
 WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool alone, bool folds) {
-  constexpr int kTokens = WgmmaDecodeShape::kTokens, kMostStages = WgmmaDecodeShape::kMostStages;
+  constexpr int kTokens = WgmmaDecodeShape::kTokens;
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   bool const int8 = multiplies_int8(p) && !folds, token_zeros = int8 && activations_have_zeros(p);
-  int const tile_groups = w.group_size > 0 && w.group_size < kKPerTile ? kKPerTile / w.group_size : 1;
-  int const x_bytes = int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2;
   int const groups = WgmmaDecodeShape::warpgroups(alone), most = WgmmaDecodeShape::most_slabs_of(alone, token_zeros),
             unit = WgmmaDecodeShape::unit(alone);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
   // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many in flight
   // as two would have.
-  int const table_bytes = w.book ? kBookTableBytes : 0,
-            most_bytes = (alone ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes;
+  int const table_bytes = w.book ? kBookTableBytes : 0;
+  StageSizes const sizes{int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2,
+                         (int8 ? kTokens * 4 : 0) + (token_zeros ? kTokens : 0),
+                         (alone ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes, table_bytes,
+                         alone    ? groups
+                         : w.book ? 2
+                                  : 3};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const places = cluster_places(device, c);
@@ -111,28 +147,44 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
     int const tile_time = quantizes ? slabs * w.bits / 2 + 3 : 2 * slabs + 1;
     int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
     if (best.cluster && time >= least) continue;
-    WgmmaDecodeShape shape = best;
+    WgmmaDecodeShape shape;
     shape.cluster = c;
     shape.most_slabs = slabs;
     shape.clusters = needed;
     shape.sets = slabs <= most && tiles >= groups ? groups : 1;
-    shape.scales = slabs * chunk_bytes(w.bits);
-    int const rows = tile_groups * slabs * kRowsPerSlab;
-    shape.offsets = shape.scales + rows * bytes_of(w.scale_type);
-    shape.zeros = shape.offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
-    shape.token_scales = shape.zeros + (w.zeros ? rows : 0);
-    shape.weight_bytes = (shape.token_scales + (int8 ? kTokens * 4 : 0) + (token_zeros ? kTokens : 0) + 127) / 128 * 128;
-    shape.stages = std::min({tiles, kMostStages, most_bytes / (x_bytes + shape.weight_bytes)});
-    // A stage is always the same set's: a set cannot know of a stage's turns in between.
-    if (shape.stages < tiles) shape.stages -= shape.stages % shape.sets;
-    shape.weights = shape.stages * x_bytes;
-    shape.shared_bytes =
-        std::max(shape.stages * (x_bytes + shape.weight_bytes), shape.sets * slabs * kRowsPerSlab * kTokens * 4);
-    if (shape.stages < std::min(tiles, alone ? groups : w.book ? 2 : 3) || shape.shared_bytes > most_bytes) continue;
-    shape.table = shape.shared_bytes;
-    shape.shared_bytes += table_bytes;
+    if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
     least = time;
     best = shape;
+  }
+  return best;
+}
+
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, int row_tiles) {
+  constexpr int kGroups = WgmmaDecodeShape::warpgroups(false), kMost = WgmmaDecodeShape::most_slabs_of(false, false);
+  constexpr int kStart = 12;  // of a CTA, in the unit below
+  WgmmaDecodeShape best;
+  PackedWeight const& w = p.weight;
+  int const halves = p.groups.gated ? 2 : 1, all_slabs = p.groups.slabs / halves, all_tiles = int(padded_k(w.k) / kKPerTile);
+  int const table_bytes = w.book ? kBookTableBytes : 0;
+  StageSizes const sizes{WgmmaDecodeShape::kTokens * kKPerTile * 2, 0, device.shared_memory / 2 - 2048 - table_bytes,
+                         table_bytes, w.book ? 2 : 3};
+  double least = 0;
+  for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
+    int const tiles = (all_tiles + c - 1) / c;
+    for (int needed = 1; needed <= all_slabs; ++needed) {
+      WgmmaDecodeShape shape;
+      shape.cluster = c, shape.clusters = needed;
+      shape.most_slabs = (all_slabs + needed - 1) / needed * halves;
+      if (shape.most_slabs > kGroups * kMost) continue;
+      shape.sets = shape.most_slabs <= kMost && tiles >= kGroups ? kGroups : 1;
+      // As in wgmma_decode_shape; CTAs follow each other, and the last ones leave SMs idle.
+      double const cta = (2.0 * shape.most_slabs + 1) * tiles + kStart + (c > 1 ? 2 + 4 * log : 0);
+      double const waves = double(row_tiles) * needed / cluster_places(device, c);
+      double const time = cta * (waves <= 1 ? 1 : waves + 0.3);
+      if (best.cluster && time >= least) continue;
+      if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
+      least = time, best = shape;
+    }
   }
   return best;
 }

@@ -1,6 +1,7 @@
 // What the kernel files offer to dispatch/ and ops.cpp: their tiles, and one launch function a kernel, pure host signatures.
 #pragma once
 
+#include "dispatch/grouped.h"
 #include "dispatch/spec.h"
 
 namespace cutlass_ops {
@@ -58,6 +59,13 @@ constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
 template <class Format>
 Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// Of experts, tiles of `block_m` rows: an even number of warpgroups, where half may have gate's features.
+constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
+  return {128 * (block_m <= 64 ? 4 : 2), block_m, wgmma_fold16_tile(block_m, bits).stages, 1, kHopperSharedBytes, 2};
+}
+template <class Format>
+Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
+
 // decode_gemm.cu: up to 16 rows of x, clusters that share K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
 constexpr Tile decode_gemm_tile(int block_m) { return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes}; }
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
@@ -71,6 +79,9 @@ Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* 
 // wgmma_decode_fold16.cuh: likewise, weights of every format rounded once to the type of x; two CTAs per SM.
 template <class Format>
 Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+// Of experts, a tile of 16 rows after another.
+template <class Format>
+Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // ---- before and after it
 
@@ -91,6 +102,14 @@ Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
 Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 
 // ---- other operators
+
+// route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to their slots, `rows` at most; and
+// the weighted sums of rows [slots][n] to y.
+Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);
+Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
+                          Stream stream);
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, float const* rows, int n, void const* weights,
+                          DataType weight_type, void* out, DataType out_type, Stream stream);
 
 // sum_weights.cu
 Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream);

@@ -21,6 +21,7 @@
 
 #include "device/decode.cuh"
 #include "device/fold.cuh"
+#include "device/grouped.cuh"
 #include "device/hopper_gemm.cuh"
 #include "device/quantize.cuh"
 #include "device/shares.cuh"
@@ -36,9 +37,11 @@ namespace {
 
 // What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied; kQuantizes: and floats in memory, or they become the values of such
 // codes; kTokenZeros: int8 x has zero points; what they take away are sums of weights, and operand B has eight more columns, of ones, that make these.
-template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kAlone_>
+// kGrouped: rows of x and weights are experts' (device/grouped.cuh).
+template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kAlone_, bool kGrouped_ = false>
 struct StageConfig {
   using Element = Element_;
+  static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_, kAlone = kAlone_;
   static constexpr int kBits = kBits_;
   static constexpr int kTokens = WgmmaDecodeShape::kTokens;
@@ -87,8 +90,8 @@ struct Config
 };
 
 // Of wgmma_decode_fold16: x of 16 bits.
-template <class Element_, class Format_, bool kNarrow, Shift kShift, bool kQuantizes_, bool kAlone_>
-struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kAlone_> {
+template <class Element_, class Format_, bool kNarrow, Shift kShift, bool kQuantizes_, bool kAlone_, bool kGrouped_ = false>
+struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kAlone_, kGrouped_> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kShift>;
   using Table = typename Fold::Unscaled;
   static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
@@ -114,6 +117,7 @@ struct Params {
   WgmmaDecodeShape shape;
   Shares units, tiles;  // of the clusters, and of a cluster's blocks
   int k_tiles, n_pad, log_cluster;
+  Groups groups;
 };
 
 constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are of 256 words at most
@@ -127,6 +131,9 @@ struct Barriers {
 // A block's part of the product: its slabs, but for the features before `begin` and from `end` on, which count from the first slab's.
 struct Part {
   int rank, first_slab, slabs, begin, end, first_tile, tiles;
+  // Of experts: the tile's, and slabs whose outputs are wanted; where gate and up are multiplied at a time, as many of up lie behind most_slabs / 2.
+  GroupTile group;
+  int outputs;
 
   __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
@@ -141,6 +148,23 @@ struct Part {
     }
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
+
+  // Clusters of one tile of rows after another.
+  static __device__ __forceinline__ Part of_group(Params const& p) {
+    Part part;
+    int const index = blockIdx.x >> p.log_cluster, tile = index / p.shape.clusters, share = index - tile * p.shape.clusters;
+    part.rank = blockIdx.x & (p.shape.cluster - 1);
+    part.group = GroupTile(p.groups, tile, WgmmaDecodeShape::kTokens);
+    part.first_slab = p.units.first(share), part.outputs = p.units.count(share);
+    part.slabs = p.shape.most_slabs;
+    if (!p.groups.gated) part.slabs = part.outputs;
+    part.begin = 0, part.end = part.slabs * kRowsPerSlab;
+    part.first_tile = p.tiles.first(part.rank), part.tiles = p.tiles.count(part.rank);
+    return part;
+  }
+
+ private:
+  Part() = default;
 };
 
 template <class C>
@@ -151,36 +175,60 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   PackedWeight const& w = p.weight;
   int const features = p.shape.most_slabs * kRowsPerSlab, group = p.weight_rows.first(tile);
   bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
-  // Few copies: each takes some twenty nanoseconds. So they are of as many slabs as any cluster has, and of all groups of the tile.
-  constexpr int kRowBytes = C::kChunk / kRowsPerSlab;  // on average: units are whole blocks of 16 rows
-  int const code_bytes = C::kAlone ? (part.end - part.begin) * kRowBytes : p.shape.most_slabs * C::kChunk;
-  int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
-  TransactionBarrier::arrive_and_expect_tx(
-      full, C::kTokenBytes + code_bytes + (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
-  if constexpr (C::kAlone) {
-    uint8_t const* codes = w.codes + (int64_t(part.first_slab) * p.k_tiles + tile) * C::kChunk;
-#pragma unroll 1
-    for (int first = 0; first < part.end; first += kRowsPerSlab, codes += int64_t(p.k_tiles) * C::kChunk) {
-      int const begin = first == 0 ? part.begin : 0, end = min(kRowsPerSlab, part.end - first);
-      cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full, to + (first + begin) * kRowBytes,
-                                     (end - begin) * kRowBytes);
-    }
+  if constexpr (C::kGrouped) {
+    // Boxes of gate's slabs and then of up's.
+    using GroupedCopy = cute::SM90_TMA_LOAD_4D;
+    int const slab = part.group.expert * p.groups.slabs + part.first_slab;
+    int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
+    TransactionBarrier::arrive_and_expect_tx(full, C::kXBytes / (part.group.rows > 8 ? 1 : 2) + p.shape.most_slabs * C::kChunk +
+                                                       p.weight_rows.count * features * bytes);
+    GroupedCopy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
+                      slab, 0);
+    GroupedCopy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, slab, 0, group);
+    if (offsets) GroupedCopy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, slab, 0, group);
+    if (zeros) GroupedCopy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, slab, 0, group);
   } else {
-    Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
-               part.first_slab);
+    // Few copies: each takes some twenty nanoseconds. So they are of as many slabs as any cluster has, and of all groups of the tile.
+    constexpr int kRowBytes = C::kChunk / kRowsPerSlab;  // on average: units are whole blocks of 16 rows
+    int const code_bytes = C::kAlone ? (part.end - part.begin) * kRowBytes : p.shape.most_slabs * C::kChunk;
+    int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
+    TransactionBarrier::arrive_and_expect_tx(
+        full, C::kTokenBytes + code_bytes + (C::kFolds || C::kCodebook ? p.weight_rows.count : 1) * features * row_bytes);
+    if constexpr (C::kAlone) {
+      uint8_t const* codes = w.codes + (int64_t(part.first_slab) * p.k_tiles + tile) * C::kChunk;
+#pragma unroll 1
+      for (int first = 0; first < part.end; first += kRowsPerSlab, codes += int64_t(p.k_tiles) * C::kChunk) {
+        int const begin = first == 0 ? part.begin : 0, end = min(kRowsPerSlab, part.end - first);
+        cute::SM90_BULK_COPY_G2S::copy(codes + begin * kRowBytes, full, to + (first + begin) * kRowBytes,
+                                       (end - begin) * kRowBytes);
+      }
+    } else {
+      Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
+                 part.first_slab);
+    }
+    Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, part.first_slab, group);
+    if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, part.first_slab, group);
+    if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, part.first_slab, group);
   }
-  Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, part.first_slab, group);
-  if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, part.first_slab, group);
-  if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, part.first_slab, group);
 }
 
 template <class C>
 __device__ __forceinline__ void copy_tokens(uint8_t* to, uint8_t* to_scales, uint64_t* full, CUtensorMap const& map,
-                                            Params const& p, int tile) {
+                                            Params const& p, Part const& part, int tile) {
+  if constexpr (C::kGrouped) {
+    // Boxes of eight rows: most experts have fewer.
 #pragma unroll
-  for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
-    cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
-                                 tile * kKPerTile + panel * (kKPerTile / 2), 0);
+    for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
+      for (int row = 0; row < part.group.rows; row += 8)
+        cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
+                                     to + panel * C::kPanelBytes + row * 128, tile * kKPerTile + panel * (kKPerTile / 2),
+                                     part.group.first_row + row);
+  } else {
+#pragma unroll
+    for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
+      cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
+                                   tile * kKPerTile + panel * (kKPerTile / 2), 0);
+  }
   if (C::kInt8 && !C::kQuantizes) {
     int64_t const at = int64_t(tile) * p.token_stride;
     cute::SM90_BULK_COPY_G2S::copy(p.token_scales + at, full, to_scales, C::kTokenScaleBytes);
@@ -201,7 +249,7 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
     uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
     if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
     copy_tokens<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
-                   maps.tokens, p, part.first_tile + i);
+                   maps.tokens, p, part, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
@@ -562,31 +610,41 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
 }
 
-// A piece's sums as wgmma leaves them in a warp, of rows g, g + 8 and tokens 2t, 2t + 1, to outputs: the four lanes of neighbouring rows exchange
-// theirs, until each has four neighbouring features of a token.
+// A piece's sums as wgmma leaves them in a warp, of rows g, g + 8 and tokens 2t, 2t + 1: the four lanes of neighbouring rows exchange theirs, until each has
+// four neighbouring features of a token.
+struct FeaturesOfToken {
+  int token, feature;  // from the piece's first
+  float sums[4];
+
+  __device__ __forceinline__ FeaturesOfToken(float (&v)[4], float const* row_scales, int token_block, int tokens) {
+    int const lane = threadIdx.x % 32, i = lane / 4 % 4;
+    bool const high = i & 2, odd = i & 1;
+    float w[2][2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float mine = high ? v[2 + c] : v[c], theirs = __shfl_xor_sync(~0u, high ? v[c] : v[2 + c], 8);
+      w[0][c] = high ? theirs : mine, w[1][c] = high ? mine : theirs;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
+      sums[2 * h] = odd ? theirs : mine, sums[2 * h + 1] = odd ? mine : theirs;
+    }
+    token = token_block * 8 + lane % 4 * 2 + odd;
+    feature = i / 2 * 8 + lane / 16 * 4;
+    if (row_scales && token < tokens) {
+#pragma unroll
+      for (float& sum : sums) sum *= row_scales[token];
+    }
+  }
+};
+
 __device__ __forceinline__ void finish(float (&v)[4], int n, int token_block, float const* row_scales,
                                        EpilogueParams const& p) {
-  int const lane = threadIdx.x % 32, i = lane / 4 % 4;
-  bool const high = i & 2, odd = i & 1;
-  float w[2][2], out[4];
-#pragma unroll
-  for (int c = 0; c < 2; ++c) {
-    float mine = high ? v[2 + c] : v[c], theirs = __shfl_xor_sync(~0u, high ? v[c] : v[2 + c], 8);
-    w[0][c] = high ? theirs : mine, w[1][c] = high ? mine : theirs;
-  }
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
-    out[2 * h] = odd ? theirs : mine, out[2 * h + 1] = odd ? mine : theirs;
-  }
-  int const token = token_block * 8 + lane % 4 * 2 + odd;
-  n += i / 2 * 8 + lane / 16 * 4;
-  if (token >= p.m || n >= p.n) return;
-  if (row_scales) {
-#pragma unroll
-    for (float& sum : out) sum *= row_scales[token];
-  }
-  store_outputs(out, token, n, p);
+  FeaturesOfToken at(v, row_scales, token_block, p.m);
+  n += at.feature;
+  if (at.token >= p.m || n >= p.n) return;
+  store_outputs(at.sums, at.token, n, p);
 }
 
 // A thread's part of either kernel.
@@ -594,7 +652,16 @@ template <class C>
 __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
-  Part part(p, WgmmaDecodeShape::unit(C::kAlone));
+  Part part = [&] {
+    if constexpr (C::kGrouped) {
+      return Part::of_group(p);
+    } else {
+      return Part(p, WgmmaDecodeShape::unit(C::kAlone));
+    }
+  }();
+  if constexpr (C::kGrouped) {
+    if (part.group.rows == 0) return wait_alone();  // the grid is for as many tiles as there may be
+  }
   if constexpr (C::kCodebook) C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
     if (threadIdx.x < 128)
@@ -650,22 +717,34 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     TransactionBarrier::wait(&barriers.sums, 0);
   }
   int const log_pieces = C::kLogPieces - p.log_cluster, pieces = part.slabs << log_pieces;
-  for (int i = warp; i < pieces; i += C::kWarps) {
-    if constexpr (C::kAlone) {
-      int const slab = i >> log_pieces, piece = (part.rank << log_pieces) + i - (slab << log_pieces);
-      int const row = slab * kRowsPerSlab + piece / C::kTokenBlocks * 16;
-      if (row < part.begin || row >= part.end) continue;
-    }
+  auto const total = [&](int i, float (&v)[4]) {
     float4 const* from = reinterpret_cast<float4 const*>(shared) + i * 32 + threadIdx.x % 32;
-    float v[4] = {};
 #pragma unroll 2
     for (int r = 0; r < p.shape.sets << p.log_cluster; ++r, from += pieces * 32) {
       float4 theirs = *from;
       v[0] += theirs.x, v[1] += theirs.y, v[2] += theirs.z, v[3] += theirs.w;
     }
-    int slab = i >> log_pieces, piece = (part.rank << log_pieces) + i - (slab << log_pieces);
-    finish(v, (part.first_slab + slab) * kRowsPerSlab + piece / C::kTokenBlocks * 16, piece % C::kTokenBlocks,
-           C::kFolds ? p.token_scales : nullptr, p.epilogue);
+  };
+  for (int i = warp; i < (C::kGrouped ? part.outputs << log_pieces : pieces); i += C::kWarps) {
+    int const slab = i >> log_pieces, piece = (part.rank << log_pieces) + i - (slab << log_pieces);
+    int const row = slab * kRowsPerSlab + piece / C::kTokenBlocks * 16, tokens = piece % C::kTokenBlocks;
+    if constexpr (C::kAlone) {
+      if (row < part.begin || row >= part.end) continue;
+    }
+    float v[4] = {};
+    total(i, v);
+    int const n = part.first_slab * kRowsPerSlab + row;
+    if constexpr (C::kGrouped) {
+      if (part.group.rows <= tokens * 8) continue;
+      float up[4] = {};
+      if (p.groups.gated) total(i + (part.slabs / 2 << log_pieces), up);
+      float const* row_scales = p.token_scales ? p.token_scales + part.group.first_row : nullptr;
+      FeaturesOfToken gate(v, row_scales, tokens, part.group.rows);
+      FeaturesOfToken const other(up, row_scales, tokens, part.group.rows);
+      finish_group(gate.sums, other.sums, gate.token, n + gate.feature, part.group, p.groups, p.epilogue);
+    } else {
+      finish(v, n, tokens, C::kFolds ? p.token_scales : nullptr, p.epilogue);
+    }
   }
 }
 
@@ -736,12 +815,76 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            Shares(k_tiles, shape.cluster),
            k_tiles,
            n_pad,
-           log_cluster};
+           log_cluster,
+           {}};
   if constexpr (C::kFolds) {
     return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
   } else {
     return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
   }
+}
+
+// Of experts: a cluster has a tile of rows and a share of its expert's features.
+template <class C>
+Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  WgmmaDecodeShape const& shape = plan.wgmma_decode;
+  Groups const& groups = problem.groups;
+  Maps maps;
+  constexpr int kBoxRows = 8;
+  Status status = hopper::encode_tokens(problem.x, 2, problem.rows, w.k, problem.x_stride * 2, kBoxRows, &maps.tokens);
+  if (!status.ok()) return status;
+  int64_t const k_pad = padded_k(w.k);
+  int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n)), halves = groups.gated ? 2 : 1;
+  VectorRows const rows(w.group_size);
+  // The second half of an expert's features is a dimension of the map: its slabs lie as many behind.
+  cuuint64_t const half = groups.slabs / halves, slabs = n_pad / kRowsPerSlab - (halves - 1) * half,
+                   runs = cuuint64_t(k_tiles) * (C::kChunk / kCodeRun),
+                   vectors = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
+  cuuint32_t const slab_box = shape.most_slabs / halves, half_box = halves, vector_box = rows.count;
+  status = hopper::encode<4>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, slabs, cuuint64_t(halves)},
+                             {kCodeRun, runs * kCodeRun, half * runs * kCodeRun},
+                             {kCodeRun / 8, C::kChunk / kCodeRun, slab_box, half_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps.codes);
+  auto const encode_vectors = [&](void const* data, int bytes, CUtensorMap* map) {
+    if (!data || !status.ok()) return;
+    CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                  : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    cuuint64_t const slab_bytes = kRowsPerSlab * bytes;
+    status = hopper::encode<4>(type, data, {kRowsPerSlab, slabs, cuuint64_t(halves), vectors},
+                               {slab_bytes, half * slab_bytes, cuuint64_t(n_pad) * bytes},
+                               {kRowsPerSlab, slab_box, half_box, vector_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
+                               CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
+  };
+  int const scale_bytes = size_of(w.scale_type), offset_bytes = w.offsets ? size_of(w.offset_type) : 0;
+  encode_vectors(w.scales, scale_bytes, &maps.scales);
+  encode_vectors(w.offsets, offset_bytes, &maps.offsets);
+  encode_vectors(w.zeros, 1, &maps.zeros);
+  if (!status.ok()) return status;
+  int log_cluster = 0;
+  while (1 << log_cluster < shape.cluster) ++log_cluster;
+  GemmProblem rows_of_all;
+  rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
+  rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
+  Params const p{w,
+                 problem.row_scales,
+                 nullptr,
+                 0,
+                 true,
+                 0,
+                 scale_bytes,
+                 offset_bytes,
+                 EpilogueParams(rows_of_all),
+                 rows,
+                 shape,
+                 Shares(groups.slabs / halves, shape.clusters),
+                 Shares(k_tiles, shape.cluster),
+                 k_tiles,
+                 n_pad,
+                 log_cluster,
+                 groups};
+  return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
 }
 
 }  // namespace

@@ -27,21 +27,23 @@
 namespace cutlass_ops {
 namespace {
 
-using hopper::Params;
-
-// Zero points and offsets are looked for at run time.
-template <class Element_, class Format_, bool kNarrow_, int kTokens_>
+// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'; where gate and up are multiplied at a time, the first half
+// of the warpgroups has gate's features.
+template <class Element_, class Format_, bool kNarrow_, int kTokens_, bool kGrouped_ = false>
 struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, Shift::kAny>;
   using Element = Element_;
   using Format = Format_;
-  using Work = hopper::Work;
-  using Params = hopper::Params;
+  using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kTokens_>, hopper::Work>;
+  using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
+  static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kCodebook = Format::kTableBytes > 0;
   static constexpr int kWindow = 0;
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
   static constexpr int kBits = Format::kBits, kTokens = kTokens_, kCluster = 2;
-  static constexpr int kWarpgroups = wgmma_fold16_tile(kTokens).block_n / (kCluster * kRowsPerSlab);
+  static constexpr int kWarpgroups =
+      (kGrouped ? wgmma_fold16_grouped_tile(kTokens) : wgmma_fold16_tile(kTokens)).block_n / (kCluster * kRowsPerSlab);
+  static_assert(!kGrouped || kWarpgroups % 2 == 0);
   static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
@@ -53,7 +55,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
   // Results leave through shared memory, kLineTokens rows of x at a time; fp32 ones kStoreTokens at a time.
   static constexpr int kStoreTokens = 16, kStoreStride = kRowsPerSlab + 4;
   static constexpr int kLineTokens = kCodebook || kTokens < 64 ? 32 : 64, kLineBytes = kRowsPerSlab * 2;
-  static constexpr int kBoxTokens = kTokens % kLineTokens ? 16 : kLineTokens;
+  static constexpr int kBoxTokens = kGrouped ? kSlotRows : kTokens % kLineTokens ? 16 : kLineTokens;
   static constexpr int kLinesBytes = kLineTokens * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreTokens;
   static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
 
@@ -82,6 +84,24 @@ struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
   static constexpr bool kShortTiles = true;
 };
 
+// The first row of x of a tile, and the end of those that it may write.
+template <class C>
+__device__ __forceinline__ int first_row(typename C::Work const& work) {
+  if constexpr (C::kGrouped) {
+    return work.first_token;
+  } else {
+    return work.token_tile * C::kTokens;
+  }
+}
+template <class C>
+__device__ __forceinline__ int end_row(typename C::Work const& work, typename C::Params const& p) {
+  if constexpr (C::kGrouped) {
+    return work.end_token;
+  } else {
+    return p.epilogue.m;
+  }
+}
+
 template <class C>
 struct Barriers {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks], empty_chunks[C::kChunks];
@@ -89,39 +109,50 @@ struct Barriers {
 
 // One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before: the copies start at once.
 template <class C>
-__device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& barriers, Params const& p, int rank) {
+__device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
   constexpr int kChunk = chunk_bytes(C::kBits);
   PackedWeight const& w = p.weight;
   bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets, zeros = !C::kCodebook && w.zeros;
   hopper::Ring<C::kChunks> ring;
-  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    hopper::Work const work(index, p, C::kBand);
-    int const row0 = (work.pair * C::kCluster + rank) * C::kRows, end = work.end_k(p);
-    int const slabs = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerSlab));  // the last pair may reach beyond N
+    typename C::Work const work(index, p, C::kBand);
+    int const end = work.end_k(p);
+    // Slabs side by side in the chunk and in the weight: all, or half of them gate's and half up's.
+    int row0 = (work.pair * C::kCluster + rank) * C::kRows, slabs = C::kWarpgroups, until = p.n_pad, parts = 1, part_rows = 0;
+    if constexpr (C::kGrouped) {
+      parts = p.groups.gated ? 2 : 1, slabs /= parts, row0 /= parts;
+      until = p.groups.slabs / parts * kRowsPerSlab, part_rows = until;
+    }
+    slabs = max(0, min(slabs, (until - row0) / kRowsPerSlab));  // the last pair may reach beyond N
+    if constexpr (C::kGrouped) row0 += work.expert * p.groups.slabs * kRowsPerSlab;
     int const rows = slabs * kRowsPerSlab;
     int const group_bytes = rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
-      uint8_t* chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
+      uint8_t* const chunk = shared + C::kFirstChunk + ring.stage * C::kChunkBytes;
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, slabs * kChunk + p.tile_groups * group_bytes);
-        for (int slab = 0; slab < slabs; ++slab) {
-          Copy::copy(w.codes + (int64_t(row0 / kRowsPerSlab + slab) * p.k_tiles + k) * kChunk, full, chunk + slab * kChunk,
-                     kChunk);
-        }
-        int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
-        for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, chunk += C::kGroupBytes) {
-          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full, chunk + C::kScales,
-                     rows * p.scale_bytes);
-          if (offsets) {
-            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full, chunk + C::kOffsets,
-                       rows * p.offset_bytes);
+        TransactionBarrier::arrive_and_expect_tx(full, parts * (slabs * kChunk + p.tile_groups * group_bytes));
+        for (int part = 0; part < (C::kGrouped ? parts : 1); ++part) {
+          int const row = row0 + part * part_rows, place = part * (C::kWarpgroups / 2);
+          for (int slab = 0; slab < slabs; ++slab) {
+            Copy::copy(w.codes + (int64_t(row / kRowsPerSlab + slab) * p.k_tiles + k) * kChunk, full,
+                       chunk + (place + slab) * kChunk, kChunk);
           }
-          if (zeros) Copy::copy(w.zeros + from, full, chunk + C::kZeroPoints, rows);
+          int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row;
+          uint8_t* group_chunk = chunk;
+          for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
+            Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
+                       group_chunk + C::kScales + place * kRowsPerSlab * p.scale_bytes, rows * p.scale_bytes);
+            if (offsets) {
+              Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
+                         group_chunk + C::kOffsets + place * kRowsPerSlab * p.offset_bytes, rows * p.offset_bytes);
+            }
+            if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints + place * kRowsPerSlab, rows);
+          }
         }
       }
     }
@@ -130,17 +161,17 @@ __device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& bar
 
 // Another copies x: this CTA's half of the tile's rows, for both CTAs.
 template <class C>
-__device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers, Params const& p, CUtensorMap const& map,
-                                               int rank) {
+__device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p,
+                                               CUtensorMap const& map, int rank) {
   constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
   int const half = p.half_tokens;
   wait_for_predecessor();
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kPanels> ring;
-  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    hopper::Work const work(index, p, C::kBand);
-    int const m0 = work.token_tile * C::kTokens, end = work.end_k(p) * C::kSteps;
+    typename C::Work const work(index, p, C::kBand);
+    int const m0 = first_row<C>(work), end = work.end_k(p) * C::kSteps;
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
@@ -157,7 +188,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
 
 // Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with what lies there.
 template <class C>
-__device__ __forceinline__ void clear_missing_rows(uint8_t* shared, Params const& p) {
+__device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
   int const loaded = C::kCluster * p.half_tokens * 128;
   if (loaded == C::kPanelBytes) return;
   constexpr int kMultiplying = C::kThreads - 128;
@@ -169,16 +200,68 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, Params const
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
+// The sums of a tile of experts to outputs: bias, activation, and gate's times up's, which another warpgroup has for the same features and rows of x, in the
+// same registers: those come to it through shared memory. False: this warpgroup has nothing to store.
 template <class C>
-__device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map, Params const& p,
-                                        hopper::Place<C> const& at) {
+__device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float* staging, typename C::Params const& p,
+                                                  hopper::Place<C> const& at, int expert, int row0) {
+  constexpr int kHalf = C::kWarpgroups / 2, kFit = C::kStoreBytes / (C::kWarpgroups * 128 * 4) / 4 * 4,
+                kFloats = kFit < C::kSums ? kFit : C::kSums;  // that go through it at a time
+  static_assert(C::kSums % kFloats == 0);
+  Groups const& g = p.groups;
+  bool const gate = g.gated && at.warpgroup < kHalf, up = g.gated && !gate;
+  int const slab = up ? at.warpgroup - kHalf : at.warpgroup, barrier = C::kWarpgroups * 2 + 3 + slab;
+#pragma unroll
+  for (float& sum : sums) sum = nan_unless_finite(sum);
+  if (g.bias) {
+    int64_t const first = int64_t(expert) * g.slabs * kRowsPerSlab + (up ? g.slabs / 2 * kRowsPerSlab : 0);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int const row = row0 + slab * kRowsPerSlab + at.warp * 16 + at.lane / 4 + h * 8;
+      float const bias = row < p.epilogue.n ? load_float(g.bias, g.bias_type, first + row) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < C::kSums; ++i)
+        if (i % 4 / 2 == h) sums[i] += bias;
+    }
+  }
+  if (!g.gated && g.activation == Activation::kNone) return true;
+  // Gate's warpgroup writes to its part, and up's reads there. The lines before have been read.
+  if (at.warp == 0 && at.lane == 0) cute::tma_store_wait<0>();
+  cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
+  float* const mine = staging + slab * kFloats * 128 + at.warp * 32 + at.lane;
+#pragma unroll
+  for (int first = 0; first < C::kSums; first += kFloats) {
+    if (!up) {
+#pragma unroll
+      for (int i = 0; i < kFloats; ++i) mine[i * 128] = sums[first + i];
+#pragma unroll 1
+      for (int i = 0; i < kFloats; i += 4) {  // unrolled for all sums it would be thousands of instructions
+        float v[4] = {mine[i * 128], mine[(i + 1) * 128], mine[(i + 2) * 128], mine[(i + 3) * 128]};
+        activate(v, g);
+#pragma unroll
+        for (int j = 0; j < 4; ++j) mine[(i + j) * 128] = v[j];
+      }
+    }
+    if (g.gated) cutlass::arch::NamedBarrier::sync(256, barrier);
+    if (!gate) {
+#pragma unroll
+      for (int i = 0; i < kFloats; ++i) sums[first + i] = (up ? sums[first + i] : 1.0f) * mine[i * 128];
+    }
+    if (g.gated) cutlass::arch::NamedBarrier::sync(256, barrier);
+  }
+  return !gate;
+}
+
+template <class C>
+__device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map,
+                                        typename C::Params const& p, hopper::Place<C> const& at) {
   if constexpr (C::kCodebook) {
     C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   }
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + at.lane * 4;
   uint32_t const offsets = C::kOffsets + (at.zeros - C::kZeroPoints) * p.offset_bytes;  // as hopper::Place has scales
-  int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   // From the groups of a step's first 32 columns to those of its second, and from a step's to the next step's.
   uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
   int const next_step = p.tile_groups == 4 ? 2 * C::kGroupBytes : p.tile_groups == 2 ? C::kGroupBytes : 0;
@@ -191,8 +274,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   int const turn = kTurnBarrier + at.warpgroup, next_turn = kTurnBarrier + (at.warpgroup + 1) % C::kWarpgroups;
   if (at.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
-    hopper::Work const work(index, p, C::kBand);
-    int const row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
+    typename C::Work const work(index, p, C::kBand);
+    int row0 = (work.pair * C::kCluster + at.rank) * C::kRows;
+    int const m0 = first_row<C>(work);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupPieces][4];
@@ -269,14 +353,19 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
       }
     }
-    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
+    if constexpr (C::kGrouped) {
+      if (p.groups.gated) row0 /= 2;
+      if (!finish_group_tile<C>(sums, staging, p, at, work.expert, row0)) continue;
+      if (p.groups.gated) row0 -= C::kRows / 2;  // the warpgroups of up's store, which are the second half
+    }
+    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0, end_row<C>(work, p));
   }
 }
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     wgmma_fold16(__grid_constant__ CUtensorMap const map, __grid_constant__ CUtensorMap const out_map,
-                 __grid_constant__ Params const p) {
+                 __grid_constant__ typename C::Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t shared[];
   static_assert(sizeof(Barriers<C>) <= C::kBarrierBytes);
@@ -332,6 +421,17 @@ Status launch_format(GemmProblem const& problem, Plan const& plan, float* partia
                 : launch_config<Config<Element, Format, false, kTokens>>(problem, plan, partials, stream);
 }
 
+template <class Element, class Format, int kTokens>
+Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  PackedWeight const& w = problem.weight;
+  if (w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type)) {
+    using C = Config<Element, Format, true, kTokens, true>;
+    return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
+  }
+  using C = Config<Element, Format, false, kTokens, true>;
+  return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
+}
+
 template <class Element, class Format>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   switch (plan.block_m) {
@@ -352,12 +452,32 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials
   }
 }
 
+template <class Element, class Format>
+Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  switch (plan.block_m) {
+    case 32:
+      return launch_groups<Element, Format, 32>(problem, plan, stream);
+    case 64:
+      return launch_groups<Element, Format, 64>(problem, plan, stream);
+    case 128:
+      return launch_groups<Element, Format, 128>(problem, plan, stream);
+    default:
+      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows of an expert"};
+  }
+}
+
 }  // namespace
 
 template <class Format>
 Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   return problem.x_type == DataType::kFloat16 ? launch_tile<__half, Format>(problem, plan, partials, stream)
                                               : launch_tile<__nv_bfloat16, Format>(problem, plan, partials, stream);
+}
+
+template <class Format>
+Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_group_tile<__half, Format>(problem, plan, stream)
+                                              : launch_group_tile<__nv_bfloat16, Format>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

@@ -5,5 +5,6 @@
 namespace cutlass_ops {
 
 template Status launch_wgmma_fold16<formats::E4m3>(GemmProblem const&, Plan const&, float*, Stream);
+template Status launch_grouped_fold16<formats::E4m3>(GroupedGemm const&, Plan const&, Stream);
 
 }  // namespace cutlass_ops

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "cutlass_ops/corrections.h"
+#include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
@@ -1241,11 +1242,65 @@ TEST(Workspace, IsCountedIn64Bits) {
   EXPECT_GE(laid_out(p, 16).workspace, size_t(kMaxM) * 28672 * 16 * 4);
 }
 
+// ---- experts
+
+MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate, int group_size = 128) {
+  MoeProblem p;
+  p.route.tokens = tokens, p.route.top = top, p.route.experts = count;
+  p.gate_up = {problem(1, count * int(padded_rows(2 * intermediate)), hidden, 4, group_size).weight, count, 2 * intermediate};
+  p.down = {problem(1, count * int(padded_rows(hidden)), intermediate, 4, group_size).weight, count, hidden};
+  return p;
+}
+
+TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
+  for (auto [tokens, height, kernel] : {std::tuple(1, 16, "wgmma_decode_fold16"),
+                                        {128, 16, "wgmma_decode_fold16"},
+                                        {300, 32, "wgmma_fold16"},
+                                        {1024, 64, "wgmma_fold16"},
+                                        {4096, 128, "wgmma_fold16"}}) {
+    MoePlan chosen;
+    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.block_m, height) << tokens;
+    EXPECT_STREQ(chosen.kernel, kernel);
+    // Enough for any routing: all positions' own slots, and the most tiles that they can be cut into.
+    int const positions = tokens * 8, touched = std::min(128, positions);
+    EXPECT_GE(chosen.slots, positions + touched * 15 - 15);
+    EXPECT_EQ(chosen.slots % 16, 0);
+    EXPECT_EQ(chosen.tiles, touched + (positions - touched) / height);
+    for (Plan const* product : {&chosen.gate_up, &chosen.down}) {
+      EXPECT_EQ(product->grid_x % product->cluster_size, 0);
+      EXPECT_LE(product->shared_bytes, kHopper.shared_memory);
+    }
+  }
+}
+
+TEST(Experts, GateAndUpAreSharedByWholeClusters) {
+  MoePlan chosen;
+  for (int intermediate : {64, 192, 640, 704, 14336}) {
+    ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
+    WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
+    ASSERT_GT(shape.cluster, 0);
+    EXPECT_EQ(shape.most_slabs % 2, 0);
+    EXPECT_GE(shape.most_slabs / 2 * shape.clusters, intermediate / 64);
+    EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
+  }
+}
+
+TEST(Experts, SayWhatForbidsThem) {
+  MoePlan chosen;
+  auto const text = [&](MoeProblem const& p, Device const& device = kHopper) { return plan_moe(p, device, &chosen).text; };
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 64"), std::string::npos);
+  EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"), std::string::npos);
+  EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"), std::string::npos);
+}
+
 #if !CUTLASS_OPS_CUDA
 TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
-  for (Status const& status : {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
-                               quantize_activations({}, nullptr), sum_weights({}, nullptr, nullptr), dequantize({}, nullptr)}) {
+  for (Status const& status :
+       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
+        sum_weights({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

@@ -1,0 +1,70 @@
+// Products of experts in plain data: for dispatch/, kernels/ and experts.cpp.
+#pragma once
+
+#include "cutlass_ops/experts.h"
+
+namespace cutlass_ops {
+
+// A tile of rows as it is stored; the tiles of an expert follow each other.
+struct alignas(16) StoredTile {
+  int expert;
+  int first_row, rows;  // the expert's slots
+  int first_tile;       // the expert's
+};
+
+constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
+
+// Where the tables of slots lie on the GPU.
+struct RowSlots {
+  StoredTile* tiles = nullptr;
+  int* tile_count = nullptr;
+  int* used = nullptr;         // slots
+  int* position = nullptr;     // of a slot; -1: of none
+  int* of_position = nullptr;  // the slot of a position; -1: no expert
+};
+
+// Rows of 16-bit floats to their slots.
+struct GatherProblem {
+  void const* x = nullptr;
+  int64_t x_stride = 0;
+  float const* scales = nullptr;  // of rows, or null
+  bool in_slots = false;          // they are in slots already, and their columns alone are gathered
+  int32_t const* perm = nullptr;  // [experts][k], or null
+  int k = 0;
+  void* out = nullptr;
+  int64_t out_stride = 0;
+  float* out_scales = nullptr;
+};
+
+// Of a product.
+struct Groups {
+  StoredTile const* tiles = nullptr;
+  int const* count = nullptr;  // of tiles
+  int slabs = 0;               // of one expert, of 64 features
+  // Whether the first half of an expert's features is gate's and the second up's: then the output is activation(gate) * up.
+  bool gated = false;
+  Activation activation = Activation::kNone;
+  float low = 0.0f, high = 0.0f;
+  void const* bias = nullptr;  // [experts][64 * slabs] of bias_type
+  DataType bias_type = DataType::kNone;
+};
+
+// A product of experts' rows and weights.
+struct GroupedGemm {
+  PackedWeight weight;  // of all experts, one after another
+  int experts = 0;
+  void const* x = nullptr;  // [rows][weight.k] of x_type, rows x_stride elements apart
+  DataType x_type = DataType::kFloat16;
+  int64_t x_stride = 0;
+  float const* row_scales = nullptr;  // [rows]: of x, or null
+  int rows = 0;                       // a multiple of 16
+  void* out = nullptr;                // [rows][n] of out_type
+  DataType out_type = DataType::kFloat16;
+  int n = 0;
+  Groups groups;
+};
+
+// How a cluster of wgmma_decode_fold16 shares a tile of an expert's rows; cluster is 0 if none fits. `tiles`: that are expected.
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, int tiles);
+
+}  // namespace cutlass_ops

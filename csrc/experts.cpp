@@ -1,0 +1,282 @@
+// The operators of experts: lay out the workspace, launch. Host code; without CUDA every call says so.
+#include "cutlass_ops/experts.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "cutlass_ops/layout.h"
+#include "dispatch/checks.h"
+#include "dispatch/decode_shape.h"
+#include "dispatch/grouped.h"
+#include "dispatch/problem.h"
+#include "kernels/kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
+constexpr int kMostExperts = 8192;  // whose counts a CTA holds
+constexpr int64_t kMostPositions = int64_t(1) << 28;
+
+struct MoeLayout {
+  size_t tables = 0, x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_values = 0, outputs = 0, total = 0;
+  int64_t hidden_stride = 0;  // of rows, in elements
+};
+
+// The rows of a quantised tensor, and what belongs to them.
+struct QuantizedBytes {
+  size_t values, scales, zeros;
+  size_t total() const { return values + scales + zeros; }
+};
+QuantizedBytes quantized_bytes(int rows, int k, int group_size) {
+  int64_t const k_pad = padded_k(k), blocks = k_pad / activation_block(group_size);
+  return {align_256(size_t(rows) * k_pad * 2), align_256(size_t(blocks) * rows * sizeof(float)),
+          align_256(size_t(blocks) * rows)};
+}
+
+int padded_slots(RouteProblem const& r) {
+  int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
+  return int(ceil_div(positions + touched * (kSlotRows - 1), kSlotRows) * kSlotRows);
+}
+int most_tiles(RouteProblem const& r, int height) {
+  int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
+  return int(touched + (positions - touched) / height);
+}
+int rounded_rows(int rows) { return int(ceil_div(rows, 16) * 16); }
+
+MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
+  MoeLayout at;
+  RouteProblem const& r = p.route;
+  int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
+  bool const quantizes = p.act_quant != ActQuant::kNone, gathers_first = quantizes && p.gate_up.perm;
+  // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
+  size_t const table_ints = size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
+  at.x = align_256(table_ints * sizeof(int) + 64);
+  at.x_values = at.x + align_256(size_t(slots) * padded_k(hidden) * 2);
+  at.x_scales = at.x_values;
+  if (quantizes)
+    at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden, p.gate_up.stack.group_size).total();
+  at.hidden = at.x_scales + (quantizes ? align_256(size_t(slots) * sizeof(float)) : 0);
+  at.hidden_stride = ceil_div(intermediate, 8) * 8;
+  size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
+  at.hidden_values = at.hidden + hidden_bytes * (p.down.perm ? 2 : 1);
+  at.outputs = at.hidden_values + (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
+  at.total = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
+  return at;
+}
+
+// Rows of x to a tile: the fewer of an expert, the fewer are multiplied for nothing; the more, the seldomer its weights are decoded.
+int tile_height(RouteProblem const& r) {
+  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+  double const rows = touched ? double(r.positions()) / touched : 0;
+  return rows <= 14 ? 16 : rows <= 28 ? 32 : rows <= 80 ? 64 : 128;
+}
+
+Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
+
+Status check_moe(MoeProblem const& p, Device const& device) {
+  if (device.architecture != 90)
+    return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
+  if (device.shared_memory < kHopperSharedBytes) return unsupported_experts("too little shared memory");
+  if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16) return unsupported_experts("x is of fp16 or bf16");
+  if (p.down.stack.k % kRowsPerSlab)
+    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
+  if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
+  if (p.route.experts > kMostExperts || int64_t(p.route.tokens) * p.route.top > kMostPositions)
+    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and 2^28 ids are supported");
+  return {};
+}
+
+// The plan of one product, whose grid is for all tiles that there may be, and its shape for those that are expected.
+bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int tiles, int expected, Plan* plan) {
+  PackedWeight const& w = gemm.weight;
+  *plan = {};
+  plan->block_m = height;
+  if (height == WgmmaDecodeShape::kTokens) {
+    plan->kernel = "wgmma_decode_fold16";
+    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected);
+    WgmmaDecodeShape const& shape = plan->wgmma_decode;
+    if (!shape.cluster) return false;
+    plan->block_n = shape.most_slabs * kRowsPerSlab, plan->cluster_size = shape.cluster;
+    plan->grid_x = tiles * shape.clusters * shape.cluster;
+    plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
+    plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
+    return true;
+  }
+  Tile const tile = wgmma_fold16_grouped_tile(height, w.bits);
+  plan->kernel = "wgmma_fold16";
+  plan->block_n = tile.block_n, plan->cluster_size = tile.cluster_size, plan->stages = tile.stages;
+  int64_t const pairs = ceil_div(int64_t(gemm.groups.slabs) * kRowsPerSlab, tile.block_n);
+  plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) * tile.cluster_size;
+  plan->threads = tile.block_n + 128, plan->shared_bytes = kHopperSharedBytes;
+  return true;
+}
+
+GroupedGemm product_of(PackedExperts const& experts, bool gated) {
+  GroupedGemm gemm;
+  gemm.weight = experts.stack, gemm.experts = experts.experts;
+  gemm.groups.slabs = int(padded_rows(experts.n) / kRowsPerSlab), gemm.groups.gated = gated;
+  gemm.groups.bias = experts.bias, gemm.groups.bias_type = experts.bias_type;
+  gemm.n = gated ? experts.n / 2 : experts.n;
+  return gemm;
+}
+
+}  // namespace
+
+Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) {
+  if (Status status = check_moe(problem, device); !status.ok()) return status;
+  *plan = {};
+  RouteProblem const& r = problem.route;
+  plan->slots = padded_slots(r), plan->block_m = tile_height(r);
+  auto const fill_in = [&] {
+    plan->tiles = most_tiles(r, plan->block_m);
+    // With more experts than positions nearly every position has its own.
+    int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+    int const expected = int(std::min<int64_t>(plan->tiles, touched));
+    return plan_product(product_of(problem.gate_up, true), device, plan->block_m, plan->tiles, expected, &plan->gate_up) &&
+           plan_product(product_of(problem.down, false), device, plan->block_m, plan->tiles, expected, &plan->down);
+  };
+  if (!fill_in()) {
+    plan->block_m = 32;  // groups whose vectors leave too little room
+    fill_in();
+  }
+  plan->kernel = plan->gate_up.kernel;
+  plan->workspace = lay_out(problem, plan->slots, plan->tiles).total;
+  return {};
+}
+
+#if CUTLASS_OPS_CUDA
+namespace {
+
+Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
+  PackedWeight const& w = gemm.weight;
+  using Launch = Status (*)(GroupedGemm const&, Plan const&, Stream);
+  Launch const decode = w.book        ? launch_grouped_decode<formats::Codebook>
+                        : w.e4m3      ? launch_grouped_decode<formats::E4m3>
+                        : w.bits == 4 ? launch_grouped_decode<formats::Int4>
+                                      : launch_grouped_decode<formats::Int8>,
+               tiles = w.book        ? launch_grouped_fold16<formats::Codebook>
+                       : w.e4m3      ? launch_grouped_fold16<formats::E4m3>
+                       : w.bits == 4 ? launch_grouped_fold16<formats::Int4>
+                                     : launch_grouped_fold16<formats::Int8>;
+  return (plan.wgmma_decode.cluster ? decode : tiles)(gemm, plan, stream);
+}
+
+// Rows of 16-bit floats to the values of their int8 codes, in 16 bits; a scale a row, where it has one, is left to the product.
+struct Quantized {
+  void* values = nullptr;
+  float* scales = nullptr;  // [rows], or null
+};
+Status quantize_rows(MoeProblem const& p, void const* x, int64_t stride, int rows, int k, int group_size, uint8_t* memory,
+                     Stream stream, Quantized* out) {
+  int const room = rounded_rows(rows);
+  QuantizedBytes const bytes = quantized_bytes(room, k, group_size);
+  QuantizeProblem problem{x, p.x_type, stride, rows, k, nullptr, {}};
+  QuantizedActivations& q = problem.out;
+  q.codes = reinterpret_cast<int8_t*>(memory), q.scales = reinterpret_cast<float*>(memory + bytes.values);
+  q.zeros = p.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(memory + bytes.values + bytes.scales);
+  q.block = p.act_quant == ActQuant::kToken ? -1 : activation_block(group_size);
+  q.stride = room, q.rows = rows, q.upcast = memory, q.upcast_type = p.x_type;
+  out->values = memory, out->scales = q.block == -1 ? q.scales : nullptr;
+  return launch_quantize_activations(problem, stream);
+}
+
+}  // namespace
+
+Status route(RouteProblem const& problem, Routing const& routing, Stream stream) {
+  if (problem.experts > kMostExperts)
+    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts are supported");
+  return launch_route(problem, routing, {}, kSlotRows, stream);
+}
+
+Status mixed_moe(MoeProblem const& p, Workspace workspace, Stream stream) {
+  Device device;
+  MoePlan plan;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  if (Status status = plan_moe(p, device, &plan); !status.ok()) return status;
+  if (p.route.positions() == 0) return {Status::kInvalid, "there are no tokens, or these have no experts"};
+  if (workspace.bytes < plan.workspace) {
+    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
+                                  std::to_string(plan.workspace) + " are needed"};
+  }
+  MoeLayout const at = lay_out(p, plan.slots, plan.tiles);
+  auto* const base = static_cast<uint8_t*>(workspace.data);
+  RouteProblem const& r = p.route;
+  int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
+  RowSlots table;
+  table.tiles = reinterpret_cast<StoredTile*>(base);
+  auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
+  table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
+  Routing routing;
+  routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
+  Status status = launch_route(r, routing, table, plan.block_m, stream);
+
+  bool const quantizes = p.act_quant != ActQuant::kNone;
+  GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
+  // x: quantised, then gathered, which is less work; but an act order is an expert's own, and comes before.
+  GatherProblem gather;
+  gather.x = p.x, gather.x_stride = p.x_stride, gather.perm = p.gate_up.perm, gather.k = hidden;
+  gather.out = base + at.x, gather.out_stride = padded_k(hidden);
+  Quantized quantized;
+  if (quantizes && !p.gate_up.perm) {
+    if (status.ok())
+      status = quantize_rows(p, p.x, p.x_stride, r.tokens, hidden, p.gate_up.stack.group_size, base + at.x_values, stream,
+                             &quantized);
+    gather.x = quantized.values, gather.x_stride = padded_k(hidden);
+    if (quantized.scales) gather.scales = quantized.scales, gather.out_scales = reinterpret_cast<float*>(base + at.x_scales);
+  }
+  if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
+  gate_up.x = gather.out, gate_up.x_stride = gather.out_stride, gate_up.row_scales = gather.out_scales;
+  if (quantizes && p.gate_up.perm) {
+    if (status.ok())
+      status = quantize_rows(p, gather.out, gather.out_stride, slots, hidden, p.gate_up.stack.group_size, base + at.x_values,
+                             stream, &quantized);
+    gate_up.x = quantized.values, gate_up.row_scales = quantized.scales;
+  }
+
+  gate_up.x_type = gate_up.out_type = down.x_type = p.x_type;
+  gate_up.rows = down.rows = slots;
+  gate_up.out = base + at.hidden;
+  for (GroupedGemm* gemm : {&gate_up, &down}) gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count;
+  gate_up.groups.activation = p.activation;
+  gate_up.groups.low = p.activation == Activation::kClamp ? p.clamp_low : 0.0f;
+  gate_up.groups.high = p.activation == Activation::kClamp   ? p.clamp_high
+                        : p.activation == Activation::kRelu6 ? 6.0f
+                                                             : HUGE_VALF;
+  if (status.ok()) status = launch_product(gate_up, plan.gate_up, stream);
+
+  down.x = gate_up.out, down.x_stride = at.hidden_stride;
+  if (p.down.perm) {
+    GatherProblem columns;
+    columns.x = down.x, columns.x_stride = down.x_stride, columns.in_slots = true, columns.perm = p.down.perm;
+    columns.k = intermediate, columns.out_stride = down.x_stride;
+    columns.out = base + at.hidden + align_256(size_t(slots) * at.hidden_stride * 2);
+    if (status.ok()) status = launch_gather_rows(r, table, columns, slots, stream);
+    down.x = columns.out;
+  }
+  if (quantizes) {
+    if (status.ok())
+      status = quantize_rows(p, down.x, down.x_stride, slots, intermediate, p.down.stack.group_size, base + at.hidden_values,
+                             stream, &quantized);
+    down.x = quantized.values, down.x_stride = padded_k(intermediate), down.row_scales = quantized.scales;
+  }
+  down.out = base + at.outputs, down.out_type = DataType::kFloat32;
+  if (status.ok()) status = launch_product(down, plan.down, stream);
+  if (status.ok()) {
+    status = launch_sum_experts(r, table, static_cast<float const*>(down.out), p.down.n, p.topk_weights, p.weight_type, p.out,
+                                p.x_type, stream);
+  }
+  return status;
+}
+
+#else
+
+Status route(RouteProblem const&, Routing const&, Stream) {
+  return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
+}
+Status mixed_moe(MoeProblem const&, Workspace, Stream) { return route({}, {}, nullptr); }
+
+#endif
+
+}  // namespace cutlass_ops

@@ -1,0 +1,203 @@
+// Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the weighted sums of what comes out.
+#include "cutlass_ops/layout.h"
+#include "device/launch.cuh"
+#include "device/scalar.cuh"
+#include "dispatch/problem.h"
+#include "kernels/kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+// ---- route: a CTA for each expert, and one for positions of no expert, counts all experts' positions, so that it knows how many come before its own
+
+struct RouteParams {
+  RouteProblem problem;
+  Routing routing;
+  RowSlots slots;
+  int height;  // of tiles
+};
+
+__device__ __forceinline__ int expert_of(RouteProblem const& p, int position) {
+  int64_t id = p.wide_ids ? static_cast<int64_t const*>(p.ids)[position] : static_cast<int32_t const*>(p.ids)[position];
+  if (p.expert_map) id = id >= 0 && id < p.map_size ? p.expert_map[id] : -1;
+  return id >= 0 && id < p.experts ? int(id) : p.experts;
+}
+
+// The sum of all threads' values, for all of them. `scratch`: one a warp.
+__device__ __forceinline__ int sum_of_threads(int value, int* scratch) {
+  value = __reduce_add_sync(~0u, value);
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
+  __syncthreads();
+  int total = 0;
+  for (int warp = 0; warp < int(blockDim.x / 32); ++warp) total += scratch[warp];
+  return total;
+}
+
+__global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams const p) {
+  extern __shared__ int counts[];  // of each expert's positions
+  __shared__ int scratch[32];
+  RouteProblem const& r = p.problem;
+  int const mine = blockIdx.x, positions = r.tokens * r.top, threads = blockDim.x;
+  for (int e = threadIdx.x; e <= r.experts; e += threads) counts[e] = 0;
+  wait_for_predecessor();
+  __syncthreads();
+  for (int i = threadIdx.x; i < positions; i += threads) atomicAdd(counts + expert_of(r, i), 1);
+  __syncthreads();
+  int first = 0, slot = 0, tile = 0;
+  for (int e = threadIdx.x; e < mine; e += threads) {
+    first += counts[e];
+    slot += (counts[e] + kSlotRows - 1) / kSlotRows * kSlotRows;
+    tile += (counts[e] + p.height - 1) / p.height;
+  }
+  first = sum_of_threads(first, scratch), slot = sum_of_threads(slot, scratch), tile = sum_of_threads(tile, scratch);
+  int const count = counts[mine], padded = (count + kSlotRows - 1) / kSlotRows * kSlotRows;
+  bool const expert = mine < r.experts;
+  if (threadIdx.x == 0) {
+    p.routing.offsets[mine] = first;
+    if (!expert && p.slots.tiles) *p.slots.used = slot, *p.slots.tile_count = tile;
+  }
+  if (expert && p.slots.tiles) {
+    for (int i = threadIdx.x; i * p.height < count; i += threads) p.slots.tiles[tile + i] = {mine, slot, count, tile};
+    for (int i = count + threadIdx.x; i < padded; i += threads) p.slots.position[slot + i] = -1;
+  }
+  // Positions in their order: of each round of the CTA, threads' ranks among those with one.
+  int before = 0;
+  for (int round = 0; count > 0 && round < positions; round += threads) {
+    int const position = round + threadIdx.x;
+    bool const taken = position < positions && expert_of(r, position) == mine;
+    unsigned const warp = __ballot_sync(~0u, taken);
+    __syncthreads();
+    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = __popc(warp);
+    __syncthreads();
+    int rank = before + __popc(warp & ((1u << threadIdx.x % 32) - 1));
+    for (int w = 0; w < threads / 32; ++w) {
+      rank += w < int(threadIdx.x / 32) ? scratch[w] : 0;
+      before += scratch[w];
+    }
+    if (!taken) continue;
+    p.routing.order[first + rank] = position;
+    if (p.slots.tiles) {
+      p.slots.of_position[position] = expert ? slot + rank : -1;
+      if (expert) p.slots.position[slot + rank] = position;
+    }
+  }
+}
+
+// ---- gather_rows: a warp copies a row of x to its slot
+
+struct GatherParams {
+  RouteProblem route;
+  RowSlots slots;
+  GatherProblem problem;
+  bool whole_pieces;  // rows are of 16-byte pieces that start on 16 bytes
+};
+
+constexpr int kGatherWarps = 8;
+
+__global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant__ GatherParams const p) {
+  wait_for_predecessor();
+  int const slot = blockIdx.x * kGatherWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
+  if (slot >= *p.slots.used) return;
+  int const position = p.slots.position[slot];
+  if (position < 0) return;
+  GatherProblem const& g = p.problem;
+  int const row = g.in_slots ? slot : position / p.route.top;
+  uint16_t const* const from = static_cast<uint16_t const*>(g.x) + row * g.x_stride;
+  uint16_t* const to = static_cast<uint16_t*>(g.out) + slot * g.out_stride;
+  if (g.scales && lane == 0) g.out_scales[slot] = g.scales[row];
+  if (g.perm) {
+    int32_t const* const perm = g.perm + int64_t(expert_of(p.route, position)) * g.k;
+    for (int i = lane; i < g.k; i += 32) to[i] = from[__ldg(perm + i)];
+  } else if (!p.whole_pieces) {
+    for (int i = lane; i < g.k; i += 32) to[i] = from[i];
+  } else {
+#pragma unroll 4
+    for (int i = lane; i < g.k / 8; i += 32) reinterpret_cast<uint4*>(to)[i] = __ldg(reinterpret_cast<uint4 const*>(from) + i);
+  }
+}
+
+// ---- sum_experts: a thread adds up four columns of a row of y
+
+struct SumParams {
+  RouteProblem route;
+  int const* of_position;
+  float const* rows;  // [slots][n]
+  int n;
+  void const* weights;
+  DataType weight_type;
+  void* out;
+  DataType out_type;
+  bool vectors;  // rows are of 16-byte pieces
+};
+
+constexpr int kSumThreads = 256, kSumColumns = 4, kAtATime = 8;
+
+__global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ SumParams const p) {
+  wait_for_predecessor();
+  int const token = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * kSumColumns, top = p.route.top;
+  if (column >= p.n) return;
+  int const columns = min(kSumColumns, p.n - column);
+  float sums[kSumColumns] = {};
+  for (int first = 0; first < top; first += kAtATime) {
+    float values[kAtATime][kSumColumns], weights[kAtATime];
+    bool there[kAtATime];
+#pragma unroll
+    for (int j = 0; j < kAtATime; ++j) {
+      int const position = token * top + first + j, slot = first + j < top ? p.of_position[position] : -1;
+      there[j] = slot >= 0;
+      if (!there[j]) continue;
+      weights[j] = load_float(p.weights, p.weight_type, position);
+      float const* from = p.rows + int64_t(slot) * p.n + column;
+      if (p.vectors) {
+        *reinterpret_cast<float4*>(values[j]) = __ldcs(reinterpret_cast<float4 const*>(from));
+      } else {
+#pragma unroll
+        for (int i = 0; i < kSumColumns; ++i) values[j][i] = i < columns ? from[i] : 0.0f;
+      }
+    }
+#pragma unroll
+    for (int j = 0; j < kAtATime; ++j) {
+#pragma unroll
+      for (int i = 0; i < kSumColumns; ++i)
+        if (there[j]) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], values[j][i]));
+    }
+  }
+  int64_t const at = int64_t(token) * p.n + column;
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + at;
+  bool const half = p.out_type == DataType::kFloat16;
+  uint32_t const low = half ? pack_pair<__half>(sums[0], sums[1]) : pack_pair<__nv_bfloat16>(sums[0], sums[1]),
+                 high = half ? pack_pair<__half>(sums[2], sums[3]) : pack_pair<__nv_bfloat16>(sums[2], sums[3]);
+  if (p.vectors) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
+  } else {
+#pragma unroll
+    for (int i = 0; i < kSumColumns; ++i)
+      if (i < columns) out[i] = uint16_t((i < 2 ? low : high) >> 16 * (i % 2));
+  }
+}
+
+}  // namespace
+
+Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream) {
+  int const threads = problem.positions() > 1024 ? 1024 : 256;
+  return launch(route, dim3(unsigned(problem.experts + 1)), threads, (problem.experts + 1) * int(sizeof(int)), stream,
+                RouteParams{problem, routing, slots, height});
+}
+
+Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
+                          Stream stream) {
+  bool const whole = problem.k % 8 == 0 && problem.x_stride % 8 == 0 && reinterpret_cast<uintptr_t>(problem.x) % 16 == 0;
+  return launch(gather_rows, dim3(unsigned(ceil_div(rows, kGatherWarps))), 32 * kGatherWarps, 0, stream,
+                GatherParams{route, slots, problem, whole});
+}
+
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, float const* rows, int n, void const* weights,
+                          DataType weight_type, void* out, DataType out_type, Stream stream) {
+  bool const vectors = n % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 8 == 0;
+  dim3 const grid(unsigned(route.tokens), unsigned(ceil_div(n, kSumThreads * kSumColumns)));
+  return launch(sum_experts, grid, kSumThreads, 0, stream,
+                SumParams{route, slots.of_position, rows, n, weights, weight_type, out, out_type, vectors});
+}
+
+}  // namespace cutlass_ops
