@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from . import formats, ops
+from . import formats, ops, reference
 from .architecture import features
 from .nn_experts import MixedExperts as MixedExperts
 from .packed_buffers import PackedBuffers
@@ -75,6 +75,8 @@ class MixedLinear(PackedBuffers):
             raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
         if act_quant not in _ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+        if packed.kernel_size:
+            raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
         self.out_features, self.in_features = packed.shape
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
