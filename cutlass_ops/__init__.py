@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 from . import gradients as gradients  # registers the gradient of mixed_gemm
 from .checkpoints import load_checkpoint
+from .conv import conv2d_int8, linear_int8, mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain
@@ -42,14 +43,19 @@ __all__ = [
     "Routing",
     "awq_dequantize",
     "awq_gemm",
+    "conv2d_int8",
     "dequantize",
     "dequantize_4bit",
     "explain",
     "fuse_linears",
     "grouped_gemm",
+    "linear_int8",
     "load_checkpoint",
     "load_model",
     "load_packed",
+    "mixed_conv1d",
+    "mixed_conv2d",
+    "mixed_conv3d",
     "mixed_gemm",
     "mixed_moe",
     "quantize",

@@ -529,11 +529,13 @@ def _centred_activations(codes: Tensor, zeros: Tensor | None, block: int, dtype:
     return (_blocks(codes.to(dtype), block) - zeros.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]]
 
 
-def dequantize_activations(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int) -> Tensor:
-    """Values ``s * (q - z)``, rounded to fp32, ``[M, K]``, of what :func:`quantize_activations` returns."""
+def dequantize_activations(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Values ``s * (q - z)``, rounded to fp32 or fp64, ``[M, K]``, of what :func:`quantize_activations` returns."""
     _check_activations(codes, scales, zeros, block)
-    integers = _blocks(_centred_activations(codes, zeros, block, torch.float32), block)
-    return (integers * scales[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
+    integers = _blocks(_centred_activations(codes, zeros, block, dtype), block)
+    return (integers * scales.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
 
 def _check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, block: int) -> None:
