@@ -14,6 +14,7 @@ from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
+from .nn_conv import replace_convs
 from .ops import (
     QuantizedActivations,
     dequantize,
@@ -64,6 +65,7 @@ __all__ = [
     "quantize_model",
     "reorder",
     "reorder_experts",
+    "replace_convs",
     "replace_linears",
     "rms_norm_quantize",
     "route",
