@@ -141,8 +141,11 @@ def mixed_conv2d(
     Sums are fp32, whatever the types; the result is rounded once. On a GPU x's channels are gathered for each tap, in memory
     of taps times the result's pixels times x's channels, and multiplied by :func:`cutlass_ops.mixed_gemm`; convolutions of
     groups of which each has a number of output channels that is no multiple of 64 are the reference there, which waits for
-    the GPU. There is no gradient: x, bias or residual that requires one is refused. Under ``torch.autocast`` an fp32 x is
-    cast to the autocast dtype first.
+    the GPU. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
+    ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
+    keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
 
     Args:
         x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), in any
@@ -163,8 +166,8 @@ def mixed_conv2d(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
-        RuntimeError: a gradient is asked for; or torch.jit.trace, forward-mode differentiation or a transform of torch.func is
-            at work.
+        RuntimeError: a gradient of the weight is asked for; or torch.jit.trace, forward-mode differentiation or a transform of
+            torch.func is at work.
     """
     geometry = (stride, padding, dilation, groups)
     return _mixed_conv(2, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
@@ -206,7 +209,8 @@ def _mixed_conv(
     checked = check_geometry(weight, *geometry)
     ops._check_float("x", x, weight.device)
     ops._check_device(weight.device)
-    ops._check_no_gradient(f"mixed_conv{dims}d", x, bias, residual)
+    ops._check_transforms(f"mixed_conv{dims}d", x, bias, residual)
+    differentiable = is_grad_enabled() and any(map(ops._requires_grad, (x, bias, residual)))
     if is_grad_enabled():
         ops._check_frozen(weight)
     if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
@@ -230,7 +234,7 @@ def _mixed_conv(
     if x.is_cuda and math.prod(shape) // weight.n > ops._MAX_M:
         raise ValueError(f"the result has shape {shape}; at most {ops._MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
-    if ops._direct(x, bias, residual):
+    if not differentiable and ops._direct(x, bias, residual):
         return _run(x, weight, *end)
     return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *ops._fields(weight), weight.kernel_size, *end))
 

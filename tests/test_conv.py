@@ -23,6 +23,11 @@ GEOMETRIES = {1: (2, 3, 2), 2: ((2, 1), (1, 2), (1, 2)), 3: (2, (1, 0, 2), (2, 1
 QUANTISED = [*itertools.product(("token", "block", "tensor"), (True, False)), ("none", True)]
 
 
+@pytest.fixture(autouse=True)
+def _seed() -> None:
+    torch.manual_seed(0)
+
+
 def generator(seed: int) -> torch.Generator:
     return torch.Generator().manual_seed(seed)
 
@@ -284,15 +289,16 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
             co.mixed_conv2d(**{"x": x, "weight": packed, **changed})
 
 
-def test_no_gradient_and_no_trace_without_a_word() -> None:
+def test_what_cannot_be_recorded_is_refused() -> None:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x = image(1, 32, 8, 8)
-    with pytest.raises(RuntimeError, match="mixed_conv2d has no gradient"):
-        co.mixed_conv2d(x.clone().requires_grad_(), packed)
-    with torch.no_grad():
-        co.mixed_conv2d(x.clone().requires_grad_(), packed)
     with pytest.raises(RuntimeError, match=r"torch\.jit\.trace"):
         torch.jit.trace(lambda x: co.mixed_conv2d(x, packed), (x,))
+    with pytest.raises(RuntimeError, match="transforms of torch"):
+        torch.func.vmap(lambda x: co.mixed_conv2d(x, packed))(x[None])
+    packed.scales.requires_grad_()
+    with pytest.raises(RuntimeError, match="scales of the packed weight requires a gradient"):
+        co.mixed_conv2d(x, packed)
 
 
 def test_autocast() -> None:
@@ -302,6 +308,71 @@ def test_autocast() -> None:
         y = co.mixed_conv2d(x, packed)
     assert y.dtype == torch.bfloat16
     assert torch.equal(y, co.mixed_conv2d(x.bfloat16(), packed))
+
+
+# ---- gradients
+
+
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("activation", [None, "relu", "gelu", "silu", "relu6", ("clamp", -0.5, 1.0)])
+def test_the_gradient_is_that_of_torchs_convolution(dims: int, activation: Any) -> None:
+    qw = weight(15, 20, KERNELS[dims])
+    packed, geometry = co.reorder(qw), (*GEOMETRIES[dims], 3)
+    x, bias = image(2, 60, *(9, 8, 7)[:dims]).requires_grad_(), torch.randn(15).half().requires_grad_()
+    y = MIXED[dims](x, packed, bias, *geometry, activation=activation)
+    residual = torch.randn_like(y.detach()).bfloat16().requires_grad_()
+    grad = torch.randn_like(y.detach())
+    y = MIXED[dims](x, packed, bias, *geometry, activation=activation, residual=residual)
+    found = torch.autograd.grad(y, (x, bias, residual), grad)
+
+    x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
+    z = TORCH[dims](x64, co.reference.dequantize_weight(qw, torch.float64), bias64, *geometry)
+    expected = torch.autograd.grad(co.reference._activate(z, activation), (x64, bias64), grad.double())
+    assert_close(found[0], expected[0])
+    assert found[0].dtype == torch.float32
+    torch.testing.assert_close(found[1], expected[1].half(), rtol=2**-10, atol=1e-5)
+    assert torch.equal(found[2], grad.bfloat16())
+
+
+def test_quantised_activations_pass_their_gradient_straight_through() -> None:
+    packed = co.reorder(weight(6, 32, (3, 3)))
+    x = image(2, 32, 8, 8).requires_grad_()
+    grad = torch.randn(2, 6, 6, 6)
+    (expected,) = torch.autograd.grad(co.mixed_conv2d(x, packed), x, grad)
+    for act_quant in ("token", "block", "tensor"):
+        (found,) = torch.autograd.grad(co.mixed_conv2d(x, packed, act_quant=act_quant), x, grad)
+        assert torch.equal(found, expected)
+
+
+def test_only_what_is_wanted_and_only_once() -> None:
+    packed = co.reorder(weight(6, 32, (3, 3)))
+    x, bias = image(2, 32, 8, 8), torch.zeros(6, requires_grad=True)
+    y = co.mixed_conv2d(x, packed, bias, activation="silu")
+    y.sum().backward()
+    assert bias.grad is not None
+    with torch.no_grad():
+        assert not co.mixed_conv2d(x, packed, bias).requires_grad
+    empty = torch.zeros(0, 32, 8, 8, requires_grad=True)
+    co.mixed_conv2d(empty, packed).sum().backward()
+    assert empty.grad is not None
+    y = co.mixed_conv2d(x.requires_grad_(), packed)
+    (first,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no gradient of their gradient"):
+        first.sum().backward()
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_compiled_gradients(activation: str | None) -> None:
+    packed = co.reorder(weight(6, 32, (3, 3)))
+
+    def loss(x: Tensor) -> Tensor:
+        return co.mixed_conv2d(x * 2, packed, padding=1, activation=activation).square().sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(loss, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (8, 11):
+        x = image(2, 32, size, 9).requires_grad_()
+        torch.testing.assert_close(torch.autograd.grad(compiled(x), x), torch.autograd.grad(loss(x), x))
 
 
 # ---- torch.library
@@ -317,6 +388,14 @@ def sample(act_quant: str) -> tuple[Any, ...]:
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 def test_opcheck(act_quant: str) -> None:
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv.default, sample(act_quant))
+    x, *rest = sample(act_quant)
+    torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv.default, (x.requires_grad_(), *rest))
+    # Without the residual and the dtype of the result; with what the backward pass adds.
+    bias, activation, low, high, _, _, *call = rest[12:]
+    weight = rest[:12]
+    for wanted in ([True, True], [False, True]):
+        args = (torch.zeros(1, 6, 4, 4), image(1, 32, 8, 8), *weight, bias, activation, low, high, *call, torch.float16)
+        torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv_backward.default, (*args, [1, 32, 8, 8], wanted))
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])
