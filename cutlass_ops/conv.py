@@ -138,10 +138,10 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, whatever the types; the result is rounded once. On a GPU x's channels are gathered for each tap, in memory
-    of taps times the result's pixels times x's channels, and multiplied by :func:`cutlass_ops.mixed_gemm`; convolutions of
-    groups of which each has a number of output channels that is no multiple of 64 are the reference there, which waits for
-    the GPU. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU x's channels are gathered for each
+    tap, in memory of taps times the result's pixels times x's channels, and multiplied by :func:`cutlass_ops.mixed_gemm`;
+    convolutions of groups of which each has a number of output channels that is no multiple of 64 are the reference there,
+    which waits for the GPU. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
     ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
@@ -268,9 +268,7 @@ def _run(
         if weight.gpu >= 0 and (groups == 1 or weight.n // groups % formats.ROWS_PER_SLAB == 0):
             y = by_products(x, weight, geometry, **options)
         else:
-            # cuDNN would take fp32 as TF32.
-            compute = torch.float32 if weight.gpu < 0 else torch.float64
-            y = reference_conv.mixed_conv(x.detach(), weight.unpack(), geometry, compute_dtype=compute, **options)
+            y = reference_conv.mixed_conv(x.detach(), weight.unpack(), geometry, **options)
     return y.contiguous().movedim(-1, 1)
 
 

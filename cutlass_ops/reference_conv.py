@@ -1,7 +1,8 @@
 """The specification of convolutions, in plain torch, on any device.
 
-A mixed convolution is torch's convolution of the dequantised x with the dequantised weight, in fp32 or fp64. A static int8
-convolution is a sum of integers, scaled and rounded once.
+A mixed convolution is torch's convolution of the dequantised x with the dequantised weight. A static int8 convolution is a sum
+of integers, scaled and rounded once. Both are computed in fp64: torch's fp32 convolutions add thousands of products one after
+another, which loses more than a kernel may, and cuDNN's may be transformed ones.
 """
 
 from __future__ import annotations
@@ -20,8 +21,6 @@ from .weight import QuantizedWeight
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 INT32 = torch.iinfo(torch.int32)
-#: fp32 holds every integer up to this.
-_EXACT_IN_FP32 = 2**24
 
 
 class Geometry(NamedTuple):
@@ -33,7 +32,7 @@ class Geometry(NamedTuple):
     groups: int
 
     def spans(self, kernel_size: Sequence[int]) -> list[int]:
-        """Pixels from the first tap to the last, of each dimension."""
+        """Pixels from the first tap to the last, in each dimension."""
         return [dilation * (extent - 1) + 1 for dilation, extent in zip(self.dilation, kernel_size, strict=True)]
 
     def out(self, space: Sequence[int], kernel_size: Sequence[int]) -> list[int]:
@@ -74,21 +73,19 @@ def quantize_pixels(
     return codes.view(pixels.shape), vectors(scales), None if zeros is None else vectors(zeros)
 
 
-def _dequantized_pixels(
-    x: Tensor, qw: QuantizedWeight, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype
-) -> Tensor:
-    """x, quantised and dequantised."""
+def _dequantized_pixels(x: Tensor, qw: QuantizedWeight, groups: int, act_quant: str, symmetric: bool) -> Tensor:
+    """x, quantised and dequantised, fp64."""
     if act_quant == "none" or x.numel() == 0:
-        return x.to(dtype)
+        return x.double()
     block = formats.activation_block(qw.group_size) if act_quant == "block" else -1
     codes, scales, zeros = quantize_pixels(x, groups, act_quant, symmetric, block)
     zeros = None if zeros is None else zeros.flatten(0, 1)
-    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, dtype)
+    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, torch.float64)
     return values.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
 def _convolve(x: Tensor, weight: Tensor, geometry: Geometry) -> Tensor:
-    """torch's convolution, with the channels last: ``[B, *out, N]``."""
+    """torch's convolution, in fp64, with the channels last: ``[B, *out, N]``."""
     stride, padding, dilation, groups = geometry
     y: Tensor = _CONVOLUTIONS[x.dim() - 2](x, weight, None, stride, padding, dilation, groups)
     return y.movedim(1, -1)
@@ -105,9 +102,10 @@ def mixed_conv(
     act_symmetric: bool = True,
     residual: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
-    compute_dtype: torch.dtype = torch.float32,
 ) -> Tensor:
     """``activation(conv(x, W) + bias) + residual``, ``[B, *out, N]``.
+
+    The sums are rounded to fp32 before what follows them.
 
     Args:
         x: fp16, bf16 or fp32 ``[B, groups * C, *space]``.
@@ -118,13 +116,11 @@ def mixed_conv(
         act_symmetric: whether quantised activations have no zero points.
         bias, activation, residual: see :func:`reference.epilogue`; residual is ``[B, *out, N]``.
         out_dtype: dtype of the result; x's if None.
-        compute_dtype: of the dequantised values and of the sums: fp32, or fp64 for an oracle.
     """
     if qw.book is not None:
         qw = replace(qw, book=qw.book.to(x.dtype).float())
-    weight = reference.dequantize_weight(qw, compute_dtype)
-    values = _dequantized_pixels(x, qw, geometry.groups, act_quant, act_symmetric, compute_dtype)
-    total = _convolve(values, weight, geometry)
+    values = _dequantized_pixels(x, qw, geometry.groups, act_quant, act_symmetric)
+    total = _convolve(values, reference.dequantize_weight(qw, torch.float64), geometry).float()
     bias = qw.bias if bias is None else bias
     return reference.epilogue(total, bias, activation, residual, x.dtype if out_dtype is None else out_dtype)
 
@@ -188,14 +184,11 @@ def conv_int8(
         y_scale, y_zero_point, activation: of y; unused if ``out_dtype`` is int32.
         out_dtype: int8, uint8, or int32: acc itself.
     """
-    n, k = qw.shape
-    # The sums of integers of 9 and 8 bits are exact, in whatever order a convolution on a CPU takes them. On a GPU cuDNN may
-    # transform fp32 convolutions, but not those of fp64.
-    exact = torch.float32 if x.is_cpu and k * 255 * 128 <= _EXACT_IN_FP32 else torch.float64
-    integers = x.to(exact) - x_zero_point
-    codes = qw.codes.to(exact) - formats.midpoint(qw.bits)
+    # fp64 adds these without rounding, in any order.
+    integers = x.double() - x_zero_point
+    codes = qw.codes.double() - formats.midpoint(qw.bits)
     if qw.kernel_size:
-        weight = codes.view(n, *qw.kernel_size, -1).movedim(-1, 1).contiguous()
+        weight = codes.view(qw.n, *qw.kernel_size, -1).movedim(-1, 1).contiguous()
         sums = _convolve(integers, weight, geometry)
     else:
         sums = integers @ codes.t()
