@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -176,3 +178,31 @@ def test_dequantize_compiles() -> None:
     packed = co.reorder(co.quantize(torch.randn(5, 40, 3, 2), bits=8, group_size=32))
     compiled = torch.compile(lambda: co.dequantize(packed, torch.float32), fullgraph=True, backend="aot_eager")
     assert torch.equal(compiled(), co.dequantize(packed, torch.float32))
+
+
+def test_copies_and_files_that_differ_in_their_kernels(tmp_path: Path) -> None:
+    quantized = co.quantize(torch.randn(5, 40, 3, 1), bits=8, group_size=32)
+    packed = co.reorder(quantized)
+    assert packed.matrix.kernel_size == ()
+    for other in (copy.deepcopy(packed), pickle.loads(pickle.dumps(packed)), packed.to("meta"), quantized.to("meta")):
+        assert other.kernel_size == (3, 1)
+    assert_same(copy.deepcopy(packed).unpack(), quantized)
+    turned = co.QuantizedWeight(quantized.codes, quantized.scales, bits=8, group_size=32, kernel_size=(1, 3))
+    for name, weight in (("a", packed), ("b", co.reorder(turned))):
+        co.save_packed(tmp_path / f"{name}.safetensors", {"conv": weight})
+    result = CliRunner().invoke(app, ["diff", str(tmp_path / "a.safetensors"), str(tmp_path / "b.safetensors")])
+    assert result.exit_code == 1
+    assert "kernel_size is (3, 1) and (1, 3)" in " ".join(result.output.split())
+
+
+def test_inspect_names_no_kernel_of_products_for_a_convolution(tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    co.save_packed(
+        path, {"conv": co.reorder(co.quantize(torch.randn(5, 40, 3, 3))), "fc": co.reorder(co.quantize(torch.randn(5, 40)))}
+    )
+    result = CliRunner().invoke(app, ["inspect", str(path), "--gpu", "sm_90", "--json"])
+    assert result.exit_code == 0, result.output
+    kernels = {tensor["name"]: tensor["kernels"] for tensor in json.loads(result.output)["tensors"]}
+    assert kernels["conv"] == {}
+    assert kernels["fc"] != {}
+    assert CliRunner().invoke(app, ["inspect", str(path), "--gpu", "sm_90"]).exit_code == 0
