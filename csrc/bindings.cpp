@@ -17,6 +17,7 @@
 #include "cutlass_ops/pack.h"
 #include "cutlass_ops/words.h"
 #include "dispatch/checks.h"
+#include "dispatch/problem.h"
 
 namespace py = pybind11;
 using namespace cutlass_ops;
@@ -47,8 +48,9 @@ struct Weight : PackedWeight {
 Weight make_weight(Pointer codes, Pointer scales, Pointer zeros, Pointer offsets, Pointer perm, Pointer book, int n, int k,
                    int bits, int group_size, DataType scale_type, DataType offset_type, Pointer bias, DataType bias_type,
                    py::object device, int gpu) {
-  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm), as<float>(book), n, k,
-           bits, group_size, scale_type, offset_type},
+  bool const e4m3 = book && bits == 8;  // the only code book of 8 bits (formats.E4M3)
+  return {{as<uint8_t>(codes), as<void>(scales), as<int8_t>(zeros), as<void>(offsets), as<int32_t>(perm),
+           e4m3 ? nullptr : as<float>(book), n, k, bits, group_size, scale_type, offset_type, e4m3},
           as<void>(bias),
           bias_type,
           std::move(device),
@@ -246,7 +248,8 @@ py::object product(PyObject* const* arguments) {
   auto const get = [&](Name const& name) { return checked(PyObject_GetAttr(x.ptr(), name.text)); };
   problem.x_type = problem.out_type = torch.type(get(dtype));
   bool const quantizes = problem.act_quant != ActQuant::kNone;
-  if (problem.x_type == DataType::kNone || (problem.x_type == DataType::kFloat32 && !quantizes) || (weight.book && quantizes))
+  if (problem.x_type == DataType::kNone || (problem.x_type == DataType::kFloat32 && !quantizes) ||
+      (!has_integer_codes(weight) && quantizes))
     return py::none();
   if (!get(device).equal(weight.device)) return py::none();
   py::object const sizes = get(shape);
@@ -432,10 +435,11 @@ PYBIND11_MODULE(_C, m) {
            py::arg("gpu"))
       .def(
           "set_sums",
-          [](Weight& weight, Pointer sums, Pointer scales, Pointer rows) {
-            weight.sums = as<uint8_t>(sums), weight.sum_scales = as<void>(scales), weight.row_sums = as<float>(rows);
+          [](Weight& weight, Pointer colsums) {
+            weight.sums = nullptr, weight.sum_scales = nullptr, weight.row_sums = nullptr;
+            if (colsums) place_colsums(&weight, as<void>(colsums));
           },
-          py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), "Give it what sum_weights made.");
+          py::arg("colsums_ptr"), "Give it what sum_weights made, or 0: then products make it.");
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
@@ -451,16 +455,17 @@ PYBIND11_MODULE(_C, m) {
   for (PyMethodDef& method : kMethods)
     m.add_object(method.ml_name, py::reinterpret_steal<py::object>(PyCFunction_New(&method, nullptr)));
 
-  m.def("sums_bytes", &sums_bytes, py::arg("n"), py::arg("k"), py::arg("bits"), "Bytes that sum_weights writes to sums.");
+  m.def(
+      "colsum_bytes", [](Weight const& weight) { return colsum_bytes(weight); }, py::arg("weight"),
+      "Bytes that sum_weights writes.");
   m.def(
       "sum_weights",
-      [](Weight const& weight, Pointer sums, Pointer scales, Pointer rows, Pointer stream) {
+      [](Weight const& weight, Pointer colsums, Pointer stream) {
         DeviceGuard guard(weight.gpu);
         check(guard.status());
-        check(sum_weights(weight, as<void>(sums), as<void>(scales), as<float>(rows), as<void>(stream)));
+        check(sum_weights(weight, as<void>(colsums), as<void>(stream)));
       },
-      py::arg("weight"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("rows_ptr"), py::arg("stream"),
-      "The sums of a weight's codes, [n_pad] scales of the weight's scale_type, and [n_pad] floats.");
+      py::arg("weight"), py::arg("colsums_ptr"), py::arg("stream"), "The weight's column sums (corrections.h).");
   m.def(
       "quantize_activations",
       [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,
@@ -585,7 +590,6 @@ PYBIND11_MODULE(_C, m) {
         GemmProblem problem;
         problem.m = rows;
         problem.weight = weight;
-        if (!weight.sums) problem.weight.sums = weight.codes;  // any address: mixed_gemm would have them made
         problem.out_type = out_type;
         problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
         if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
@@ -610,6 +614,5 @@ PYBIND11_MODULE(_C, m) {
   m.attr("max_m") = kMaxM;
   m.attr("max_norm_k") = kMaxNormK;
   m.attr("padded_rows") = kPaddedRows;
-  m.attr("compensated_rows") = kCompensatedRows;
   m.attr("least_norm_eps") = kLeastNormEps;
 }

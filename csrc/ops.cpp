@@ -1,6 +1,7 @@
 // The operators: choose a kernel, lay out the workspace, launch. Host code; without CUDA every call says so.
 #include "cutlass_ops/ops.h"
 
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "dispatch/checks.h"
 #include "kernels/kernels.h"
@@ -91,6 +92,9 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
+  if (chosen.corrects && !chosen.layout.sums && !problem.weight.sums) {
+    return {Status::kInvalid, "the plan is for a weight that has its column sums; this one has none" + shape(problem)};
+  }
   WorkspaceLayout const& layout = chosen.layout;
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
@@ -108,11 +112,15 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
   }
   Status status;
-  if (layout.block) {
+  if (layout.sums) {
+    place_colsums(&ready.weight, base + layout.colsums);
+    status = launch_sum_weights(problem.weight, base + layout.colsums, stream);
+  }
+  if (status.ok() && layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
     status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
-  } else if (layout.upcasts) {
+  } else if (status.ok() && layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }
   if (layout.upcasts) {
@@ -132,9 +140,9 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   return launch_quantize_activations(problem, stream);
 }
 
-Status sum_weights(PackedWeight const& weight, void* sums, void* sum_scales, float* row_sums, Stream stream) {
+Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
   if (Status status = check_sums(weight); !status.ok()) return status;
-  return launch_sum_weights(weight, static_cast<uint8_t*>(sums), sum_scales, row_sums, stream);
+  return launch_sum_weights(weight, colsums, stream);
 }
 
 Status pack(PackProblem const& problem, Stream stream) {
@@ -195,7 +203,7 @@ DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
-Status sum_weights(PackedWeight const&, void*, void*, float*, Stream) { return no_cuda(); }
+Status sum_weights(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }
 Status unpack(PackProblem const&, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }

@@ -285,6 +285,8 @@ def _kernel(m: int, weight: PackedWeight, act_quant: str, device: str) -> str:
 def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:
     group = "one group a row" if group_size == -1 else f"groups of {group_size}"
     kind = next((text for part, text in _KINDS.items() if part in parts), "symmetric")
+    if bits == 8 and "book" in parts:
+        kind = "e4m3 floats"
     words = [f"{bits} bits in {group}", kind, f"scales {parts['scales']}"]
     words += [text for part, text in (("bias", "bias"), ("perm", "act order")) if part in parts]
     return ", ".join(words)

@@ -31,9 +31,9 @@ class Explanation:
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; "reference" on the CPU.
-        launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
-            quantises x itself), upcast_activations or correct_zeros before `kernel`, reduce_splits after it. Empty without
-            rows of x.
+        launches: the files in ``csrc/kernels`` of the kernels that run, in order: sum_weights (where the weight's column sums
+            are wanted and not kept), quantize_activations (unless `kernel` quantises x itself), upcast_activations or
+            correct_zeros before `kernel`, reduce_splits after it. Empty without rows of x.
         tile: output features and rows of x that a cluster (a CTA, where there are no clusters) computes at a time.
         grid: CTAs along x and y.
         cluster: CTAs of a cluster.
@@ -130,7 +130,7 @@ def explain(
     Args:
         x: what :func:`mixed_gemm` is to be given, of which the shape, the dtype and the place in memory matter; or the number
             of rows of a contiguous x.
-        weight: the weight; only its sizes and format matter.
+        weight: the weight; its sizes and format matter, and whether :meth:`PackedWeight.sum_codes` keeps its column sums.
         dtype: dtype of x, where x is a number of rows: fp16 if None.
         device: "cpu", a GPU of this machine, or "sm_80", "sm_86", "sm_89", "sm_90", "sm_100", "sm_120" for one that need not be
             there. The weight's own device if None.
@@ -191,6 +191,7 @@ def explain(
         plain = plain and bias is None and activation is None and residual is None and out_dtype is None
         plain = plain and not (saturate or batch_invariant or architecture or exact)
         ptr, stride = _memory(x, plain, batch_invariant)
+    weight.check_sums()
     plan = _C.plan(
         weight.native,
         m,

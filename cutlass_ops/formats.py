@@ -2,7 +2,8 @@
 
 A code ``q`` is an unsigned integer of ``bits`` bits. With a scale ``s`` it stands for ``s * (q - z)`` (an integer zero
 point ``z``), ``s * (q - 2**(bits - 1)) + o`` (a real offset ``o``) or, with neither, ``s * (q - 2**(bits - 1))``. With
-a code book, 16 real values, a 4-bit code stands for ``s * book[q]``, s being the largest magnitude of its group ("absmax").
+a code book, 16 real values for codes of 4 bits or :data:`E4M3` for those of 8, a code stands for ``s * book[q]``; s may be the
+largest magnitude of its group ("absmax").
 The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds the index formula itself.
 """
 
@@ -59,8 +60,20 @@ E2M1 = (*_E2M1_MAGNITUDES, *(-value for value in _E2M1_MAGNITUDES))
 E2M1_LARGEST_EXPONENT = 2
 MXFP4_GROUP = 32
 
+
+def _e4m3(code: int) -> float:
+    exponent, mantissa = code >> 3 & 15, code & 7
+    value = mantissa / 512 if exponent == 0 else 2.0 ** (exponent - 7) * (1 + mantissa / 8)
+    return -value if code & 0x80 else value
+
+
+#: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the one code book of 8 bits.
+#: Codes 0x7f and 0xff are no numbers; no weight may have them, and 480 and -480 stand in their place.
+E4M3 = tuple(_e4m3(code) for code in range(256))
+E4M3_LARGEST = 448.0
+
 #: What :func:`cutlass_ops.quantize` knows by name.
-BOOKS = CODE_BOOKS | {"mxfp4": E2M1}
+BOOKS = CODE_BOOKS | {"mxfp4": E2M1, "e4m3": E4M3}
 
 #: Elements that share an absmax in a flat tensor of 4-bit codes.
 FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)

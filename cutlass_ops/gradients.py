@@ -107,7 +107,7 @@ def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
     )
     ctx.sizes = weight[6:10]
     ctx.epilogue = activation, low, high, saturate
-    ctx.choice = inputs[_BIAS + 7 : _BIAS + ops._FLOATS_END]
+    ctx.choice = inputs[_BIAS + 7 :]
     ctx.dtypes = x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
 
 

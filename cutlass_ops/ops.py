@@ -46,8 +46,6 @@ _MAX_M, _MAX_NORM_K = _C.max_m, _C.max_norm_k
 _LEAST_NORM_EPS = _C.least_norm_eps
 #: Rows up to which quantised ones have memory for a power of two of them.
 _MOST_PADDED_ROWS = _C.padded_rows
-#: Rows of activations with zero points from which a weight's sums are made: dispatch/specs.cpp has kernels for them from there.
-_SUMS_FROM_ROWS = _C.compensated_rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -602,18 +600,6 @@ def _check_residual(residual: Tensor, weight: PackedWeight, out_shape: tuple[int
         raise ValueError(f"residual has shape {tuple(residual.shape)}; {out_shape} is expected")
 
 
-def _wants_sums(x: Any, weight: PackedWeight, act_quant: str) -> bool:
-    """Whether the weight's sums serve this product, whose floats are to get zero points, and are to be made."""
-    if weight.gpu < 0 or is_dynamo_compiling() or weight.has_sums():
-        return False
-    if isinstance(x, QuantizedActivations):
-        wanted, blocks, rows = x.zeros is not None, x.block != -1, x.codes.shape[0]
-    else:
-        wanted, blocks, rows = act_quant != "none", act_quant == "block", x.numel() // weight.k if isinstance(x, Tensor) else 0
-    wanted = wanted and (blocks or weight.group_size != -1 or weight.zeros is not None)
-    return wanted and rows >= _SUMS_FROM_ROWS and not torch.cuda.is_current_stream_capturing()
-
-
 def mixed_gemm(
     x: Tensor | QuantizedActivations,
     weight: PackedWeight,
@@ -632,19 +618,19 @@ def mixed_gemm(
     """``activation(x @ W^T + bias) + residual`` with a packed weight.
 
     Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
-    On Hopper, from 17 rows on, weights in groups of 32 and 64, with offsets or with a code book are rounded once to x's dtype
-    if the result has it too; so are the values of int8 activations with weights of groups of 32 and 64, offsets or 8-bit zero
-    points.
-    ``exact=True`` keeps integers whole. :func:`explain` names the kernel.
+    On Hopper weights in groups of 32 and 64, with offsets, with a code book or with scales of another dtype than x's may be
+    rounded once to x's dtype if the result has it too; so may the values of int8 activations with weights of groups of 32 and
+    64, offsets or 8-bit zero points.
+    ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
     Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
-    corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. The first such product has the weight's
-    codes summed, for which it waits (:meth:`PackedWeight.sum_codes`).
+    corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. Such a product reads sums of the weight's
+    codes, which :meth:`PackedWeight.sum_codes` makes and keeps, or makes them itself: the bits are the same.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
 
     Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
     launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
     points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
-    the next product.
+    the next product, and call :meth:`PackedWeight.sum_codes` before CUDA graphs that were captured with sums it kept.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
     ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
@@ -701,8 +687,8 @@ def mixed_gemm(
             differentiable = differentiable or _requires_grad(bias) or _requires_grad(residual)
     if _any_autocast() and isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    if (not act_symmetric or type(x) is QuantizedActivations) and _wants_sums(x, weight, act_quant):
-        weight.sum_codes()
+    if not dynamo:
+        weight.check_sums()
     plain = bias is None and activation is None and residual is None and out_dtype is None
     plain = plain and not (differentiable or saturate or batch_invariant or architecture or exact or dynamo)
     if plain and type(x) in _TENSORS and weight.gpu >= 0:
@@ -755,9 +741,8 @@ def mixed_gemm(
             _check_no_gradient("mixed_gemm of quantised activations", bias, residual)
         if _direct(x.codes, bias, residual):
             return _gemm_quantized(x, weight, out_shape, end)
-        sums = weight.sums or ()
         quantized = (x.codes, x.scales, x.zeros, x.block, x.dtype)
-        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *_fields(weight), *end, *sums)
+        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *_fields(weight), *end)
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if _direct(x, bias, residual):
@@ -769,7 +754,7 @@ def mixed_gemm(
             return record(matrix, bias, residual, weight, call).view(out_shape)
         return _gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
     floats = (act_quant, act_symmetric)
-    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], *floats, *end[7:], *(weight.sums or ()))
+    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *_fields(weight), *end[:7], *floats, *end[7:])
     return cast(Tensor, y.view(out_shape))
 
 
@@ -825,12 +810,7 @@ _WEIGHT_SCHEMA = (
 #: How many of an operator's arguments they are.
 _WEIGHT = 11
 _EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
-#: With the weight's sums, which are left out where there are none: the dispatcher leaves out what is None, too.
-_CHOICE_SCHEMA = (
-    "bool batch_invariant, int architecture, bool exact, Tensor? sums=None, Tensor? sum_scales=None, Tensor? row_sums=None"
-)
-#: How many arguments of mixed_gemm stand between the weight and its sums, and of gemm_quantized.
-_FLOATS_END, _QUANTIZED_END = 12, 10
+_CHOICE_SCHEMA = "bool batch_invariant, int architecture, bool exact"
 
 
 def _fields(weight: PackedWeight) -> tuple[Any, ...]:
@@ -850,17 +830,8 @@ def _fields(weight: PackedWeight) -> tuple[Any, ...]:
     )
 
 
-def _weight(fields: tuple[Any, ...], sums: tuple[Any, ...]) -> PackedWeight:
-    """The inverse, with its sums if they are given."""
-    weight = PackedWeight(*fields)
-    if len(sums) == 3 and all(t is not None for t in sums):
-        weight.keep_sums(sums)
-    return weight
-
-
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    args, sums = args[: _WEIGHT + _FLOATS_END], args[_WEIGHT + _FLOATS_END :]
-    weight = _weight(args[:_WEIGHT], sums)
+    weight = PackedWeight(*args[:_WEIGHT])
     *end, act_quant, act_symmetric, batch_invariant, architecture, exact = args[_WEIGHT:]
     m = x.shape[0]
     return _gemm_floats(
@@ -875,8 +846,7 @@ def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
 def _gemm_quantized_op(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype, *args: Any
 ) -> Tensor:
-    args, sums = args[: _WEIGHT + _QUANTIZED_END], args[_WEIGHT + _QUANTIZED_END :]
-    weight = _weight(args[:_WEIGHT], sums)
+    weight = PackedWeight(*args[:_WEIGHT])
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, dtype, weight.perm)
     return _gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(_End, args[_WEIGHT:]))

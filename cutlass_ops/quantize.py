@@ -39,8 +39,9 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
             raise ValueError(f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}")
     else:
         raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
-    if bits != 4:
-        raise ValueError(f"bits is {bits}; a code book has values for 4")
+    if (needed := 8 if isinstance(book, str) and book == "e4m3" else 4) != bits:
+        what = "'e4m3'" if needed == 8 else "a code book"
+        raise ValueError(f"bits is {bits}; {what} has values for {needed}")
     if clip is not None:
         raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
 
@@ -66,7 +67,8 @@ def quantize(
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
             gets the code of the nearest value (``reference.quantize_book``), the scale of a group being its
             largest magnitude. Or "mxfp4", in groups of 32, whose scales are powers of two, stored as bf16
-            (``reference.quantize_mxfp4``). ``symmetric`` has no meaning then.
+            (``reference.quantize_mxfp4``). Or "e4m3", floats of 8 bits, with ``bits=8`` (``reference.quantize_e4m3``).
+            ``symmetric`` has no meaning then.
         clip: "mse" searches for each group the range, from all of it to half, at which the squared error is smallest:
             some twenty times the work. None takes all of it.
 

@@ -100,7 +100,7 @@ def quantize_model(
             name in which its dotted components stand next to each other. "lm_head" matches "lm_head" and
             "model.lm_head"; "layers.0" matches "model.layers.0.mlp.up_proj" and not "model.layers.01". An entry
             that matches no module is refused, but for "lm_head".
-        book: None, "nf4", "fp4", "mxfp4" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
+        book: None, "nf4", "fp4", "mxfp4", "e4m3" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
         clip: None or "mse", as in :func:`cutlass_ops.quantize`.
 
     Returns:

@@ -324,13 +324,36 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
     return (codes + 8 * (scaled < 0)).to(torch.uint8), scales.bfloat16()
 
 
+def quantize_e4m3(values: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Quantise blocks to 8-bit floats.
+
+    In fp32: ``s = max |x| / 448``, rounded up to ``dtype``, and the float nearest to ``x / s``; halfway between two, the even
+    one. A block whose largest magnitude is below 2^-100 has scale 1 and zeros.
+
+    Args:
+        values: floating ``[..., block]``.
+        dtype: fp16, bf16 or fp32.
+
+    Returns:
+        codes uint8 ``[..., block]``, scales ``[...]`` of ``dtype``. A block with NaN or an infinity has the scale NaN.
+    """
+    values = values.float()
+    largest = values.abs().amax(-1)
+    regular = largest.isfinite() & (largest >= SMALLEST_RANGE)
+    scales = _rounded_up(torch.where(regular, _quotient(largest, formats.E4M3_LARGEST, largest), 1.0), dtype)
+    scaled = torch.where(regular[..., None], _quotient(values, scales.float()[..., None], values), 0.0)
+    scales = torch.where(largest.isfinite(), scales, torch.nan)
+    return scaled.to(torch.float8_e4m3fn).view(torch.uint8), scales
+
+
 def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code: Tensor | None = None) -> QuantizedWeight:
     """Quantise a weight by a code book, one absmax for each row and group of K, stored in the weight's dtype (exactly).
 
     Args:
         weight: fp16, bf16 or fp32 ``[N, K]``.
         group_size: 32, 64, a multiple of 128, or -1; the last group may be short.
-        quant_type, code: as in :func:`quantize_book`; or "mxfp4", of groups of 32 (:func:`quantize_mxfp4`).
+        quant_type, code: as in :func:`quantize_book`; or "mxfp4", of groups of 32 (:func:`quantize_mxfp4`); or
+            "e4m3" (:func:`quantize_e4m3`).
     """
     _check_matrix("weight", weight, _FLOAT_TYPES)
     formats.check_group_size(group_size)
@@ -338,11 +361,18 @@ def quantize_weight_book(weight: Tensor, group_size: int, quant_type: str, code:
     if code is None and quant_type == "mxfp4":
         codes, scales = quantize_mxfp4(blocks)
         book = torch.tensor(formats.E2M1, dtype=torch.float32, device=weight.device)
+    elif code is None and quant_type == "e4m3":
+        codes, scales = quantize_e4m3(blocks, weight.dtype)
+        book = torch.tensor(formats.E4M3, dtype=torch.float32, device=weight.device)
     else:
         codes, absmax = quantize_book(blocks, quant_type, code)
         scales, book = absmax.to(weight.dtype), code_book(quant_type, code, weight.device)
     return QuantizedWeight(
-        codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(), scales=scales, bits=4, group_size=group_size, book=book
+        codes=codes.flatten(1)[:, : weight.shape[1]].contiguous(),
+        scales=scales,
+        bits=4 if len(book) == 16 else 8,
+        group_size=group_size,
+        book=book,
     )
 
 

@@ -63,6 +63,7 @@ from .weight import (
     PackedWeight,
     QuantizedWeight,
     group_vector_positions,
+    is_known_book,
     not_finite,
     pack_codes,
 )
@@ -147,14 +148,14 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
 
     Raises:
         TypeError: not QuantizedWeights.
-        ValueError: none, or weights that differ in what they must share; the message says in what. Scales, offsets or a
-            code book that are not finite.
+        ValueError: none, or weights that differ in what they must share; the message says in what. Scales, offsets,
+            a code book or codes that are not finite.
     """
     if isinstance(weight, Sequence):
         weight = _one_below_another(weight)
     if not isinstance(weight, QuantizedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a sequence, is expected")
-    if problem := not_finite(weight.scales, weight.offsets, weight.book):
+    if problem := not_finite(weight):
         raise ValueError(f"the weight cannot be packed: {problem}")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
     n_pad, taps = formats.padded_rows(n), weight.taps
@@ -386,7 +387,7 @@ def packed_specs(
         "offsets": vector,
         "bias": (n,),
         "perm": (k,) if experts is None else (experts, k),
-        "book": (16,),
+        "book": (1 << bits,),
     }
     shapes["codes"] = (n_pad * formats.padded_k(k, taps) * bits // 8,)
     return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
@@ -961,6 +962,9 @@ def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | No
         features = torch.arange(weight.k, dtype=torch.int32, device=weight.device)
         if not bool((weight.perm.sort().values == features).all()):
             return "perm", f"is not a permutation of 0 .. {weight.k - 1}"
+    book = weight.tensors().get("book")
+    if book is not None and not is_known_book(book):
+        return "book", "has other values than those of e4m3, the code book that 8-bit codes may have"
     zeros = weight.tensors().get("zeros")
     if weight.bits == 4 and zeros is not None and not -8 <= int(zeros.min()) <= int(zeros.max()) <= 7:
         return "zeros", "holds values outside of -8 .. 7, the zero points of 4 bits"

@@ -120,7 +120,7 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
             _compare_sum(found, info, name, f"{name}.{part}", tensor)
         for title, piece in _pieces(name, weight):
             matrix = piece.unpack()
-            if problem := not_finite(matrix.scales, matrix.offsets, matrix.book):
+            if problem := not_finite(matrix):
                 found.problems.append(f"{title}: {problem}")
             else:
                 _compare(found, title, reorder(matrix).tensors(), piece.tensors(), "has padding that is not zero")

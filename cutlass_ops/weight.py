@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import weakref
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -62,12 +63,10 @@ def _check(name: str, value: Any, shape: tuple[int, ...], types: tuple[torch.dty
 def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.device) -> None:
     if book is None:
         return
-    if bits != 4:
-        raise ValueError(f"a code book is given with bits={bits}; it has values for codes of 4 bits")
     if zeros is not None or offsets is not None:
         name = "zeros" if zeros is not None else "offsets"
         raise ValueError(f"both book and {name} are given; values from a code book have neither zero points nor offsets")
-    _check("book", book, (16,), (torch.float32,), device)
+    _check("book", book, (1 << bits,), (torch.float32,), device)
 
 
 def _check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
@@ -75,15 +74,23 @@ def _check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
         raise ValueError(f"both perm and kernel_size {kernel_size} are given; weights of convolutions have no act order")
 
 
-def not_finite(scales: Tensor, offsets: Tensor | None, book: Tensor | None) -> str | None:
-    """Which scale, offset or value of a code book is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
+def is_known_book(book: Tensor) -> bool:
+    """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
+    return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, device=book.device))
+
+
+def not_finite(weight: QuantizedWeight) -> str | None:
+    """Which scale, offset, value of a code book or code is NaN or infinite, as "scales[3, 0] is nan"; None if all are numbers.
 
     A bias may hold infinities: some models mask outputs with it.
     """
-    for name, values in (("scales", scales), ("offsets", offsets), ("book", book)):
+    for name, values in (("scales", weight.scales), ("offsets", weight.offsets), ("book", weight.book)):
         if values is not None and not bool((finite := values.isfinite()).all()):
             place = [int(i) for i in (~finite).nonzero()[0]]
             return f"{name}{place} is {float(values[tuple(place)])}"
+    if weight.book is not None and weight.bits == 8 and bool((nan := weight.codes & 0x7F == 0x7F).any()):
+        place = [int(i) for i in nan.nonzero()[0]]
+        return f"codes{place} is {int(weight.codes[tuple(place)]):#x}, the NaN of e4m3"
     return None
 
 
@@ -126,8 +133,8 @@ class QuantizedWeight:
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
         perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
             (GPTQ's act order, with columns already sorted by group).
-        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4`` or others), or None; never beside
-            zeros or offsets.
+        book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4``, ``formats.E2M1`` or others), or
+            ``[256]``, those of ``formats.E4M3``, with 8 bits; or None; never beside zeros or offsets.
         kernel_size: extents of a convolution's kernel, one to three; () for a matrix.
 
     Raises:
@@ -177,6 +184,8 @@ class QuantizedWeight:
             if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
                 raise ValueError(f"perm is not a permutation of 0 .. {k - 1}")
         _check_book(self.book, self.bits, self.zeros, self.offsets, device)
+        if self.book is not None and not is_known_book(self.book):
+            raise ValueError("book has other values than formats.E4M3, which is the code book that 8-bit codes may have")
 
     @classmethod
     def from_flat(
@@ -337,6 +346,35 @@ def group_vector_positions(n: int, device: torch.device) -> Tensor:
     return row - inside + 8 * (inside % 8) + inside // 8
 
 
+class ColumnSums:
+    """What :meth:`PackedWeight.sum_codes` keeps: the column sums of some codes with their scales and zero points.
+
+    It holds those tensors: while it lives, others cannot lie at their addresses, by which weights of the same tensors find it.
+
+    Attributes:
+        memory: uint8, in the order of ``corrections.h``.
+        parts: codes, scales and, if there are any, zero points.
+        versions: theirs, when they were summed.
+    """
+
+    def __init__(self, memory: Tensor, parts: tuple[Tensor, ...]) -> None:
+        self.memory = memory
+        self.parts = parts
+        self.versions: tuple[int, ...] = ()
+
+    def now(self) -> tuple[int, ...]:
+        """The versions of the tensors: torch counts what is written to each, but not to inference tensors."""
+        return tuple(t._version for t in self.parts)
+
+    def current(self) -> bool:
+        """Whether these are the sums of what the tensors hold now."""
+        return self.versions == self.now()
+
+
+#: The column sums that are kept, by the weight that they are of (:meth:`PackedWeight._key`).
+_kept: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = weakref.WeakValueDictionary()
+
+
 @dataclass(frozen=True, eq=False)
 class PackedWeight:
     """A weight in the order in which tensor-core lanes read it; made by :func:`cutlass_ops.reorder`.
@@ -351,12 +389,10 @@ class PackedWeight:
         offsets: ``[groups, n_pad]``, or None.
         bias: ``[N]``, or None.
         perm: int32 ``[K]``, or None.
-        book: fp32 ``[16]`` by code (not centred), or None.
+        book: fp32 ``[16]``, or ``[256]`` of ``formats.E4M3``, by code (not centred), or None.
         n, k, bits, group_size, kernel_size: as in :class:`QuantizedWeight`.
         device: where the tensors are.
         gpu: index of that device if it is a GPU, otherwise -1.
-        sums: what :meth:`sum_codes` made, or None.
-        summed: the versions of the tensors it was made of.
     """
 
     codes: Tensor
@@ -374,9 +410,9 @@ class PackedWeight:
     # Kept, since to ask a tensor takes a tenth of a product's host time.
     device: torch.device = field(init=False, repr=False)
     gpu: int = field(init=False, repr=False)
-    sums: tuple[Tensor, Tensor, Tensor] | None = field(init=False, default=None, repr=False)
-    summed: tuple[int, ...] = field(init=False, default=(), repr=False)
-    _stale: tuple[Tensor, Tensor, Tensor] | None = field(init=False, default=None, repr=False)
+    #: What :meth:`sum_codes` of this weight, or of another of the same tensors, made; and whether products read it.
+    _sums: ColumnSums | None = field(init=False, default=None, repr=False)
+    _reads_sums: bool = field(init=False, default=False, repr=False)
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -455,7 +491,7 @@ class PackedWeight:
             if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
                 raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
         pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
-        return _C.PackedWeight(
+        native = _C.PackedWeight(
             pointers["codes"],
             pointers["scales"],
             pointers.get("zeros", 0),
@@ -473,52 +509,73 @@ class PackedWeight:
             self.device,
             self.gpu,
         )
+        if self._sums is None and _kept:
+            object.__setattr__(self, "_sums", _kept.get(self._key()))
+        if self._sums is not None and self._sums.current():
+            native.set_sums(self._sums.memory.data_ptr())
+            object.__setattr__(self, "_reads_sums", True)
+        return native
 
     @cached_property
     def takes_sums(self) -> bool:
-        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or more and no offsets."""
-        plain = not self.kernel_size and self.offsets is None and self.book is None and (self.zeros is None or self.bits == 4)
+        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or more and no offsets.
+
+        Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not record what is written to them.
+        """
+        plain = not self.kernel_size and self.offsets is None and self.book is None
+        plain = plain and (self.zeros is None or self.bits == 4)
         groups = self.group_size == -1 or self.group_size % 128 == 0
-        return plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)
+        if not (plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)):
+            return False
+        # Not what a tracer has in place of tensors.
+        return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_inference() for t in self._summed())
 
     def sum_codes(self) -> None:
-        """Sum every 128 codes of each row, on the weight's GPU, and keep that: 4 bytes for 128 weights.
+        """Sum every 128 codes of each row, on the weight's GPU, and keep that: some 4 bytes for 128 weights.
 
-        With it, products of many rows of int8 activations with zero points take a tenth less time, or, with one zero point
-        a row, a fifth.
-        :func:`cutlass_ops.mixed_gemm` calls this where it is first asked for such a product, but not while a CUDA graph is
-        captured or torch.compile traces: a weight that is first used there can be prepared by this before. It waits for the
-        GPU. What is written into the weight's tensors afterwards is seen by the next call of this, or the next such product,
-        and then in CUDA graphs too.
+        Products of 129 rows or more of int8 activations with zero points read these column sums, and make them in their own
+        scratch memory where none are kept: the results have the same bits. To make them, a kernel reads all of the weight,
+        which this saves such products. A :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it
+        is made, moved or loaded.
+
+        It waits for the GPU, and does nothing while a CUDA graph is captured. After something was written to the weight's
+        tensors, products find that out and make the sums themselves until this is called again. CUDA graphs cannot find it out:
+        those in which products read sums that were kept have to be replayed after the next call of this, which writes the
+        new ones to the same memory.
         """
-        if not self.takes_sums or self.has_sums():
+        if not self.takes_sums or torch.cuda.is_current_stream_capturing():
             return
-        if (made := self._stale) is None:
-            row_scales = self.scales.new_empty(formats.padded_rows(self.n))
-            of_blocks = self.codes.new_empty(_C.sums_bytes(self.n, self.k, self.bits))
-            made = of_blocks, row_scales, torch.empty_like(row_scales, dtype=torch.float32)
-        stream = torch.cuda.current_stream(self.device)
-        codes, scales, rows = (t.data_ptr() for t in made)
-        _C.sum_weights(self.native, codes, scales, rows, stream.cuda_stream)
-        stream.synchronize()  # other streams may use it
-        self.keep_sums(made)
+        native = self.native  # finds what is kept for the same tensors
+        sums = self._sums
+        if sums is None:
+            sums = ColumnSums(self.codes.new_empty(_C.colsum_bytes(native)), self._summed())
+        if not sums.current():
+            versions = sums.now()
+            stream = torch.cuda.current_stream(self.device)
+            _C.sum_weights(native, sums.memory.data_ptr(), stream.cuda_stream)
+            stream.synchronize()  # other streams may read them
+            sums.versions = versions
+        _kept[self._key()] = sums
+        object.__setattr__(self, "_sums", sums)
+        self.check_sums()
 
-    def has_sums(self) -> bool:
-        """Whether there are sums of what the tensors hold now; others are used no more."""
-        if self.sums is not None and self.summed != self._versions():
-            object.__setattr__(self, "_stale", self.sums)  # a captured graph may still read them
-            self.keep_sums(None)
-        return self.sums is not None
+    def share_sums(self, other: PackedWeight) -> None:
+        """Keep what ``other`` keeps, if it has the same codes, scales and zero points."""
+        if self.codes is other.codes and self.scales is other.scales and self.zeros is other.zeros:
+            object.__setattr__(self, "_sums", other._sums)
 
-    def keep_sums(self, sums: tuple[Tensor, Tensor, Tensor] | None) -> None:
-        """Take what :meth:`sum_codes` of the same weight made."""
-        object.__setattr__(self, "sums", sums)
-        object.__setattr__(self, "summed", self._versions())
-        self.native.set_sums(*((0, 0, 0) if sums is None else (t.data_ptr() for t in sums)))
+    def check_sums(self) -> None:
+        """Have products read the sums that are kept if they are of what the tensors hold now, and not otherwise."""
+        if self._sums is not None and (current := self._sums.current()) != self._reads_sums:
+            self.native.set_sums(self._sums.memory.data_ptr() if current else 0)
+            object.__setattr__(self, "_reads_sums", current)
 
-    def _versions(self) -> tuple[int, ...]:
-        parts = (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
-        return tuple(0 if t.is_inference() else t._version for t in parts)
+    def _summed(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+
+    def _key(self) -> tuple[Any, ...]:
+        addresses = tuple(t.data_ptr() for t in self._summed())
+        return addresses, self.n, self.k, self.bits, self.group_size, self.scales.dtype
 
     def _find_device(self) -> None:
         object.__setattr__(self, "device", self.codes.device)
@@ -526,11 +583,11 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "sums", "summed", "_stale", "takes_sums", "matrix")
+        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state, sums=None, summed=(), _stale=None)
+        self.__dict__.update(state, _sums=None, _reads_sums=False)
         self._find_device()
 
     def to(self, device: torch.device | str) -> PackedWeight:

@@ -587,7 +587,7 @@ def test_which_file_of_a_directory_is_read(tmp_path: Path) -> None:
     [
         ({"quantization_config": 3}, "quantization_config is 3; an object is expected"),
         ({"text_config": {"compression_config": []}}, r"compression_config is \[\]; an object"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "is quantised by 'fp8'; known are awq, "),
+        ({"quantization_config": {"quant_method": "fbgemm_fp8"}}, "is quantised by 'fbgemm_fp8'; known are awq, "),
         ([], "is a JSON list; an object is expected"),
     ],
 )

@@ -291,7 +291,7 @@ def test_a_weight_by_a_code_book_of_ones_own(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(
     ("book", "error", "message"),
     [
-        ("af4", ValueError, "book is 'af4'; supported are 'nf4', 'fp4', 'mxfp4', and a tensor of 16 values"),
+        ("af4", ValueError, "book is 'af4'; supported are 'nf4', 'fp4', 'mxfp4', 'e4m3', and a tensor of 16 values"),
         ([0.0] * 16, TypeError, "book is a list; a name or a tensor of 16 values is expected"),
         (torch.zeros(16, dtype=HALF), TypeError, "code has dtype float16; supported is float32"),
         (torch.zeros(15), ValueError, r"code has shape \(15,\); \(16,\) is expected"),
@@ -364,7 +364,7 @@ def test_what_is_refused() -> None:
         co.mixed_gemm(x, co.reorder(qw), act_quant="token")
     with pytest.raises(ValueError, match="both book and zeros"):
         co.QuantizedWeight(qw.codes, qw.scales, zeros=torch.zeros(4, 1, dtype=torch.uint8), group_size=64, book=qw.book)
-    with pytest.raises(ValueError, match="a code book is given with bits=8"):
+    with pytest.raises(ValueError, match=r"book has shape \(16,\); \(256,\) is expected"):
         co.QuantizedWeight(qw.codes, qw.scales, bits=8, group_size=64, book=qw.book)
     with pytest.raises(ValueError, match="their code books differ"):
         co.reorder([qw, co.quantize(x, group_size=64, book="fp4")])

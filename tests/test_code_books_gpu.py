@@ -183,10 +183,12 @@ def test_epilogue_order_and_views(m: int) -> None:
 
 
 def test_graphs_and_other_books() -> None:
-    books = {
-        name: co.quantize(torch.randn(320, 640, device="cuda").half(), group_size=64, book=name) for name in formats.CODE_BOOKS
-    }
-    for qw in books.values():
+    for name, group_size in {**dict.fromkeys(formats.CODE_BOOKS, 64), "mxfp4": formats.MXFP4_GROUP}.items():
+        weight = torch.randn(320, 640, device="cuda").half()
+        qw = co.quantize(weight, group_size=group_size, book=name)
+        host = co.quantize(weight.cpu(), group_size=group_size, book=name)
+        assert torch.equal(qw.codes.cpu(), host.codes)
+        assert torch.equal(qw.scales.cpu(), host.scales)
         packed = co.reorder(qw)
         assert torch.equal(co.dequantize(packed, HALF), reference.dequantize_weight(qw, HALF))
         x = torch.randn(4, 640, device="cuda").half()

@@ -449,14 +449,15 @@ def test_gpu_layer_moves_and_multiplies(act_quant: str, dtype: torch.dtype) -> N
     layer = co.MixedLinear(co.reorder(qw), act_quant)
     x = activations(5, K).to(dtype)
     expected = reference.mixed_gemm(x, qw, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
-    step = 2.0**-8 if dtype == torch.bfloat16 else 2.0**-10
+    # Weights may be rounded to x's dtype.
+    step, sums = (2.0**-7, 1e-2) if dtype == torch.bfloat16 else (2.0**-10, 1.2e-3)
     for model in (layer.cuda(), copy.deepcopy(layer), layer.cpu().to("cuda", dtype)):
         assert_consistent(model)
         for _ in range(2):  # the second call uses the pointers that the first one kept
             y = model(x.cuda())
             assert y.dtype == dtype
             difference = (y.cpu().float() - expected).abs()
-            assert (difference <= step * expected.abs() + 1e-5 * expected.square().mean().sqrt()).all()
+            assert (difference <= step * expected.abs() + sums * expected.square().mean().sqrt()).all()
 
 
 @pytest.mark.gpu

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import os
-import pickle
 import signal
 import stat
 import struct
@@ -15,7 +13,6 @@ import textwrap
 import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -24,7 +21,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from cutlass_ops import (
-    _C,
     CheckpointError,
     PackedWeight,
     QuantizedWeight,
@@ -209,31 +205,6 @@ def test_weights_of_other_act_orders_or_biases_are_not_packed_as_one() -> None:
         reorder([])
     with pytest.raises(TypeError, match=r"weights\[1\] is a PackedWeight"):
         reorder([first, reorder(first)])  # type: ignore[list-item]
-
-
-def test_sums_of_codes_are_made_on_a_gpu_alone() -> None:
-    packed = reorder(random_weight(64, 256, bits=8))
-    packed.sum_codes()
-    for weight in (packed, copy.deepcopy(packed), pickle.loads(pickle.dumps(packed))):
-        assert (weight.sums, weight.takes_sums, weight.has_sums()) == (None, False, False)
-
-
-def test_sums_of_codes_follow_what_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[tuple[int, ...]] = []
-    monkeypatch.setattr(_C, "sum_weights", lambda _, *pointers: made.append(pointers))
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0, synchronize=lambda: None))
-    packed = reorder(random_weight(64, 256, bits=8, group_size=128))
-    packed.__dict__["takes_sums"] = True
-    packed.sum_codes()
-    packed.sum_codes()
-    assert packed.has_sums()
-    assert len(made) == 1
-    packed.codes[0] ^= 1
-    assert not packed.has_sums()
-    assert packed.sums is None
-    packed.sum_codes()
-    assert packed.has_sums()
-    assert made == [made[0], made[0]]  # in the memory that captured graphs read
 
 
 @pytest.mark.gpu

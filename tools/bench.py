@@ -400,7 +400,14 @@ def measure(
     """A row of results for each M."""
     options = FORMATS[name].options | {"architecture": architecture}
     packed = packed_weight(n, k, *FORMATS[name].weight)
-    ours = Peer(lambda: copy.deepcopy(packed), lambda x, w: co.mixed_gemm(x, w, **options), packed.nbytes)
+
+    def fresh() -> co.PackedWeight:
+        weight = copy.deepcopy(packed)
+        if not options.get("act_symmetric", True):
+            weight.sum_codes()
+        return weight
+
+    ours = Peer(fresh, lambda x, w: co.mixed_gemm(x, w, **options), packed.nbytes)
     others = peers(name, packed) if with_peers else {}
     made: dict[str, list[Any]] = {who: [] for who in ("ours", *others)}
     rows = []

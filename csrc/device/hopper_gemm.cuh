@@ -256,6 +256,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
       if constexpr (C::kWindow > 0) {
         WindowPlace<C::kWindow> const at(k, p);
         if (k == at.correction) {
+          wait_alone();  // the product's own launch may have made the sums
           if (leader) {
             int const windows = p.k_tiles - weight_tiles;
             TransactionBarrier::arrive_and_expect_tx(full, slabs * (kChunk + kRowsPerSlab * p.scale_bytes));

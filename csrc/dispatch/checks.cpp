@@ -36,6 +36,14 @@ Status check_weight(PackedWeight const& w) {
                                                : "offsets") +
                        "; a code book gives values to 4-bit codes, without zero points or offsets");
   }
+  if (w.e4m3 && (w.bits != 8 || w.zeros || w.offsets || w.book)) {
+    return unsupported("the weight has e4m3 codes and " +
+                       std::string(w.bits != 8 ? "4 bits"
+                                   : w.zeros   ? "zeros"
+                                   : w.offsets ? "offsets"
+                                               : "a code book") +
+                       "; e4m3 codes are of 8 bits, without zero points, offsets or a code book");
+  }
   return {};
 }
 
@@ -70,8 +78,9 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
                        std::to_string(device.architecture) +
                        ", which runs kernels of its own architecture and of earlier ones");
   }
-  if (w.book && multiplies_int8(problem)) {
-    return unsupported("the weight has a code book and the activations are int8; a code book takes fp16 or bf16 activations");
+  if (!has_integer_codes(w) && multiplies_int8(problem)) {
+    return unsupported("the weight has " + std::string(w.book ? "a code book" : "e4m3 codes") +
+                       " and the activations are int8; that takes fp16 or bf16 activations");
   }
   return {};
 }
@@ -105,8 +114,8 @@ Status check_quantize(QuantizeProblem const& p) {
 
 Status check_sums(PackedWeight const& w) {
   if (Status status = check_weight(w); !status.ok()) return status;
-  if (has_int8_products(w) && !w.book) return {};
-  return unsupported("sums of codes are for groups of 128 or more, without offsets, a code book, or zero points of 8 bits");
+  if (has_int8_products(w) && has_integer_codes(w)) return {};
+  return unsupported("sums of codes are for integers in groups of 128 or more, without offsets or zero points of 8 bits");
 }
 
 Status check_dequantize(DequantizeProblem const& p) {

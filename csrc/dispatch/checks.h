@@ -11,8 +11,6 @@ constexpr double kLeastNormEps = 1e-15;
 // Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there come slowly, some 8 bytes a clock. Among many tiles that is
 // nothing, and takes less power.
 constexpr int kPaddedRows = 512;
-// Rows from which a weight's column sums compensate zero points of activations.
-constexpr int kCompensatedRows = 129;
 
 Status unsupported(std::string text);
 Status invalid(std::string text);

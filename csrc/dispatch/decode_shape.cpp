@@ -5,16 +5,20 @@
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
+namespace {
+
+constexpr int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
+
+}  // namespace
 
 DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   DecodeMemory at;
   PackedWeight const& w = p.weight;
-  auto size = [](DataType type) { return type == DataType::kFloat32 ? 4 : 2; };
   bool int8 = multiplies_int8(p);
   int columns = 512 / w.bits, rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
-  at.zeros = 4096 + rows * kRowsPerSlab * size(w.scale_type);
+  at.zeros = 4096 + rows * kRowsPerSlab * bytes_of(w.scale_type);
   at.offsets = at.zeros + (w.zeros ? rows * kRowsPerSlab : 0);
-  at.stage = at.offsets + (w.offsets ? rows * kRowsPerSlab * size(w.offset_type) : 0);
+  at.stage = at.offsets + (w.offsets ? rows * kRowsPerSlab * bytes_of(w.offset_type) : 0);
   int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns, steps = shape.slice * kKPerTile / step;
   at.token = shape.slice * kKPerTile * 2 + 16;
   at.x = shape.warps * shape.stages * at.stage;
@@ -81,12 +85,12 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens)
   return best;
 }
 
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool alone) {
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool alone, bool folds) {
   constexpr int kTokens = WgmmaDecodeShape::kTokens, kMostStages = WgmmaDecodeShape::kMostStages;
   WgmmaDecodeShape best;
-  best.scale_bytes = p.weight.scale_type == DataType::kFloat32 ? 4 : 2;
   PackedWeight const& w = p.weight;
-  bool const int8 = multiplies_int8(p), token_zeros = activations_have_zeros(p);
+  bool const int8 = multiplies_int8(p) && !folds, token_zeros = int8 && activations_have_zeros(p);
+  int const tile_groups = w.group_size > 0 && w.group_size < kKPerTile ? kKPerTile / w.group_size : 1;
   int const x_bytes = int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2;
   int const groups = WgmmaDecodeShape::warpgroups(alone), most = WgmmaDecodeShape::most_slabs_of(alone, token_zeros),
             unit = WgmmaDecodeShape::unit(alone);
@@ -113,8 +117,10 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
     shape.clusters = needed;
     shape.sets = slabs <= most && tiles >= groups ? groups : 1;
     shape.scales = slabs * chunk_bytes(w.bits);
-    shape.zeros = shape.scales + slabs * kRowsPerSlab * shape.scale_bytes * (w.group_size == 64 ? 2 : 1);
-    shape.token_scales = shape.zeros + (w.zeros ? slabs * kRowsPerSlab : 0);
+    int const rows = tile_groups * slabs * kRowsPerSlab;
+    shape.offsets = shape.scales + rows * bytes_of(w.scale_type);
+    shape.zeros = shape.offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
+    shape.token_scales = shape.zeros + (w.zeros ? rows : 0);
     shape.weight_bytes = (shape.token_scales + (int8 ? kTokens * 4 : 0) + (token_zeros ? kTokens : 0) + 127) / 128 * 128;
     shape.stages = std::min({tiles, kMostStages, most_bytes / (x_bytes + shape.weight_bytes)});
     // A stage is always the same set's: a set cannot know of a stage's turns in between.

@@ -27,7 +27,7 @@ DecodeMemory decode_memory(GemmProblem const& problem, DecodeShape const& shape)
 
 static_assert(WgmmaDecodeShape::unit(false) == kRowsPerSlab);
 
-// `quantizes`: the CTAs quantise x themselves. `alone`: one CTA per SM.
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device, bool quantizes, bool alone);
+// `quantizes`: the CTAs quantise x themselves. `alone`: one CTA per SM. `folds`: wgmma_decode_fold16's.
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device, bool quantizes, bool alone, bool folds);
 
 }  // namespace cutlass_ops

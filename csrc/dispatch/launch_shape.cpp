@@ -34,7 +34,7 @@ void persistent_grid(GemmProblem const& problem, Device const& device, Candidate
 bool shape_mma_gemm_a16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const book = w.book, general = book || w.offsets || has_short_groups(w), large = tile.block_m == 64;
+  bool const book = w.book, general = !has_integer_codes(w) || w.offsets || has_short_groups(w), large = tile.block_m == 64;
   auto const bytes = [&](int stages) { return mma_gemm_a16_shared_bytes(w.bits, tile.block_m, general, book, stages); };
   plan->stages = large && (book || (general && w.bits == 8)) ? 2 : tile.stages;
   // Two CTAs per SM are worth more than a third stage; that comes where both fit (sm_90), or neither (sm_86, sm_89, sm_120).
@@ -116,9 +116,11 @@ bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candida
   return true;
 }
 
-bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+namespace {
+
+bool shape_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, bool folds, Plan* plan) {
   bool const alone = candidate.tile.min_ctas_per_sm == 1;
-  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, alone);
+  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, alone, folds);
   if (shape.cluster == 0) return false;
   plan->wgmma_decode = shape;
   plan->grid_x = shape.clusters * shape.cluster;
@@ -127,6 +129,15 @@ bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candid
   plan->stages = shape.stages;
   plan->shared_bytes = shape.shared_bytes;
   return true;
+}
+
+}  // namespace
+
+bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  return shape_decode(problem, device, candidate, false, plan);
+}
+bool shape_wgmma_decode_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
+  return shape_decode(problem, device, candidate, true, plan);
 }
 
 }  // namespace cutlass_ops

@@ -78,5 +78,6 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device, Cand
 bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
 bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
 bool shape_wgmma_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
+bool shape_wgmma_decode_fold16(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
 
 }  // namespace cutlass_ops

@@ -33,7 +33,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
     layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
   }
-  if (upcasts && (multiplies_int8(problem) || is_irregular(problem))) {
+  if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.partials;
     layout.partials = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
   }
@@ -42,6 +42,10 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.corrects = true, layout.zero_values = layout.partials;
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
     layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
+  }
+  if (plan->corrects && !w.sums) {
+    layout.sums = true, layout.colsums = layout.partials;
+    layout.partials = layout.colsums + align_256(size_t(colsum_bytes(w)));
   }
   plan->layout = layout;
   plan->workspace = layout.partials;
@@ -64,6 +68,7 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
 // In the order of mixed_gemm (ops.cpp).
 std::vector<char const*> launches(Plan const& plan) {
   std::vector<char const*> names;
+  if (plan.layout.sums) names.push_back("sum_weights");
   if (plan.layout.block) {
     names.push_back("quantize_activations");
   } else if (plan.layout.upcasts) {

@@ -16,6 +16,7 @@ constexpr int activation_block(int group_size) { return group_size == -1 || grou
 
 inline int64_t padded_size(PackedWeight const& w) { return padded_rows(w.n) * padded_k(w.k); }
 inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile); }
+inline bool has_integer_codes(PackedWeight const& w) { return !w.book && !w.e4m3; }
 inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 || w.group_size == 64; }
 
 // Whether activations are int8 where they are multiplied: quantised before, or on the way.

@@ -14,8 +14,16 @@ namespace {
 #define LAUNCHER(function) function
 Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   auto const launch = problem.weight.book        ? launch_wgmma_fold16<formats::Codebook>
+                      : problem.weight.e4m3      ? launch_wgmma_fold16<formats::E4m3>
                       : problem.weight.bits == 4 ? launch_wgmma_fold16<formats::Int4>
                                                  : launch_wgmma_fold16<formats::Int8>;
+  return launch(problem, plan, partials, stream);
+}
+Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+  auto const launch = problem.weight.book        ? launch_wgmma_decode_fold16<formats::Codebook>
+                      : problem.weight.e4m3      ? launch_wgmma_decode_fold16<formats::E4m3>
+                      : problem.weight.bits == 4 ? launch_wgmma_decode_fold16<formats::Int4>
+                                                 : launch_wgmma_decode_fold16<formats::Int8>;
   return launch(problem, plan, partials, stream);
 }
 #else
@@ -86,7 +94,7 @@ Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
-                  w.book ? Field::kCodebook : Field::kNone);
+                  has_integer_codes(w) ? Field::kNone : Field::kCodebook);
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
   return first_of(needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
@@ -96,7 +104,7 @@ Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
-  return first_of(needs_hopper(problem, device, kPortableSharedBytes),
+  return first_of(needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
                   groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
 }
 Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
@@ -104,6 +112,7 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
   if (Field field = needs_hopper(problem, device); field != Field::kNone) return field;
   bool const own_scales = w.scale_type == problem.x_type;
+  if (w.e4m3) return Field::kCodebook;
   if (w.book) {
     if (w.group_size == 32) return Field::kGroups;
     if (!own_scales && w.scale_type != DataType::kFloat32) return Field::kScaleType;
@@ -112,6 +121,10 @@ Field wgmma_decode_can(GemmProblem const& problem, Device const& device) {
   if (Field field = needs_long_groups(w); field != Field::kNone) return field;
   if (multiplies_int8(problem)) return w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone;
   return !own_scales ? Field::kScaleType : is_irregular(problem) ? Field::kXLayout : Field::kNone;
+}
+Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) {
+  return first_of(needs_few_rows(problem, kMostDecodeRows), needs_hopper(problem, device),
+                  may_round(problem) ? Field::kNone : Field::kResult);
 }
 
 // ---- where the decode kernels were measured to win, on an H200 (results/h200.json): by rows of x and by millions of weights
@@ -123,9 +136,12 @@ bool has_millions(GemmProblem const& problem, int64_t least, int64_t most = int6
 bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
 
 // wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
-bool can_quantize_blocks(GemmProblem const& problem) {
+bool can_quantize_values(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
-         problem.weight.scale_type == problem.x_type && !is_irregular(problem);
+         !is_irregular(problem);
+}
+bool can_quantize_blocks(GemmProblem const& problem) {
+  return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
 // With one CTA per SM, of large weights of 8 bits. (Of a longer K clusters of two CTAs with few features take a part each, and all of these quantise all of x.)
 bool one_cta_quantizes(GemmProblem const& problem) {
@@ -184,6 +200,29 @@ constexpr Candidate kWgmmaDecode[] = {
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_quantize, true, false, "two CTAs per SM quantise their own x"},
     {wgmma_decode_tile(2), 0, 16, {}, two_ctas_decode, false, false, "two CTAs per SM, weights by bulk copies"},
 };
+// wgmma_decode_fold16 is the choice where wgmma_decode, whose products are exact, cannot implement the weight, and decode_gemm was not measured to be faster:
+// with code books up to 8 rows, 4 bits in groups of 64 up to 4, and zero points of small 8-bit weights up to 4.
+bool folds_few_rows(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  int const m = problem.m;
+  if (w.book) return m > 8;
+  if (w.group_size == 64 && !w.offsets && w.bits == 4) return m > 4;
+  if (multiplies_int8(problem)) return !has_int8_products(w) && (!is_int8(problem) || m > 4 || has_millions(problem, 48));
+  return has_short_groups(w) || w.offsets || w.e4m3 || w.scale_type != problem.x_type;
+}
+// One CTA per SM, of large 8-bit weights, after the quantiser.
+bool one_cta_folds(GemmProblem const& problem) {
+  return folds_few_rows(problem) && is_int8(problem) && has_millions(problem, 48);
+}
+// Of a K that is not long: all clusters quantise all of x. (8192 x 28672 in groups of 32 takes 56 us, 39 after the quantiser; 18944 x 3584 17 and 16 to 20.)
+bool folds_and_quantizes(GemmProblem const& problem) {
+  return folds_few_rows(problem) && can_quantize_values(problem) && problem.weight.k < 8192;
+}
+constexpr Candidate kWgmmaDecodeFold16[] = {
+    {wgmma_decode_tile(1), 0, 16, {}, one_cta_folds, false, false, "one CTA per SM: large 8-bit weights, rounded to x's type"},
+    {wgmma_decode_tile(2), 0, 16, {}, folds_and_quantizes, true},
+    {wgmma_decode_tile(2), 0, 16, {}, folds_few_rows},
+};
 constexpr Candidate kDecodeGemm[] = {
     {decode_gemm_tile(4), 0, 4, {}, has_codebook, true},
     {decode_gemm_tile(8), 0, 8, {}, decodes_8_rows, true},
@@ -208,14 +247,13 @@ bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
-// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the column sums of the weight are there, and the
-// result is rounded by more than fp32 sums lose that held zero points for a while. Where neither side has blocks int32 sums run over all of K, from which
+// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than fp32 sums lose
+// that held zero points for a while. It does not matter whether the weight's column sums are there already, or the bits of a result would tell. Where neither side has blocks int32 sums run over all of K, from which
 // zero points are taken exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return w.sums && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
-         problem.out_type != DataType::kFloat32;
+  return blocks && activations_have_zeros(problem) && !problem.batch_invariant && problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
@@ -228,9 +266,10 @@ bool int4_with_scales_of_x(GemmProblem const& problem) {
 // wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || w.book;
+  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
+constexpr int kCompensatedRows = 129;  // from which on it pays
 constexpr char const* kCompensates = "zero-point correction for many tiles of K at once";
 
 // Zero points of x, uncompensated, take 12 to 25 % longer than the costs say; so that both compare, compensated tiles have measured times over 1.18.
@@ -298,6 +337,8 @@ constexpr Candidate kMmaGemmA8[] = {
 constexpr KernelSpec kSpecs[] = {
     {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), nullptr,
      shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
+    {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true, wgmma_decode_fold16_can,
+     OF_ALL(kWgmmaDecodeFold16), nullptr, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
      decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
@@ -354,7 +395,7 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
     case Field::kGroupVectors:
       return "scales of 2^29 groups";
     case Field::kCodebook:
-      return "a code book";
+      return w.e4m3 ? "e4m3 codes" : "a code book";
     case Field::kNoCodebook:
       return "a weight without a code book";
     case Field::kScaleType:

@@ -8,6 +8,10 @@ namespace cutlass_ops::formats {
 struct Codebook {
   static constexpr int kBits = 4;
   static constexpr int kTableBytes = decode::Int4Book::kTableBytes;
+  static constexpr bool kIntegers = false;
+
+  template <class>
+  using Decoder = decode::Int4Book;
 
   // Values of the code book, rounded to Element.
   template <class Element>
@@ -27,6 +31,9 @@ struct Codebook {
       decode::Int4Book::combine(pairs, out);
     }
   };
+
+  // Of a centred code, unscaled; `codebook` by its four bits.
+  static __device__ __forceinline__ float value(int code, int, float const* codebook) { return codebook[code & 15]; }
 };
 
 }  // namespace cutlass_ops::formats

@@ -2,11 +2,15 @@
 //
 // A warp takes 16 rows x 256 columns (128 at 8 bits), all of whose codes it asks for at once. A lane's record holds pairs of columns of two rows; the
 // four lanes of those rows trade words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines. The
-// arithmetic is the reference's: (q - z) * s, c * s + o or book[q] * s, each operation rounded to fp32 by itself, then one rounding to the
+// arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by itself, then one rounding to the
 // output's type.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
+#include "formats/codebook.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/int4.cuh"
+#include "formats/int8.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
@@ -76,14 +80,14 @@ struct Factors {
 };
 
 // Eight codes of a row, centred, from column k on, whose row begins at `row` in the output.
-template <bool kBook>
+template <class Format>
 __device__ __forceinline__ void finish(Params const& p, float const* book, Factors const& factors, int64_t row, int k,
                                        int const (&codes)[8]) {
   PackedWeight const& w = p.problem.weight;
   float v[8];
 #pragma unroll
-  for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(kBook ? book[codes[e] & 15] : float(codes[e] - factors.zero), factors.scale);
-  if (!kBook && w.offsets) {
+  for (int e = 0; e < 8; ++e) v[e] = __fmul_rn(Format::value(codes[e], factors.zero, book), factors.scale);
+  if (Format::kTableBytes == 0 && w.offsets) {
 #pragma unroll
     for (float& x : v) x = __fadd_rn(x, factors.offset);
   }
@@ -96,9 +100,9 @@ __device__ __forceinline__ void finish(Params const& p, float const* book, Facto
   }
 }
 
-template <int kBits, bool kBook>
+template <class Format>
 __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant__ Params const p) {
-  constexpr int kTileUnits = kBits / 2, kUnitColumns = kKPerTile / kTileUnits;  // of 16 rows
+  constexpr int kBits = Format::kBits, kTileUnits = kBits / 2, kUnitColumns = kKPerTile / kTileUnits;  // of 16 rows
   __shared__ float book[16];
   PackedWeight const& w = p.problem.weight;
   int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
@@ -114,7 +118,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
       records[i] = __ldcs(reinterpret_cast<uint4 const*>(from + int64_t(unit / kTileUnits) * chunk_bytes(kBits) +
                                                          unit % kTileUnits * kUnitBytes));
   }
-  if (kBook) {
+  if (Format::kTableBytes > 0) {
     if (threadIdx.x < 16) book[threadIdx.x] = w.book[threadIdx.x ^ 8];  // by the centred code's four bits
     __syncthreads();
   }
@@ -147,7 +151,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
         }
         int k = column + further * 32 + 8 * t;
         if (further && p.log_group == 5) factors = Factors(p, n, column + 32);
-        if (k < w.k) finish<kBook>(p, book, factors, row, k, codes);
+        if (k < w.k) finish<Format>(p, book, factors, row, k, codes);
       }
     }
   }
@@ -170,9 +174,11 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   int columns = (k_tiles * w.bits / 2 + kUnits - 1) / kUnits;
   Params p{panel, rows, rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm};
   dim3 grid(unsigned((int64_t(columns) * (padded_rows(w.n) / kRowsPerBlock) + kThreads / 32 - 1) / (kThreads / 32)));
-  return w.bits == 8 ? launch(dequantize_units<8, false>, grid, kThreads, 0, stream, p)
-         : w.book    ? launch(dequantize_units<4, true>, grid, kThreads, 0, stream, p)
-                     : launch(dequantize_units<4, false>, grid, kThreads, 0, stream, p);
+  auto const kernel = w.book        ? dequantize_units<formats::Codebook>
+                      : w.e4m3      ? dequantize_units<formats::E4m3>
+                      : w.bits == 4 ? dequantize_units<formats::Int4>
+                                    : dequantize_units<formats::Int8>;
+  return launch(kernel, grid, kThreads, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -9,6 +9,7 @@ namespace formats {
 struct Int4;
 struct Int8;
 struct Codebook;
+struct E4m3;
 }  // namespace formats
 
 // ---- the product
@@ -67,6 +68,10 @@ constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
 }
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
+// wgmma_decode_fold16.cuh: likewise, weights of every format rounded once to the type of x; two CTAs per SM.
+template <class Format>
+Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+
 // ---- before and after it
 
 // reduce_splits.cu: add the slices of K in their order and apply the epilogue.
@@ -88,7 +93,7 @@ Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 // ---- other operators
 
 // sum_weights.cu
-Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream);
+Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

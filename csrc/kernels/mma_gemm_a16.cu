@@ -14,6 +14,10 @@
 #include "device/launch.cuh"
 #include "device/tile.cuh"
 #include "dispatch/launch_shape.h"
+#include "formats/codebook.cuh"
+#include "formats/e4m3.cuh"
+#include "formats/int4.cuh"
+#include "formats/int8.cuh"
 #include "kernels/kernels.h"
 
 #pragma nv_diag_suppress 177  // not every kernel reads every member of its Config
@@ -21,16 +25,15 @@
 namespace cutlass_ops {
 namespace {
 
-// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kBook: values from a code book.
-// kStages_: 0 for the table's.
-template <class Element_, int kBits_, int kTokens, bool kGeneral_, bool kBook_ = false, int kStages_ = 0>
+// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kStages_: 0 for the table's.
+template <class Element_, class Format, int kTokens, bool kGeneral_, int kStages_ = 0>
 struct Config : BlockTile<kTokens> {
   using Tile = BlockTile<kTokens>;
   using Element = Element_;
-  static constexpr bool kBook = kBook_;
-  using Decode = std::conditional_t<kBook, decode::Int4Book, decode::ToFloat<kBits_, Element>>;
+  static constexpr bool kBook = Format::kTableBytes > 0;
+  using Decode = typename Format::template Decoder<Element>;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kBits = kBits_;
+  static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kPieces = kKPerTile / 16;
@@ -53,7 +56,7 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kOffsets = kZeros + (kBook ? 0 : kGroups * Tile::kRows);
   static constexpr int kStageBytes = kOffsets + (kGeneral && !kBook ? kGroups * Tile::kRows * 4 : 0);
   static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static constexpr int kSharedBytes = kTable + (kBook ? decode::Int4Book::kTableBytes : 0);
+  static constexpr int kSharedBytes = kTable + Format::kTableBytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
   static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes, "its tile promises less shared memory");
   static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
@@ -417,16 +420,15 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* partia
 template <class Element, int kBits, int kTokens>
 Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
   PackedWeight const& w = problem.weight;
-  if constexpr (kBits == 4) {
-    if (w.book) return launch_config<Config<Element, 4, kTokens, true, true>>(problem, plan, partials, stream);
-  }
+  using Integers = std::conditional_t<kBits == 4, formats::Int4, formats::Int8>;
+  using Others = std::conditional_t<kBits == 4, formats::Codebook, formats::E4m3>;
+  if (w.book || w.e4m3) return launch_config<Config<Element, Others, kTokens, true>>(problem, plan, partials, stream);
   if (w.offsets || w.group_size == 32 || w.group_size == 64) {
-    return launch_config<Config<Element, kBits, kTokens, true>>(problem, plan, partials, stream);
+    return launch_config<Config<Element, Integers, kTokens, true>>(problem, plan, partials, stream);
   }
-  using Whole = Config<Element, kBits, kTokens, false>;
+  using Whole = Config<Element, Integers, kTokens, false>;
   if constexpr (Whole::kAhead && kBits == 8) {
-    if (plan.stages == 2)
-      return launch_config<Config<Element, kBits, kTokens, false, false, 2>>(problem, plan, partials, stream);
+    if (plan.stages == 2) return launch_config<Config<Element, Integers, kTokens, false, 2>>(problem, plan, partials, stream);
   }
   return launch_config<Whole>(problem, plan, partials, stream);
 }

@@ -1,6 +1,9 @@
-// A packed weight -> PackedWeight::sums, sum_scales and row_sums (corrections.h), once in a weight's life. A block takes a slab of 64 rows, a warp 16 of these, and reads
-// them twice: for each row's scale, and for the sums.
+// A packed weight -> its column sums: PackedWeight::sums, sum_scales and row_sums (corrections.h). A CTA takes a row panel, a set of four warps of it every
+// few sixteens of K tiles, and a warp 16 rows. The sums wait as fp32 numbers where their fp16 parts will stand until the scale of the row is known, so that
+// the weight is read once.
 #include <cuda_fp16.h>
+
+#include <algorithm>
 
 #include "cutlass_ops/corrections.h"
 #include "device/decode.cuh"
@@ -11,7 +14,7 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kThreads = 128;
+constexpr int kSetThreads = 128, kMostSets = 4;
 
 struct Params {
   PackedWeight weight;
@@ -24,7 +27,7 @@ struct Params {
 // Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four lanes of a row.
 template <int kBits, bool kZeros>
 __device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, float (&sums)[2]) {
-  int const warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
   uint8_t const* from =
       p.weight.codes + (int64_t(slab) * p.tiles + tile) * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes;
   int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
@@ -56,44 +59,74 @@ __device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, fl
   }
 }
 
+// Of -126 .. 127.
+__device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
+
 template <int kBits, bool kZeros>
-__global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params const p) {
-  constexpr int kWindow = correction_window(kBits), kSixteens = kWindow / 16;
-  int const slab = blockIdx.x, warp = threadIdx.x / 32, lane = threadIdx.x % 32, t = lane % 4;
+__global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__grid_constant__ Params const p) {
+  constexpr int kSixteens = correction_window(kBits) / 16;
+  __shared__ float largest[kMostSets][kRowsPerSlab];
+  __shared__ double totals[kMostSets][kRowsPerSlab];
+  int const slab = blockIdx.x, set = threadIdx.x / kSetThreads, sets = blockDim.x / kSetThreads;
+  int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4, first_row = lane / 4 * 8 + warp * 2;
+  uint8_t* const out =
+      p.sums + int64_t(slab) * p.windows * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes + lane * kLaneBytes;
+  auto const place = [&](int sixteen) {
+    return out + int64_t(sixteen / kSixteens) * chunk_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
+  };
   wait_for_predecessor();
-  float largest[2] = {};
-  double totals[2] = {};
-  for (int tile = 0; tile < p.tiles; ++tile) {
-    float sums[2];
-    sum_tile<kBits, kZeros>(p, slab, tile, sums);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) largest[h] = fmaxf(largest[h], fabsf(sums[h])), totals[h] -= sums[h];
-  }
-  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 beside the largest fp16 scales).
-  float inverse[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) {
-    bool const half = p.weight.scale_type == DataType::kFloat16;
-    int const wanted = int(__float_as_uint(largest[h]) >> 23) - 127 - 13;
-    int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
-    inverse[h] = exp2f(float(-exponent));
-    int const position = slab * kRowsPerSlab + lane / 4 * 8 + warp * 2 + h;
-    if (t != 0) continue;
-    store_float(p.sum_scales, p.weight.scale_type, position, exp2f(float(exponent)));
-    p.row_sums[position] = float(totals[h] / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
-  }
-  for (int sixteen = 0; sixteen < p.windows * kSixteens; ++sixteen) {
+  float most[2] = {};
+  double total[2] = {};
+  for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     // Of tiles 2t, 2t + 1, 2t + 8 and 2t + 9.
     float values[2][4] = {};
 #pragma unroll
     for (int i = 0; i < 16; ++i) {
-      if (sixteen * 16 + i >= p.tiles) break;
+      int const tile = sixteen * 16 + i;
       float sums[2];
-      sum_tile<kBits, kZeros>(p, slab, sixteen * 16 + i, sums);
+      sum_tile<kBits, kZeros>(p, slab, min(tile, p.tiles - 1), sums);
+      if (tile >= p.tiles) continue;
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        if (i % 8 / 2 == t) values[h][i / 8 * 2 + i % 2] = sums[h] * inverse[h];
+        most[h] = fmaxf(most[h], fabsf(sums[h])), total[h] -= sums[h];
+        if (i % 8 / 2 == t) values[h][i / 8 * 2 + i % 2] = sums[h];
       }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      *reinterpret_cast<float4*>(place(sixteen) + h * kUnitBytes) =
+          make_float4(values[h][0], values[h][1], values[h][2], values[h][3]);
+    }
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    if (t == 0) largest[set][first_row + h] = most[h], totals[set][first_row + h] = total[h];
+  }
+  __syncthreads();
+  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 beside the largest fp16 scales).
+  float inverse[2];
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float row_most = largest[0][first_row + h];
+    double row_total = totals[0][first_row + h];
+    for (int i = 1; i < sets; ++i) row_most = fmaxf(row_most, largest[i][first_row + h]), row_total += totals[i][first_row + h];
+    bool const half = p.weight.scale_type == DataType::kFloat16;
+    int const wanted = int(__float_as_uint(row_most) >> 23) - 127 - 13;
+    int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
+    inverse[h] = power_of_two(-exponent);
+    int const position = slab * kRowsPerSlab + first_row + h;
+    if (set != 0 || t != 0) continue;
+    store_float(p.sum_scales, p.weight.scale_type, position, power_of_two(exponent));
+    p.row_sums[position] = float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
+  }
+  for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
+    uint8_t* const to = place(sixteen);
+    float values[2][4];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float4 const v = *reinterpret_cast<float4 const*>(to + h * kUnitBytes);
+      values[h][0] = v.x * inverse[h], values[h][1] = v.y * inverse[h];
+      values[h][2] = v.z * inverse[h], values[h][3] = v.w * inverse[h];
     }
     uint32_t parts[2][4];
 #pragma unroll
@@ -103,9 +136,6 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
       __half2 const second = __floats2half2_rn(low - __low2float(first), high - __high2float(first));
       parts[0][r] = reinterpret_cast<uint32_t const&>(first), parts[1][r] = reinterpret_cast<uint32_t const&>(second);
     }
-    int const window = sixteen / kSixteens;
-    uint8_t* to = p.sums + (int64_t(slab) * p.windows + window) * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes +
-                  sixteen % kSixteens * 2 * kUnitBytes + lane * kLaneBytes;
 #pragma unroll
     for (int part = 0; part < 2; ++part) {
       *reinterpret_cast<uint4*>(to + part * kUnitBytes) =
@@ -116,19 +146,23 @@ __global__ void __launch_bounds__(kThreads) sum_slab(__grid_constant__ Params co
 
 }  // namespace
 
-Status launch_sum_weights(PackedWeight const& weight, uint8_t* sums, void* sum_scales, float* row_sums, Stream stream) {
+Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
+  int const windows = correction_windows(tiles, weight.bits);
+  PackedWeight at = weight;
+  place_colsums(&at, colsums);
   Params const p{weight,
-                 sums,
-                 sum_scales,
-                 row_sums,
+                 const_cast<uint8_t*>(at.sums),
+                 const_cast<void*>(at.sum_scales),
+                 const_cast<float*>(at.row_sums),
                  tiles,
-                 correction_windows(tiles, weight.bits),
+                 windows,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad};
-  void (*kernel)(Params) = sum_slab<8, false>;
-  if (weight.bits == 4) kernel = weight.zeros ? sum_slab<4, true> : sum_slab<4, false>;
-  return launch(kernel, dim3(unsigned(n_pad / kRowsPerSlab)), kThreads, 0, stream, p);
+  void (*kernel)(Params) = sum_weights_kernel<8, false>;
+  if (weight.bits == 4) kernel = weight.zeros ? sum_weights_kernel<4, true> : sum_weights_kernel<4, false>;
+  int const sets = std::min(windows * correction_window(weight.bits) / 16, kMostSets);
+  return launch(kernel, dim3(unsigned(n_pad / kRowsPerSlab)), kSetThreads * sets, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -17,7 +17,7 @@
 // Each format has its instances in a file of its own, wgmma_fold16_<format>.cu.
 #pragma once
 
-#include "device/decode.cuh"
+#include "device/fold.cuh"
 #include "device/hopper_gemm.cuh"
 #include "dispatch/launch_shape.h"
 #include "kernels/kernels.h"
@@ -29,15 +29,15 @@ namespace {
 
 using hopper::Params;
 
-// kNarrow: scales and offsets are of x's type and applied in it by one fma, which rounds once; otherwise they are of any type, and the arithmetic is fp32.
+// Zero points and offsets are looked for at run time.
 template <class Element_, class Format_, bool kNarrow_, int kTokens_>
-struct Config {
+struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
+  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, Shift::kAny>;
   using Element = Element_;
   using Format = Format_;
-  using Unscaled = typename Format::template Unscaled<Element>;
   using Work = hopper::Work;
   using Params = hopper::Params;
-  static constexpr bool kNarrow = kNarrow_, kCodebook = Format::kTableBytes > 0;
+  static constexpr bool kCodebook = Format::kTableBytes > 0;
   static constexpr int kWindow = 0;
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
   static constexpr int kBits = Format::kBits, kTokens = kTokens_, kCluster = 2;
@@ -46,11 +46,9 @@ struct Config {
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
-  static constexpr int kSums = kTokens / 2;                // registers of a thread
-  static constexpr int kPieces = 4;                        // MMAs of 16 columns in a step
-  static constexpr int kSteps = kKPerTile / 16 / kPieces;  // of a chunk
-  static constexpr int kGroupsPerStep = 2;                 // of 32 columns, the shortest
-  static constexpr int kLoads = kBits / 4;                 // of 16 bytes of codes, of a thread in a step
+  static constexpr int kSums = kTokens / 2;                           // registers of a thread
+  static constexpr int kPieces = Fold::kGroups * Fold::kGroupPieces;  // MMAs of 16 columns in a step
+  static constexpr int kSteps = kKPerTile / 16 / kPieces;             // of a chunk
 
   // Results leave through shared memory, kLineTokens rows of x at a time; fp32 ones kStoreTokens at a time.
   static constexpr int kStoreTokens = 16, kStoreStride = kRowsPerSlab + 4;
@@ -60,11 +58,11 @@ struct Config {
   static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
 
   // A chunk: codes, then for each group scales, offsets and zero points.
-  static constexpr int kCodeBytes = kWarpgroups * chunk_bytes(kBits), kValueBytes = kNarrow ? 2 : 4;
+  static constexpr int kCodeBytes = kWarpgroups * chunk_bytes(kBits), kValueBytes = kNarrow_ ? 2 : 4;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
-  static constexpr int kChunkBytes = kCodeBytes + kSteps * kGroupsPerStep * kGroupBytes;
+  static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
   static constexpr int kChunks = kTokens == 256 ? 2 : kBits == 8 ? 3 : 4;
   static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
   static constexpr int kPanelBytes = kTokens * 128;
@@ -171,121 +169,6 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, Params const
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-// A row's scale and offset: values of codes, in pairs, to weights.
-template <class C>
-struct RowScale {
-  uint32_t scale, offset;  // of C::Element, twice; or the bits of floats
-
-  __device__ __forceinline__ uint32_t operator()(uint32_t v) const {
-    using Element = typename C::Element;
-    if constexpr (!C::kNarrow) {
-      float const s = __uint_as_float(scale), o = __uint_as_float(offset);
-      float const low = unpack_half<Element>(v, 0), high = unpack_half<Element>(v, 1);
-      return C::kCodebook ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
-                          : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
-    } else if constexpr (std::is_same_v<Element, __half>) {
-      using namespace decode::detail;
-      return as_bits(C::kCodebook ? __hmul2_rn(as_half2(v), as_half2(scale))
-                                  : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
-    } else {
-      using namespace decode::detail;
-      return as_bits(C::kCodebook ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
-                                  : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
-    }
-  }
-};
-
-// Scales or offsets of a thread's rows g and g + 8 in a group, which are neighbours there.
-template <class C>
-struct RowPair {
-  uint32_t words[C::kNarrow ? 1 : 2] = {};
-
-  // Predicated, since branches would keep the compiler from scheduling what is around them. `bytes`: of a value; 0 if there is none.
-  __device__ __forceinline__ void load(uint32_t from, int bytes) {
-    asm volatile(
-        "{\n"
-        " .reg .pred narrow;\n"
-        " setp.eq.b32 narrow, %2, 2;\n"
-        " @narrow ld.shared.u32 %0, [%1];\n"
-        "}"
-        : "+r"(words[0])
-        : "r"(from), "r"(bytes));
-    if constexpr (!C::kNarrow) {
-      asm volatile(
-          "{\n"
-          " .reg .pred wide;\n"
-          " setp.eq.b32 wide, %3, 4;\n"
-          " @wide ld.shared.v2.u32 {%0, %1}, [%2];\n"
-          "}"
-          : "+r"(words[0]), "+r"(words[1])
-          : "r"(from), "r"(bytes));
-    }
-  }
-  // As RowScale has them.
-  __device__ __forceinline__ void values(DataType type, uint32_t& g, uint32_t& g8) const {
-    using namespace decode::detail;
-    if constexpr (C::kNarrow && std::is_same_v<typename C::Element, __half>) {
-      g = as_bits(__low2half2(as_half2(words[0]))), g8 = as_bits(__high2half2(as_half2(words[0])));
-    } else if constexpr (C::kNarrow) {
-      g = as_bits(__low2bfloat162(as_bfloat162(words[0]))), g8 = as_bits(__high2bfloat162(as_bfloat162(words[0])));
-    } else {
-      bool const is_float = type == DataType::kFloat32, is_half = type == DataType::kFloat16;
-      uint32_t const half[2] = {__float_as_uint(unpack_half<__half>(words[0], 0)),
-                                __float_as_uint(unpack_half<__half>(words[0], 1))};
-      g = is_float ? words[0] : is_half ? half[0] : words[0] << 16;
-      g8 = is_float ? words[1] : is_half ? half[1] : words[0] & 0xffff0000u;
-    }
-  }
-};
-
-// A thread's codes of a step, and what belongs to its groups, as they lie in shared memory.
-template <class C>
-struct StoredStep {
-  uint32_t words[4 * C::kLoads];
-  RowPair<C> scales[C::kGroupsPerStep], offsets[C::kGroupsPerStep];
-  uint32_t zeros[C::kGroupsPerStep] = {};
-
-  // `groups`: the address of those of the step's first group; `next`: bytes from there to those of its second half's.
-  __device__ __forceinline__ void load(uint32_t codes, uint32_t groups, int next, int offsets_at, Params const& p,
-                                       hopper::Place<C> const& at) {
-#pragma unroll
-    for (int i = 0; i < C::kLoads; ++i) load_shared(codes + i * kUnitBytes, reinterpret_cast<uint32_t (&)[4]>(words[4 * i]));
-#pragma unroll
-    for (int i = 0; i < C::kGroupsPerStep; ++i, groups += next) {
-      scales[i].load(groups + at.scales, p.scale_bytes);
-      if constexpr (!C::kCodebook) {
-        offsets[i].load(groups + offsets_at, p.weight.offsets ? p.offset_bytes : 0);
-        asm volatile(
-            "{\n"
-            " .reg .pred present;\n"
-            " setp.ne.b32 present, %2, 0;\n"
-            " @present ld.shared.u16 %0, [%1];\n"
-            "}"
-            : "+r"(zeros[i])
-            : "r"(groups + at.zeros), "r"(int(p.weight.zeros != nullptr)));
-      }
-    }
-  }
-
-  // The step's operands.
-  __device__ __forceinline__ void decode(uint32_t table, Params const& p, uint32_t (&a)[C::kPieces][4]) const {
-    constexpr int kGroupPieces = C::kPieces / C::kGroupsPerStep;
-#pragma unroll
-    for (int i = 0; i < C::kGroupsPerStep; ++i) {
-      typename C::Unscaled const unscaled(zeros[i]);
-      RowScale<C> g, g8;
-      scales[i].values(p.weight.scale_type, g.scale, g8.scale);
-      offsets[i].values(p.weight.offset_type, g.offset, g8.offset);
-#pragma unroll
-      for (int piece = i * kGroupPieces; piece < (i + 1) * kGroupPieces; ++piece) {
-        unscaled.fragment(words + piece * C::Unscaled::kWords, table, a[piece]);
-#pragma unroll
-        for (int r = 0; r < 4; ++r) a[piece][r] = r % 2 ? g8(a[piece][r]) : g(a[piece][r]);
-      }
-    }
-  }
-};
-
 template <class C>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map, Params const& p,
                                         hopper::Place<C> const& at) {
@@ -294,10 +177,10 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   }
   uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + at.lane * 4;
-  int const offsets = C::kOffsets + (at.zeros - C::kZeroPoints) * p.offset_bytes;  // as hopper::Place has scales
+  uint32_t const offsets = C::kOffsets + (at.zeros - C::kZeroPoints) * p.offset_bytes;  // as hopper::Place has scales
   int const clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   // From the groups of a step's first 32 columns to those of its second, and from a step's to the next step's.
-  int const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
+  uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
   int const next_step = p.tile_groups == 4 ? 2 * C::kGroupBytes : p.tile_groups == 2 ? C::kGroupBytes : 0;
   auto* staging = reinterpret_cast<float*>(shared + C::kStaging);
   hopper::Ring<C::kPanels> panels;
@@ -312,18 +195,33 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     int const row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
-    uint32_t a[2][C::kPieces][4];
-    StoredStep<C> stored;
+    uint32_t a[2][C::kGroups][C::kGroupPieces][4];
+    StoredCodes<typename C::Fold> codes;
+    StoredGroup<typename C::Fold> vectors[C::kGroups];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
-      stored.load(chunk + at.units + step * C::kLoads * kUnitBytes, chunk + step * next_step, next_group, offsets, p, at);
+      codes.load(chunk + at.units + step * C::kLoads * kUnitBytes);
+#pragma unroll
+      for (int i = 0; i < C::kGroups; ++i) {
+        uint32_t const group = chunk + step * next_step + i * next_group;
+        vectors[i].load({group + at.scales, group + offsets, group + at.zeros}, p);
+      }
+    };
+    auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupPieces][4]) {
+#pragma unroll
+      for (int i = 0; i < C::kGroups; ++i) vectors[i].decode(codes.words + i * C::kGroupWords, table, p, operands[i]);
+    };
+    auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupPieces][4]) {
+#pragma unroll
+      for (int piece = 0; piece < C::kPieces; ++piece)
+        fence_registers(operands[piece / C::kGroupPieces][piece % C::kGroupPieces]);
     };
     auto release = [&](int panel) {
       if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty_panels[panel], at.lane, true);
     };
     load(0);
-    stored.decode(table, p, a[0]);
+    decode(a[0]);
     load(1);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
@@ -331,25 +229,24 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
       for (int step = 0; step < C::kSteps; ++step) {
         uint64_t const tokens = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes);
         TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step][piece]);
+        fence(a[step]);
         fence_registers(sums);
         cutlass::arch::NamedBarrier::sync(256, turn);
         cute::warpgroup_arrive();
 #pragma unroll
         for (int piece = 0; piece < C::kPieces; ++piece)
-          wgmma_float<typename C::Element, C::kTokens>(a[step][piece], tokens + piece * 2, sums, true);
+          wgmma_float<typename C::Element, C::kTokens>(a[step][piece / C::kGroupPieces][piece % C::kGroupPieces],
+                                                       tokens + piece * 2, sums, true);
         cute::warpgroup_commit_batch();
         cutlass::arch::NamedBarrier::arrive(256, next_turn);
         fence_registers(sums);
         cute::warpgroup_wait<1>();  // the step before is done
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[1 - step][piece]);
+        fence(a[1 - step]);
         if (i + step > 0) release(last_panel);
         last_panel = panels.stage;
         panels.advance();
         bool const more = i + 1 < count;
-        if (step == 0 || more) stored.decode(table, p, a[1 - step]);
+        if (step == 0 || more) decode(a[1 - step]);
         if (step == 0) {
           // All of the chunk is in registers. One arrival a warp: those of its lanes would come one after another.
           __syncwarp();
@@ -361,8 +258,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
       }
     }
     cute::warpgroup_wait<0>();
-#pragma unroll
-    for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[C::kSteps - 1][piece]);
+    fence(a[C::kSteps - 1]);
     fence_registers(sums);
     release(last_panel);
     if (p.x.scales) {  // of int8 activations, one a row of x

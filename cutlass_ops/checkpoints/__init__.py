@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ..weight import CheckpointError
-from . import awq, bitsandbytes, compressed_tensors, directory, gguf, gptq, hqq, mnn, torchao
+from . import awq, bitsandbytes, compressed_tensors, directory, fp8, gguf, gptq, hqq, mnn, mxfp4, torchao
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
@@ -40,8 +40,10 @@ _DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], 
     "awq": (awq.recognise, awq.read, ()),
     "bitsandbytes": (bitsandbytes.recognise, bitsandbytes.read, ()),
     "compressed-tensors": (compressed_tensors.recognise, compressed_tensors.read, ()),
+    "fp8": (fp8.recognise, fp8.read, ()),
     "gptq": (gptq.recognise, gptq.read, ("zero_offset",)),
     "hqq": (hqq.recognise, hqq.read, ()),
+    "mxfp4": (mxfp4.recognise, mxfp4.read, ()),
     "torchao": (torchao.recognise, torchao.read, ()),
 }
 

@@ -129,7 +129,7 @@ def read_weight(path: Path, source: str, build: Callable[[], QuantizedWeight]) -
     """What ``build`` returns.
 
     Raises:
-        CheckpointError: the tensors of the file make no weight, or scales, offsets or a code book hold NaN or infinity.
+        CheckpointError: the tensors of the file make no weight, or scales, offsets, codes or a code book hold NaN or infinity.
     """
     try:
         weight = build()
@@ -137,7 +137,7 @@ def read_weight(path: Path, source: str, build: Callable[[], QuantizedWeight]) -
         raise
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), source) from error
-    if problem := not_finite(weight.scales, weight.offsets, weight.book):
+    if problem := not_finite(weight):
         raise CheckpointError(path, problem, source)
     return weight
 

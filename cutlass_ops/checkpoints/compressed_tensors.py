@@ -1,4 +1,4 @@
-"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block.
+"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block, MXFP4 and FP8.
 
 Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package ``compressed-tensors``.
 Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
@@ -17,6 +17,9 @@ int-quantized
 ``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
 ``<m>.weight_scale``       as above, or a scale for each block of rows and columns
 ``<m>.weight_zero_point``  int8, shaped as the scales; absent if symmetric
+float-quantized
+``<m>.weight``             F8_E4M3 ``[N, K]``
+``<m>.weight_scale``       as of integers
 mxfp4-pack-quantized
 ``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
 ``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
@@ -50,6 +53,7 @@ from .grouped import Stored
 from .words import unpack_along_k, unpack_bytes
 
 _INTEGERS = (torch.int64, torch.int32)
+_CODES = (torch.int8, torch.float8_e4m3fn)
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
@@ -99,7 +103,7 @@ def read(source: Source) -> Checkpoint:
     deadline = time.monotonic() + 10
     entries = [_packed(source, module, groups, deadline) for module in source.modules("weight_packed", "weight_shape")]
     for module in source.modules("weight"):
-        if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype == torch.int8:
+        if f"{module}.weight_scale" in source.tensors or source.tensors[f"{module}.weight"].dtype in _CODES:
             entries.append(_plain(source, module, groups, deadline))
     unused = sum(name.rpartition(".")[2] == "input_scale" for entry in entries for name in entry.parts)
     facts = {"static activations": f"input_scale of {unused} modules is not used"} if unused else {}
@@ -301,7 +305,7 @@ def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
     if bool((exponents == 255).any()):
         row, group = (exponents == 255).nonzero()[0].tolist()
         raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
-    powers = torch.ldexp(torch.ones(exponents.shape), exponents.int() - 127).bfloat16()
+    powers = grouped.powers_of_two(exponents)
     unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
     book = torch.tensor(formats.E2M1)
     return read_weight(
@@ -328,12 +332,14 @@ def _packed_bits(source: Source, codes: Entry, module: str, k: int, groups: tupl
 
 def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> Entry:
     codes = source.tensors[f"{module}.weight"]
-    if codes.dtype != torch.int8:
-        return _unsupported(source, codes, module, codes.shape, f"holds {codes.kind} beside a scale; int8 is supported")
+    if codes.dtype not in _CODES:
+        what = f"holds {codes.kind} beside a scale; int8 and F8_E4M3 are supported"
+        return _unsupported(source, codes, module, codes.shape, what)
     if len(codes.shape) != 2 or 0 in codes.shape:
         return _unsupported(source, codes, module, codes.shape, f"is {list(codes.shape)}; a linear weight is [N, K]")
     n, k = codes.shape
-    bits = {group.bits for group in groups if group.bits is not None}
+    floats = codes.dtype == torch.float8_e4m3fn
+    bits = set() if floats else {group.bits for group in groups if group.bits is not None}
     scheme = _scheme(source, module, groups, deadline) if len(bits) > 1 or any(group.block for group in groups) else None
     if len(bits) > 1:
         bits = {scheme.bits if scheme and scheme.bits else 8}
@@ -346,10 +352,27 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
         block = None
     vector = _vector(source, scales, n, k, block)
     zeros = source.tensors.get(f"{module}.weight_zero_point")
+    size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
+    if floats:
+        if zeros is not None:
+            raise CheckpointError(source.path, "stands beside floats of 8 bits, which have none", zeros.name)
+        return _entry(
+            source,
+            module,
+            "float-quantized",
+            (n, k),
+            8,
+            [codes.name, scales.name],
+            scales,
+            None,
+            lambda: Stored(codes.values().view(torch.uint8), _spread(scales.values(), n, block), None),
+            size,
+            None,
+            formats.E4M3,
+        )
     if zeros is not None:
         grouped.checked(source, zeros.name, (torch.int8,), scales.shape)
     _check_promises(source, module, groups, deadline, 1, zeros, False)
-    size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
     return _entry(
         source,
         module,
@@ -377,6 +400,7 @@ def _entry(
     read: Callable[[], Stored],
     size: int,
     index: Callable[[], Tensor] | None,
+    book: tuple[float, ...] | None = None,
 ) -> Entry:
     others = [name for part in _STATIC if (name := f"{module}.{part}") in source.tensors]
     return grouped.entry(
@@ -391,6 +415,7 @@ def _entry(
         has_zeros=zeros is not None,
         read=read,
         index=index,
+        book=book,
     )
 
 

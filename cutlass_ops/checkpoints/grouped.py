@@ -1,4 +1,4 @@
-"""Integer codes with a scale and a zero point for each group along K: what AWQ, GPTQ and compressed-tensors share.
+"""Codes with a scale for each group along K, with zero points or a code book: what AWQ, GPTQ and compressed-tensors share.
 
 Their groups need not be the kernels'. Which group each input feature has is written out once, ``[K]``, and the
 weight is made of it: as it stands where a size that the kernels have cuts K into runs of one group (with the
@@ -107,8 +107,9 @@ def entry(
     has_zeros: bool,
     read: Callable[[], Stored],
     index: Callable[[], Tensor] | None = None,
+    book: tuple[float, ...] | None = None,
 ) -> Entry:
-    """The entry of a weight of integer codes.
+    """The entry of a weight of codes.
 
     Args:
         source: the checkpoint.
@@ -122,6 +123,7 @@ def entry(
         has_zeros: whether ``read`` returns zero points.
         read: reads the tensors; raises CheckpointError.
         index: reads the group of each input, int64 ``[K]``; None where every group is a run of ``size``.
+        book: the values of the codes; None of integers.
     """
     parts = tuple(parts)
     size = min(size, shape[1])
@@ -133,7 +135,7 @@ def entry(
         shape=shape,
         nbytes=sum(source.tensors[part].nbytes for part in parts),
         dtype=torch.float32,
-        values=partial(_values, bits, known, read),
+        values=partial(_values, bits, known, read, book),
         parts=parts,
     )
     order = express(known(), size)
@@ -145,13 +147,15 @@ def entry(
         dtypes["zeros"] = torch.uint8
     if order.perm is not None:
         dtypes["perm"] = torch.int64
+    if book is not None:
+        dtypes["book"] = torch.float32
     return replace(
         found,
         quantized=Quantized(
             bits=_container(bits),
             group_size=order.group_size,
             dtypes=dtypes,
-            read=partial(_weight, source, parts[0], bits, size, known, read),
+            read=partial(_weight, source, parts[0], bits, size, known, read, book),
         ),
     )
 
@@ -204,7 +208,13 @@ def _container(bits: int) -> int:
 
 
 def _weight(
-    source: Source, name: str, bits: int, size: int, index: Callable[[], Tensor], read: Callable[[], Stored]
+    source: Source,
+    name: str,
+    bits: int,
+    size: int,
+    index: Callable[[], Tensor],
+    read: Callable[[], Stored],
+    book: tuple[float, ...] | None,
 ) -> QuantizedWeight:
     stored = read()
     order = express(index(), size)
@@ -229,18 +239,26 @@ def _weight(
             bits=_container(bits),
             group_size=order.group_size,
             perm=order.perm,
+            book=None if book is None else torch.tensor(book),
         ),
     )
 
 
-def _values(bits: int, index: Callable[[], Tensor], read: Callable[[], Stored]) -> Tensor:
+def _values(bits: int, index: Callable[[], Tensor], read: Callable[[], Stored], book: tuple[float, ...] | None) -> Tensor:
     stored = read()
+    if book is not None:
+        return torch.tensor(book)[stored.codes.int()].mul_(stored.scales.float()[:, index()])
     return dequantize(stored.codes, stored.scales, formats.midpoint(bits) if stored.zeros is None else stored.zeros, index())
 
 
 def float_scales(source: Source, name: str, shape: tuple[int, ...] | None = None) -> Entry:
     """The scales of a module, checked to be floats."""
     return checked(source, name, FLOAT_TYPES, shape)
+
+
+def powers_of_two(exponents: Tensor) -> Tensor:
+    """bf16 of the same shape: ``2^(e - 127)`` of each uint8 e, the scales of OCP's Microscaling Formats; NaN of 255."""
+    return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 
 def setting(source: Source, settings: Mapping[str, object], names: tuple[str, ...], default: int | None) -> int | None:

@@ -3,12 +3,14 @@
 // layout.h.
 #include <gtest/gtest.h>
 
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <vector>
 
 #include "device/decode.cuh"
 #include "emulate.h"
+#include "formats/e4m3.cuh"
 
 namespace cutlass_ops::decode {
 namespace {
@@ -253,6 +255,29 @@ TEST(Decode, WorkedExamples) {
   Int4MinusZeroInt8::fragment(four_bits, Int4MinusZeroInt8::zero_constants(-5, -5), out);
   EXPECT_EQ(out[0], 0x05050508u);
   EXPECT_EQ(out[1], 0x05050503u);
+}
+
+TEST(Decode, E4m3) {
+  // By the format's definition; stored codes have their sign bit inverted.
+  auto const expected = [](int stored) {
+    int const code = (stored ^ 0x80) & 0xff, exponent = code >> 3 & 15, mantissa = code & 7;
+    double const value = exponent == 0 ? std::ldexp(mantissa, -9) : std::ldexp(8 + mantissa, exponent - 10);
+    return code & 0x80 ? -value : value;
+  };
+  EXPECT_EQ(expected(0xb9), 1.125);
+  EXPECT_EQ(expected(0x7e), -448.0);
+  for_each_word([&](uint32_t first) {
+    uint32_t const words[2] = {first, first * 2654435761u};
+    uint32_t half[4], bfloat[4];
+    formats::E4m3::bits<10>(words, half);
+    formats::E4m3::bits<7>(words, bfloat);
+    for (int r = 0; r < 4; ++r)
+      for (int h = 0; h < 2; ++h) {
+        double const value = expected(byte(words[r % 2], kByte[r][h]));
+        EXPECT_EQ(emulate::half(half[r], h) * emulate::half(0xdc00, 0), value);
+        EXPECT_EQ(emulate::bfloat16(bfloat[r], h) * emulate::bfloat16(0xfb80, 0), value);
+      }
+  });
 }
 
 }  // namespace

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
@@ -140,7 +141,9 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
               std::vector<char const*> const order = launches(p);
               EXPECT_EQ(std::count(order.begin(), order.end(), p.kernel), 1);
-              EXPECT_EQ(std::string(order.front()) == "quantize_activations", p.layout.block != 0);
+              EXPECT_EQ(std::string(order.front()) == "sum_weights", p.layout.sums);
+              EXPECT_EQ(std::string(order[p.layout.sums]) == "quantize_activations", p.layout.block != 0);
+              EXPECT_EQ(p.layout.sums, p.corrects && !input.problem.weight.sums);
               EXPECT_EQ(std::string(order.back()) == "reduce_splits", p.slices > 1 && p.tail_tiles == 0);
               used.emplace(p.kernel, p.block_n, p.block_m, p.corrects, p.one_cta_per_sm);
               if (testing::Test::HasFailure()) return;
@@ -358,7 +361,8 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
-// Zero points of activations are corrected for many blocks at once where the weight's sums are there and the result is rounded to 16 bits.
+// Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight has its column sums or not: they
+// are made if not, and nothing else differs.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   auto const corrects = [](GemmProblem const& p) {
     Plan chosen;
@@ -370,9 +374,26 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   for (int bits : {4, 8})
     for (int group_size : {-1, 128, 512}) {
       GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size), ActQuant::kBlock, false);
-      EXPECT_FALSE(corrects(base));
-      base.weight.sums = &some_byte;
       EXPECT_TRUE(corrects(base));
+      GemmProblem summed = base;
+      summed.weight.sums = &some_byte;
+      EXPECT_TRUE(corrects(summed));
+      for (ActQuant mode : {ActQuant::kBlock, ActQuant::kToken}) {
+        base.act_quant = summed.act_quant = mode;
+        Plan const makes = planned(base), reads = planned(summed);
+        EXPECT_EQ(makes.layout.sums, makes.corrects);
+        EXPECT_FALSE(reads.layout.sums);
+        EXPECT_EQ(std::make_tuple(makes.spec, makes.block_m, makes.block_n, makes.grid_x, makes.slices, makes.tail_tiles,
+                                  makes.corrects),
+                  std::make_tuple(reads.spec, reads.block_m, reads.block_n, reads.grid_x, reads.slices, reads.tail_tiles,
+                                  reads.corrects));
+        size_t const bytes = makes.corrects ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
+        EXPECT_EQ(makes.workspace, reads.workspace + bytes);
+        std::vector<char const*> names = launches(reads);
+        if (makes.corrects) names.insert(names.begin(), "sum_weights");
+        EXPECT_EQ(launches(makes), names);
+      }
+      base.act_quant = ActQuant::kBlock;
       struct Change {
         char const* name;
         void (*make)(GemmProblem&);
@@ -525,9 +546,8 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
     for (int group_size : {64, 128, -1}) EXPECT_EQ(book(m, 4096, 4096, 0, group_size).first, "wgmma_decode");
     EXPECT_EQ(book(m, 8192, 28672, 0, 64, DataType::kFloat32).first, "wgmma_decode");
   }
-  EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "decode_gemm");  // x is fp16
-  EXPECT_EQ(book(16, 4096, 4096, 0, 32).first, "decode_gemm");
-  EXPECT_EQ(book(16, 8192, 28672, 0, 32).first, "mma_gemm_a16");  // x does not fit in shared memory
+  EXPECT_EQ(book(16, 4096, 4096, 0, 64, DataType::kBFloat16).first, "wgmma_decode_fold16");  // x is fp16
+  for (int k : {4096, 28672}) EXPECT_EQ(book(16, 4096, k, 0, 32).first, "wgmma_decode_fold16");
   for (int m : {17, 385, 4096}) {
     EXPECT_EQ(book(m, 8192, 28672, 0).first, "wgmma_fold16");
     EXPECT_EQ(book(m, 8192, 28672, 0, 32, DataType::kBFloat16).first, "wgmma_fold16");
@@ -536,6 +556,36 @@ TEST(Dispatch, DecodesWhereItWasMeasuredToWin) {
   EXPECT_EQ(book(8, 4096, 4096, 80),
             (std::pair{std::string("book_gemm_a16"), 16}));  // 8 tiles of 512 rows for 132 multiprocessors
   EXPECT_EQ(book(9, 4096, 4096, 80).first, "mma_gemm_a16");
+}
+
+// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the size of the weight and its bits.
+TEST(Dispatch, FoldsFewRowsByTheSizeOfTheWeight) {
+  struct Case {
+    int n, k, bits;
+    bool quantizes, one_cta;
+  };
+  for (Case const& c : {Case{4096, 4096, 4, true, false}, Case{4096, 4096, 8, true, false}, Case{28672, 4096, 4, true, false},
+                        Case{28672, 4096, 8, false, true}, Case{4096, 11008, 4, false, false}}) {
+    GemmProblem p = problem(7, c.n, c.k, c.bits, 32);
+    p.act_quant = ActQuant::kBlock;
+    for (bool symmetric : {true, false}) {
+      p.act_symmetric = symmetric;
+      Plan const chosen = planned(p);
+      EXPECT_STREQ(chosen.kernel, "wgmma_decode_fold16") << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.quantizes, c.quantizes) << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.one_cta_per_sm, c.one_cta) << c.n << " x " << c.k;
+      EXPECT_EQ(chosen.layout.upcasts, !c.quantizes) << c.n << " x " << c.k;
+      EXPECT_TRUE(chosen.rounds);
+    }
+  }
+  // Rows that a tensor map does not describe, and codes that are there, are upcast before.
+  GemmProblem p = problem(16, 4096, 4096, 4, 32);
+  EXPECT_FALSE(planned(p).layout.upcasts);
+  p.x_stride = 4097;
+  EXPECT_TRUE(planned(p).layout.upcasts);
+  Plan const chosen = planned(already_quantized(problem(16, 4096, 4096, 4, 32), 32));
+  EXPECT_TRUE(chosen.layout.upcasts);
+  EXPECT_FALSE(chosen.quantizes);
 }
 
 // 9 to 16 tokens: stages are the ring's alone, and a stage always the same set of warpgroups'.
@@ -554,7 +604,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
     GemmProblem p = problem(16, c.n, c.k, c.bits);
     if (c.book) p.weight.book = some_book, p.weight.group_size = 64, p.weight.scale_type = DataType::kFloat32;
     if (c.quantizes) p.act_quant = ActQuant::kBlock;
-    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, false, false);
     EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     if (!c.cluster) continue;
     EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
@@ -579,7 +629,7 @@ TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
     GemmProblem p = problem(16, c.n, c.k, 8);
     p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
     p.act_symmetric = !c.zeros;
-    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true);
+    WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true, false);
     if (c.slabs || c.n > 100000) {
       EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     }
@@ -672,6 +722,8 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = already_quantized(problem(16, 4096, 4096, 8), -1);
   EXPECT_EQ(kernel(p), "wgmma_decode");
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.out_type = DataType::kFloat32;
   EXPECT_EQ(kernel(p), "mma_gemm_a8");
   GemmProblem const few = problem(16, 4096, 4096);
   EXPECT_EQ(kernel(few), "wgmma_decode");
@@ -681,13 +733,17 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = few;
   p.weight.offsets = &some_byte;
   p.weight.offset_type = DataType::kFloat16;
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.exact = true;
   EXPECT_EQ(kernel(p), "mma_gemm_a16");
   p = few;
   p.weight.group_size = 64;
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.m = 4;
+  EXPECT_EQ(kernel(p), "decode_gemm");
   p = few;
-  p.weight.scale_type = DataType::kBFloat16;  // beside fp16
-  EXPECT_EQ(kernel(p), "mma_gemm_a16");
+  p.weight.scale_type = DataType::kBFloat16;  // x is fp16
+  EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
   p.x_type = DataType::kBFloat16;
   EXPECT_EQ(kernel(p), "wgmma_decode");
   p = few;
@@ -817,7 +873,8 @@ TEST(Dispatch, SaysWhatForbidsEachKernelWhereNoneIsLeft) {
     Status const status = plan(problem(50, 192, 576), c.device, &chosen);
     EXPECT_EQ(status.code, Status::kUnsupported);
     for (std::string const& word : c.words) EXPECT_NE(status.text.find(word), std::string::npos) << status.text;
-    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, decode_gemm,"), std::string::npos) << status.text;
+    EXPECT_NE(status.text.find("50 rows of x (wgmma_decode, wgmma_decode_fold16, decode_gemm,"), std::string::npos)
+        << status.text;
   }
 }
 
@@ -833,6 +890,7 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   auto const fp32 = [](GemmProblem& p) { p.x_type = DataType::kFloat32; };
   auto const offsets = [](GemmProblem& p) { p.weight.offsets = &some_byte, p.weight.offset_type = DataType::kFloat16; };
   auto const book = [](GemmProblem& p) { p.weight.book = some_book; };
+  auto const e4m3 = [](GemmProblem& p) { p.weight.bits = 8, p.weight.e4m3 = true; };
   auto const perm = [](GemmProblem& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte); };
   auto const zeros8 = [](GemmProblem& p) {
     p.weight.bits = 8, p.act_quant = ActQuant::kBlock, p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
@@ -859,6 +917,8 @@ TEST(Dispatch, NamesTheFieldThatForbidsAKernel) {
   forbids("wgmma_gemm_a16", "offsets", offsets);
   forbids("wgmma_decode", "offsets", offsets);
   forbids("wgmma_gemm_a16", "a code book", book);
+  for (char const* kernel : {"wgmma_gemm_a16", "wgmma_decode", "decode_gemm"}) forbids(kernel, "e4m3 codes", e4m3);
+  for (char const* kernel : {"wgmma_fold16", "wgmma_decode_fold16", "mma_gemm_a16"}) forbids(kernel, "", e4m3);
   forbids("book_gemm_a16", "a weight without a code book", [](GemmProblem& p) { p.m = 8; });
   forbids("wgmma_gemm_a8", "8-bit zero points", zeros8);
   forbids("wgmma_decode", "8-bit zero points", zeros8);
@@ -1154,8 +1214,18 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(layout.zero_values % 256, 0u);
       EXPECT_EQ(layout.zero_scales % 256, 0u);
       EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
-      EXPECT_GE(layout.partials, layout.zero_scales + rows * 144 * 4);
+      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a tile, 256 scales in fp16, and as many floats.
+      size_t const windows = (k + 2047) / 2048;
+      EXPECT_TRUE(layout.sums);
+      EXPECT_EQ(layout.colsums % 256, 0u);
+      EXPECT_GE(layout.colsums, layout.zero_scales + rows * 144 * 4);
+      EXPECT_EQ(colsum_bytes(p.weight), 4 * windows * 4096 + 256 * 2 + 256 * 4);
+      EXPECT_EQ(layout.partials, layout.colsums + 4 * windows * 4096 + 256 * 2 + 256 * 4);
       EXPECT_EQ(plan.workspace, layout.partials + 3u * 129 * 256 * 4);
+      // The weight may have them already.
+      p.weight.sums = &some_byte;
+      EXPECT_FALSE(laid_out(p, 3, false, true).layout.sums);
+      EXPECT_EQ(laid_out(p, 3, false, true).layout.partials, layout.colsums);
     }
 }
 
@@ -1174,9 +1244,8 @@ TEST(Workspace, IsCountedIn64Bits) {
 #if !CUTLASS_OPS_CUDA
 TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
-  for (Status const& status :
-       {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        sum_weights({}, nullptr, nullptr, nullptr, nullptr), dequantize({}, nullptr)}) {
+  for (Status const& status : {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr),
+                               quantize_activations({}, nullptr), sum_weights({}, nullptr, nullptr), dequantize({}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

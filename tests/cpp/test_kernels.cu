@@ -20,6 +20,7 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
@@ -611,6 +612,41 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   finish(mixed_gemm(p, {workspace.data<void>(), workspace.bytes()}, stream));
   check(cudaStreamDestroy(stream));
   EXPECT_EQ(first.read<uint32_t>(), second.read<uint32_t>());
+}
+
+// Zero points of x, beside results of 16 bits, take column sums of the weight: its own, or the product makes them.
+TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
+  Weight const w(4160, 2200, bits, kFormats[0], false);
+  DeviceWeight const packed(w);
+  int const m = 200;  // for which Hopper has corrected tiles, here of two windows of int4
+  DeviceBytes const from(stored(random_floats(m, w.k, input.type), input.type));
+  GemmProblem p = problem(packed.view, from, m, input);
+  p.out_type = DataType::kFloat16;
+  DeviceBytes const colsums(size_t(colsum_bytes(packed.view)));
+  finish(sum_weights(packed.view, colsums.data<void>(), nullptr));
+  EXPECT_TRUE(colsums.guards_are_whole());
+  std::vector<uint16_t> results[2];
+  for (bool has_sums : {false, true}) {
+    if (has_sums) place_colsums(&p.weight, colsums.data<void>());
+    DeviceBytes const out(size_t(m) * w.n * 2), workspace(workspace_bytes(p));
+    p.out = out.data<void>();
+    finish(mixed_gemm(p, {workspace.data<void>(), workspace.bytes()}, nullptr));
+    EXPECT_TRUE(out.guards_are_whole());
+    EXPECT_TRUE(workspace.guards_are_whole());
+    results[has_sums] = out.read<uint16_t>();
+  }
+  EXPECT_EQ(results[0], results[1]);
+  Device device;
+  Plan reads;
+  finish(current_device(&device));
+  finish(plan(p, device, &reads));
+  bool const hopper = device.architecture == 90;
+  EXPECT_EQ(reads.corrects, hopper && input.act_quant != ActQuant::kNone && !input.symmetric);
+  if (reads.corrects) {  // a plan is for weights like the one that it was made for
+    p.weight = packed.view;
+    DeviceBytes const workspace(reads.workspace);
+    EXPECT_EQ(mixed_gemm(p, reads, {workspace.data<void>(), workspace.bytes()}, nullptr).code, Status::kInvalid);
+  }
 }
 
 TEST_P(Products, OfNoRowsTouchNothing) {

@@ -16,6 +16,7 @@
 #include <cstdint>
 
 #include "cutlass_ops/layout.h"
+#include "cutlass_ops/problem.h"
 
 namespace cutlass_ops {
 
@@ -35,9 +36,20 @@ constexpr int64_t zero_rows(int64_t k) {
 }
 constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
 
-// Bytes of the sums of a weight.
-constexpr int64_t sums_bytes(int64_t n, int64_t k, int bits) {
-  return padded_rows(n) / kRowsPerSlab * correction_windows(padded_k(k) / kKPerTile, bits) * chunk_bytes(bits);
+// The column sums of a weight lie in one piece of memory that starts on 16 bytes: PackedWeight::sums, then sum_scales, then row_sums.
+inline int64_t sums_bytes(PackedWeight const& w) {
+  return padded_rows(w.n) / kRowsPerSlab * correction_windows(padded_k(w.k) / kKPerTile, w.bits) * chunk_bytes(w.bits);
+}
+inline int64_t sum_scales_bytes(PackedWeight const& w) {
+  return padded_rows(w.n) * (w.scale_type == DataType::kFloat32 ? 4 : 2);
+}
+inline int64_t colsum_bytes(PackedWeight const& w) {
+  return sums_bytes(w) + sum_scales_bytes(w) + padded_rows(w.n) * int64_t(sizeof(float));
+}
+inline void place_colsums(PackedWeight* w, void const* memory) {
+  auto const* const sums = static_cast<uint8_t const*>(memory);
+  w->sums = sums, w->sum_scales = sums + sums_bytes(*w);
+  w->row_sums = reinterpret_cast<float const*>(sums + sums_bytes(*w) + sum_scales_bytes(*w));
 }
 
 }  // namespace cutlass_ops

@@ -9,12 +9,13 @@ struct KernelSpec;  // csrc/dispatch/spec.h
 
 // Where the parts of a call's workspace begin, in bytes.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, partials = 0;
+  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, colsums = 0, partials = 0;
   int stride = 0;         // QuantizedActivations::stride
   int rows = 0;           // QuantizedActivations::rows
   int block = 0;          // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;   // x is made rows of 16-bit floats that a tensor map describes
   bool corrects = false;  // zero points of x are made operands of a product (corrections.h)
+  bool sums = false;      // the weight's column sums are made: it has none
 };
 
 // The stream-K tail of a product: how clusters share the K of the tiles that whole waves over the GPU leave over. The K of each tile is cut into `parts`, and
@@ -78,10 +79,10 @@ struct WgmmaDecodeShape {
   int stages = 0;        // tiles of K in a CTA's ring: x of all stages, then their weights
   int weights = 0;       // where these begin
   int weight_bytes = 0;  // of a stage
-  int scales = 0;        // where in those begin scales, and zero points
+  int scales = 0;        // where in those begin scales, offsets and zero points
+  int offsets = 0;
   int zeros = 0;
   int token_scales = 0;  // of int8 x, likewise, and then zero points
-  int scale_bytes = 2;   // of one
   int table = 0;         // of a code book's values: behind the stages
   int shared_bytes = 0;
 };

@@ -37,8 +37,11 @@ struct PackedWeight {
   int group_size = 128;  // 32, 64, a multiple of 128, or -1
   DataType scale_type = DataType::kFloat16;
   DataType offset_type = DataType::kNone;
+  bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
 
-  // For products of int8 activations with zero points (corrections.h), or null: each row's sums of 128 weights, and the scales of these.
+  // Column sums, for products of int8 activations with zero points (corrections.h): each row's sums of 128 weights, the scales of these, and the sums of all.
+  // Null: mixed_gemm makes them in its workspace, with the same bits, wherever a product is to have them. What is given must be of the codes, scales and zeros
+  // as they are now.
   uint8_t const* sums = nullptr;
   void const* sum_scales = nullptr;  // [n_pad] of scale_type
   float const* row_sums = nullptr;   // [n_pad]: all of a row's weights

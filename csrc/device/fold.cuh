@@ -1,0 +1,164 @@
+// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or scale * codebook[code], rounded once to the type of x.
+// What a code means is csrc/formats/'s; here is where codes and what belongs to groups lie in shared memory, and how they become fragments.
+#pragma once
+
+#include <type_traits>
+
+#include "device/decode.cuh"
+#include "device/hopper.cuh"
+#include "device/scalar.cuh"
+
+namespace cutlass_ops {
+
+// Whether weights have zero points or offsets; kAny: looked for at run time.
+enum class Shift { kNone, kZeros, kOffsets, kAny };
+
+// kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any type, and the arithmetic is
+// fp32. Weights that are no integers have no shift.
+template <class Element_, class Format_, bool kNarrow_, Shift kShift_>
+struct Fold {
+  using Element = Element_;
+  using Format = Format_;
+  using Unscaled = typename Format::template Unscaled<Element>;
+  static constexpr bool kNarrow = kNarrow_;
+  static constexpr Shift kShift = Format::kIntegers ? kShift_ : Shift::kNone;
+  static constexpr bool kZeros = kShift == Shift::kZeros || kShift == Shift::kAny;
+  static constexpr bool kOffsets = kShift == Shift::kOffsets || kShift == Shift::kAny;
+  static constexpr int kGroups = 2;                 // in a step of 64 columns: of 32, the shortest
+  static constexpr int kGroupPieces = 2;            // MMAs of 16 columns in a group
+  static constexpr int kLoads = Format::kBits / 4;  // of 16 bytes of codes, of a thread in a step
+  static constexpr int kGroupWords = kGroupPieces * Unscaled::kWords;
+};
+
+struct GroupAddress {
+  uint32_t scales, offsets, zeros;
+};
+
+// A row's scale and offset: values of codes, in pairs, to weights.
+template <class F>
+struct RowScale {
+  uint32_t scale, offset;  // of F::Element, twice; or the bits of floats
+
+  __device__ __forceinline__ uint32_t operator()(uint32_t v) const {
+    using Element = typename F::Element;
+    if constexpr (!F::kNarrow) {
+      float const s = __uint_as_float(scale), o = __uint_as_float(offset);
+      float const low = unpack_half<Element>(v, 0), high = unpack_half<Element>(v, 1);
+      return !F::kOffsets ? pack_pair<Element>(__fmul_rn(low, s), __fmul_rn(high, s))
+                          : pack_pair<Element>(__fmaf_rn(low, s, o), __fmaf_rn(high, s, o));
+    } else if constexpr (std::is_same_v<Element, __half>) {
+      using namespace decode::detail;
+      return as_bits(!F::kOffsets ? __hmul2_rn(as_half2(v), as_half2(scale))
+                                  : __hfma2(as_half2(v), as_half2(scale), as_half2(offset)));
+    } else {
+      using namespace decode::detail;
+      return as_bits(!F::kOffsets ? __hmul2_rn(as_bfloat162(v), as_bfloat162(scale))
+                                  : __hfma2(as_bfloat162(v), as_bfloat162(scale), as_bfloat162(offset)));
+    }
+  }
+};
+
+// Scales or offsets of a thread's rows g and g + 8 in a group, which are neighbours there.
+template <class F>
+struct RowPair {
+  uint32_t words[F::kNarrow ? 1 : 2] = {};
+
+  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around them.
+  __device__ __forceinline__ void load(uint32_t from, int bytes) {
+    if constexpr (F::kNarrow && F::kShift != Shift::kAny) {
+      asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
+      return;
+    }
+    asm volatile(
+        "{\n"
+        " .reg .pred narrow;\n"
+        " setp.eq.b32 narrow, %2, 2;\n"
+        " @narrow ld.shared.u32 %0, [%1];\n"
+        "}"
+        : "+r"(words[0])
+        : "r"(from), "r"(bytes));
+    if constexpr (!F::kNarrow) {
+      asm volatile(
+          "{\n"
+          " .reg .pred wide;\n"
+          " setp.eq.b32 wide, %3, 4;\n"
+          " @wide ld.shared.v2.u32 {%0, %1}, [%2];\n"
+          "}"
+          : "+r"(words[0]), "+r"(words[1])
+          : "r"(from), "r"(bytes));
+    }
+  }
+  // As RowScale has them.
+  __device__ __forceinline__ void values(DataType type, uint32_t& g, uint32_t& g8) const {
+    using namespace decode::detail;
+    if constexpr (F::kNarrow && std::is_same_v<typename F::Element, __half>) {
+      g = as_bits(__low2half2(as_half2(words[0]))), g8 = as_bits(__high2half2(as_half2(words[0])));
+    } else if constexpr (F::kNarrow) {
+      g = as_bits(__low2bfloat162(as_bfloat162(words[0]))), g8 = as_bits(__high2bfloat162(as_bfloat162(words[0])));
+    } else {
+      bool const is_float = type == DataType::kFloat32, is_half = type == DataType::kFloat16;
+      uint32_t const half[2] = {__float_as_uint(unpack_half<__half>(words[0], 0)),
+                                __float_as_uint(unpack_half<__half>(words[0], 1))};
+      g = is_float ? words[0] : is_half ? half[0] : words[0] << 16;
+      g8 = is_float ? words[1] : is_half ? half[1] : words[0] & 0xffff0000u;
+    }
+  }
+};
+
+// A thread's codes of a step, as they lie in shared memory.
+template <class F>
+struct StoredCodes {
+  uint32_t words[4 * F::kLoads];
+
+  __device__ __forceinline__ void load(uint32_t from) {
+#pragma unroll
+    for (int i = 0; i < F::kLoads; ++i) load_part(from, i);
+  }
+  __device__ __forceinline__ void load_part(uint32_t from, int i) {
+    load_shared(from + i * kUnitBytes, reinterpret_cast<uint32_t (&)[4]>(words[4 * i]));
+  }
+};
+
+// What belongs to a group of a step, likewise.
+template <class F>
+struct StoredGroup {
+  RowPair<F> scales, offsets;
+  uint32_t zeros = 0;
+
+  template <class Params>
+  __device__ __forceinline__ void load(GroupAddress from, Params const& p) {
+    scales.load(from.scales, p.scale_bytes);
+    if constexpr (F::kOffsets)
+      offsets.load(from.offsets, F::kShift == Shift::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
+    if constexpr (F::kShift == Shift::kZeros) {
+      asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros) : "r"(from.zeros));
+    } else if constexpr (F::kZeros) {
+      asm volatile(
+          "{\n"
+          " .reg .pred present;\n"
+          " setp.ne.b32 present, %2, 0;\n"
+          " @present ld.shared.u16 %0, [%1];\n"
+          "}"
+          : "+r"(zeros)
+          : "r"(from.zeros), "r"(int(p.weight.zeros != nullptr)));
+    }
+  }
+
+  // The operands of the group's pieces.
+  template <class Params>
+  __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
+                                         uint32_t (&a)[F::kGroupPieces][4]) const {
+    typename F::Unscaled const unscaled(zeros);
+    RowScale<F> g, g8;
+    scales.values(p.weight.scale_type, g.scale, g8.scale);
+    offsets.values(p.weight.offset_type, g.offset, g8.offset);
+#pragma unroll
+    for (int piece = 0; piece < F::kGroupPieces; ++piece) {
+      unscaled.fragment(codes + piece * F::Unscaled::kWords, table, a[piece]);
+#pragma unroll
+      for (int r = 0; r < 4; ++r) a[piece][r] = r % 2 ? g8(a[piece][r]) : g(a[piece][r]);
+    }
+  }
+};
+
+}  // namespace cutlass_ops

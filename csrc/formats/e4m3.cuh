@@ -1,0 +1,70 @@
+// 8-bit floats: a sign, 4 bits of exponent of bias 7, 3 of mantissa (e4m3): value = scale * float. The codes that are no number, 0x7f and 0xff, are in no
+// packed weight; here they are 480 and -480.
+//
+// Put where fp16 has a sign, an exponent and a mantissa, the bits of such a float are its value over 2^(15 - 7); where bf16 has them, over 2^(127 - 7);
+// subnormal ones too. So one exact product makes the value of it. Codes are stored with their sign bit inverted (layout.h): the factor is negative.
+//
+// Worked example, fp16, word[0] = 0x0000'38b9 (byte 0: stored 0xb9, the float 0x39 = 1.125; byte 1: stored 0x38, the float 0xb8 = -1):
+//   out[0], bytes 0, 2: 0x8000'9c80 = -0x1.2p-8, times -2^8 = 1.125
+//   out[2], bytes 1, 3: 0x0000'1c00 =  0x1p-8,   times -2^8 = -1
+#pragma once
+
+#include "device/decode.cuh"
+
+namespace cutlass_ops::formats {
+
+struct E4m3 {
+  static constexpr int kBits = 8;
+  static constexpr int kTableBytes = 0;  // of a look-up table in shared memory
+  static constexpr bool kIntegers = false;
+
+  // Words as decode::Int8Half has them. kMantissa: bits of the mantissa of fp16 or bf16.
+  template <int kMantissa>
+  CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
+    constexpr int kShift = 14 - (kMantissa + 3);  // from the upper byte of a half, whose bit 14 is the exponent's first
+    constexpr uint32_t kNumber = decode::both_halves(0x7f00 >> kShift), kSign = decode::both_halves(0x8000);
+    for (int row = 0; row < 2; ++row) {
+      uint32_t const low = words[row] << 8, high = words[row];
+      out[row] = decode::and_or(low, kSign, low >> kShift & kNumber);
+      out[row + 2] = decode::and_or(high, kSign, high >> kShift & kNumber);
+    }
+  }
+
+#ifdef __CUDACC__
+  template <class Element>
+  struct Decoder {
+    static constexpr int kWords = 2;  // 32-bit words of codes in 16 columns
+
+    __device__ __forceinline__ static decode::RowConstants zero_constants(int, int) { return {}; }
+    __device__ __forceinline__ static void fragment(uint32_t const* words, decode::RowConstants, uint32_t (&out)[4]) {
+      using namespace decode::detail;
+      if constexpr (std::is_same_v<Element, __half>) {
+        bits<10>(words, out);
+#pragma unroll
+        for (uint32_t& v : out) v = as_bits(__hmul2(as_half2(v), as_half2(decode::both_halves(0xdc00))));  // -2^8
+      } else {
+        bits<7>(words, out);
+#pragma unroll
+        for (uint32_t& v : out) v = as_bits(__hmul2(as_bfloat162(v), as_bfloat162(decode::both_halves(0xfb80))));  // -2^120
+      }
+    }
+  };
+
+  template <class Element>
+  struct Unscaled {
+    static constexpr int kWords = Decoder<Element>::kWords;
+
+    __device__ __forceinline__ explicit Unscaled(uint32_t) {}
+    __device__ __forceinline__ void fragment(uint32_t const* words, uint32_t, uint32_t (&out)[4]) const {
+      Decoder<Element>::fragment(words, {}, out);
+    }
+  };
+
+  // Of a centred code.
+  __device__ __forceinline__ static float value(int code, int, float const*) {
+    return __fmul_rn(__uint_as_float(uint32_t(code & 0x80) << 24 | uint32_t(code & 0x7f) << 20), -0x1p120f);
+  }
+#endif
+};
+
+}  // namespace cutlass_ops::formats

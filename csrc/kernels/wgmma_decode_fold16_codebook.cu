@@ -1,0 +1,9 @@
+// wgmma_decode_fold16's instances for formats/codebook.cuh.
+#include "formats/codebook.cuh"
+#include "kernels/wgmma_decode_fold16.cuh"
+
+namespace cutlass_ops {
+
+template Status launch_wgmma_decode_fold16<formats::Codebook>(GemmProblem const&, Plan const&, float*, Stream);
+
+}  // namespace cutlass_ops

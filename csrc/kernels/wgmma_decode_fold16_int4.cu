@@ -1,0 +1,9 @@
+// wgmma_decode_fold16's instances for formats/int4.cuh.
+#include "formats/int4.cuh"
+#include "kernels/wgmma_decode_fold16.cuh"
+
+namespace cutlass_ops {
+
+template Status launch_wgmma_decode_fold16<formats::Int4>(GemmProblem const&, Plan const&, float*, Stream);
+
+}  // namespace cutlass_ops

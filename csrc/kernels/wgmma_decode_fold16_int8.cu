@@ -1,0 +1,9 @@
+// wgmma_decode_fold16's instances for formats/int8.cuh.
+#include "formats/int8.cuh"
+#include "kernels/wgmma_decode_fold16.cuh"
+
+namespace cutlass_ops {
+
+template Status launch_wgmma_decode_fold16<formats::Int8>(GemmProblem const&, Plan const&, float*, Stream);
+
+}  // namespace cutlass_ops

@@ -1,0 +1,9 @@
+// wgmma_fold16's instances for formats/e4m3.cuh.
+#include "formats/e4m3.cuh"
+#include "kernels/wgmma_fold16.cuh"
+
+namespace cutlass_ops {
+
+template Status launch_wgmma_fold16<formats::E4m3>(GemmProblem const&, Plan const&, float*, Stream);
+
+}  // namespace cutlass_ops

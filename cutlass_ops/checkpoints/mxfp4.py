@@ -1,0 +1,98 @@
+"""MXFP4 as transformers writes it ("quant_method": "mxfp4"), the format of gpt-oss.
+
+=============  ==================================================================================================
+tensor         holds
+=============  ==================================================================================================
+``<m>_blocks``  uint8 ``[N, K / 32, 16]``: e2m1 codes of 32 inputs, the even one of two in the low half of a byte
+``<m>_scales``  uint8 ``[N, K / 32]``: value = 2^(scale - 127) * e2m1 value; 255 is not a number
+=============  ==================================================================================================
+
+gpt-oss stacks its experts: both tensors have a first axis of experts, and biases are ``<m>_bias``, ``[experts, N]``. These
+are listed and not read: no packed form has experts of a checkpoint with biases. Which modules are quantised is seen from
+the tensors.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..weight import CheckpointError
+from . import grouped
+from .checkpoint import Checkpoint, Entry
+from .directory import Source
+from .grouped import Stored
+from .words import unpack_bytes
+
+_SIZE = formats.MXFP4_GROUP
+
+
+def recognise(source: Source) -> bool:
+    """Whether the config says so."""
+    return source.quantization.get("quant_method") == "mxfp4"
+
+
+def read(source: Source) -> Checkpoint:
+    """The modules with blocks of codes.
+
+    Raises:
+        CheckpointError: blocks without scales, or shapes that are not the format's.
+    """
+    blocks = [entry for name, entry in source.tensors.items() if name.endswith("_blocks")]
+    return source.checkpoint("mxfp4", [_entry(source, entry) for entry in blocks])
+
+
+def _entry(source: Source, blocks: Entry) -> Entry:
+    module = blocks.name.removesuffix("_blocks")
+    grouped.checked(source, blocks.name, (torch.uint8,))
+    *leading, groups, size = blocks.shape if len(blocks.shape) in (3, 4) else (0, 0, 0)
+    if 0 in blocks.shape or size != _SIZE // 2:
+        what = f"is {list(blocks.shape)}; [N, K / {_SIZE}, {_SIZE // 2}], or experts of these, is expected"
+        raise CheckpointError(source.path, what, blocks.name)
+    scales = grouped.checked(source, f"{module}_scales", (torch.uint8,), (*leading, groups))
+    parts = [blocks.name, scales.name]
+    if len(leading) > 1 or f"{module}_bias" in source.tensors:
+        return _unsupported(source, module, (*leading, groups * _SIZE), parts)
+    shape = leading[0], groups * _SIZE
+    return grouped.entry(
+        source,
+        module,
+        "mxfp4",
+        shape,
+        4,
+        _SIZE,
+        parts,
+        scales=torch.bfloat16,
+        has_zeros=False,
+        read=partial(_read, blocks, scales, shape),
+        book=formats.E2M1,
+    )
+
+
+def _read(blocks: Entry, scales: Entry, shape: tuple[int, int]) -> Stored:
+    codes = unpack_bytes(blocks.values().view(shape[0], -1), shape[1] // 2, in_turn=True, high_first=False)
+    return Stored(codes, grouped.powers_of_two(scales.values()), None)
+
+
+def _unsupported(source: Source, module: str, shape: tuple[int, ...], parts: list[str]) -> Entry:
+    what = f"is a stack of {shape[0]} experts" if len(shape) > 2 else "is a matrix"
+    biases = f" with biases ({module}_bias)" if f"{module}_bias" in source.tensors else ""
+    problem = f"{what}{biases}; matrices [N, K] without them are supported"
+
+    def values() -> Tensor:
+        raise CheckpointError(source.path, problem, parts[0])
+
+    return Entry(
+        name=module,
+        source=parts[0],
+        kind="mxfp4",
+        shape=shape,
+        nbytes=sum(source.tensors[part].nbytes for part in parts),
+        dtype=torch.float32,
+        values=values,
+        problem=problem,
+        parts=tuple(parts),
+    )
