@@ -101,14 +101,14 @@ def quantize(
         else reference.quantize_weight_book(piece, group_size, quant_type, code)
         for piece in torch.split(weight.detach(), rows)
     ]
-    scales = torch.cat([piece.scales for piece in pieces])
+    scales = torch.cat([piece.scales for piece in pieces]).view(n, -1)
     if not scales.isfinite().all():
         row, group = (~scales.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"weight has NaN, inf or a range beyond fp32 in row {row}, group {group}")
     zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
     return QuantizedWeight(
         codes=torch.cat([piece.codes for piece in pieces]).view(n, -1),
-        scales=scales.view(n, -1),
+        scales=scales,
         zeros=torch.cat(zeros).view(n, -1) if zeros else None,
         bits=bits,
         group_size=group_size,

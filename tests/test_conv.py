@@ -83,9 +83,18 @@ def test_it_is_torchs_convolution_of_the_dequantised(
     assert y.movedim(1, -1).is_contiguous()
 
 
-@pytest.mark.parametrize("options", [{"bits": 8}, {"symmetric": True}, {"book": "nf4", "symmetric": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"bits": 8},
+        {"symmetric": True},
+        {"book": "nf4", "symmetric": True},
+        {"book": "e4m3", "bits": 8, "group_size": 128, "symmetric": True},
+    ],
+    ids=str,
+)
 def test_weights_of_other_formats(options: dict[str, Any]) -> None:
-    qw = weight(6, 40, (3, 3), group_size=32, **options)
+    qw = weight(6, 40, (3, 3), **{"group_size": 32, **options})
     x = image(1, 40, 5, 6)
     y = co.mixed_conv2d(x, co.reorder(qw), padding=1)
     assert_close(y, F.conv2d(x.double(), co.reference.dequantize_weight(qw, torch.float64), padding=1))

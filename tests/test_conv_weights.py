@@ -46,6 +46,8 @@ def assert_same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> None:
         {"bits": 8, "group_size": 128},
         {"bits": 8, "group_size": 256, "symmetric": False},
         {"bits": 4, "group_size": 64, "book": "nf4"},
+        {"bits": 4, "group_size": 32, "book": "mxfp4"},
+        {"bits": 8, "group_size": 128, "book": "e4m3"},
     ],
     ids=str,
 )
@@ -127,6 +129,13 @@ def test_kernels_that_mean_nothing_are_refused(kernel_size: Any) -> None:
         co.QuantizedWeight(
             torch.zeros(4, 27, dtype=torch.uint8), torch.ones(4, 1), bits=8, group_size=-1, kernel_size=kernel_size
         )
+
+
+def test_a_value_that_is_no_number_is_named_by_its_row() -> None:
+    weight = torch.randn(4, 40, 3, 3)
+    weight[2, 35, 1, 1] = torch.inf
+    with pytest.raises(ValueError, match="in row 2, group 9"):  # the second of the fifth tap
+        co.quantize(weight, group_size=32)
 
 
 def test_products_and_layers_refuse_the_weight_of_a_convolution() -> None:
