@@ -9,7 +9,8 @@ __version__ = "0.1.0"
 from . import gradients as gradients  # registers the gradient of mixed_gemm
 from . import gradients_conv as gradients_conv  # and that of mixed convolutions
 from .checkpoints import load_checkpoint
-from .conv import conv2d_int8, linear_int8, mixed_conv1d, mixed_conv2d, mixed_conv3d
+from .conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
+from .conv_int8 import conv2d_int8, linear_int8
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain

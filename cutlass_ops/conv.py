@@ -1,7 +1,6 @@
-"""Convolutions with packed weights: of floats or quantised activations, and of static int8.
+"""Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-On a CPU they are the reference. On a GPU mixed convolutions gather the pixels under the kernel and call the kernels of
-:func:`cutlass_ops.mixed_gemm`; static int8 is the reference there, too.
+On a CPU they are the reference. On a GPU they gather the pixels under the kernel and call :func:`cutlass_ops.mixed_gemm`.
 """
 
 from __future__ import annotations
@@ -18,16 +17,12 @@ from . import formats, ops, reference, reference_conv
 from .reference_conv import Geometry
 from .weight import PackedWeight
 
-__all__ = ["conv2d_int8", "linear_int8", "mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
+__all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
 
 #: One number for all dimensions of space, or one for each.
 Extents: TypeAlias = "int | Sequence[int]"
 
 ACT_QUANT = ("none", "token", "block", "tensor")
-_INT8 = (torch.int8, torch.uint8)
-_NO_GEOMETRY = Geometry((), (), (), 1)
-#: fp32's smallest normal number and its largest.
-_SCALES = torch.finfo(torch.float32)
 
 
 # ---- arguments
@@ -39,19 +34,22 @@ def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ..
     Raises:
         ValueError: it is no integer of at least ``least``, nor ``dims`` of them.
     """
-    extents = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,) * dims
+    extents = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    extents = extents * dims if len(extents) == 1 else extents
     # type() and not isinstance(): True is no number of pixels.
     if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
         raise ValueError(f"{name} is {value!r}; an integer of at least {least}, or {dims} of them, is expected")
     return extents
 
 
-def _check_weight(weight: Any, dims: int) -> None:
+def check_weight(weight: Any, dims: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if it is no packed weight whose kernel has ``dims`` dimensions; 0 is a matrix."""
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
     if len(weight.kernel_size) != dims:
         has = f"a kernel of {weight.kernel_size}" if weight.kernel_size else "no kernel"
-        raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; one of {dims} dimensions is expected")
+        expected = f"one of {dims} dimensions" if dims else "a matrix"
+        raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected")
 
 
 def check_geometry(weight: PackedWeight, stride: Extents, padding: Extents, dilation: Extents, groups: int) -> Geometry:
@@ -71,8 +69,12 @@ def check_geometry(weight: PackedWeight, stride: Extents, padding: Extents, dila
     )
 
 
-def _check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[int, ...]:
-    """The shape of the result."""
+def check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[int, ...]:
+    """The shape of the result.
+
+    Raises:
+        ValueError: x has other dimensions or channels than the weight takes, or fewer pixels than the kernel.
+    """
     dims, channels = len(weight.kernel_size), weight.k // weight.taps * geometry.groups
     if x.dim() != dims + 2 or x.shape[1] != channels:
         space = ("L", "H, W", "D, H, W")[dims - 1]
@@ -90,8 +92,8 @@ def _check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[i
     return x.shape[0], weight.n, *geometry.out(x.shape[2:], weight.kernel_size)
 
 
-def _split(activation: reference.Activation) -> tuple[str | None, float, float]:
-    """An activation as operators take it, after a check."""
+def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
+    """An activation as operators take it; ``ValueError`` if it does not exist."""
     reference.check_activation(activation)
     if isinstance(activation, tuple):
         return activation[0], float(activation[1]), float(activation[2])
@@ -205,7 +207,7 @@ def _mixed_conv(
     residual: Tensor | None,
     out_dtype: torch.dtype | None,
 ) -> Tensor:
-    _check_weight(weight, dims)
+    check_weight(weight, dims)
     checked = check_geometry(weight, *geometry)
     ops._check_float("x", x, weight.device)
     ops._check_device(weight.device)
@@ -215,12 +217,12 @@ def _mixed_conv(
         ops._check_frozen(weight)
     if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    shape = _check_image(x, weight, checked)
+    shape = check_image(x, weight, checked)
     if act_quant not in ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
     if weight.book is not None and act_quant != "none":
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    call = _split(activation)
+    call = split_activation(activation)
     if bias is not None:
         ops._check_bias(bias, weight)
     if residual is not None:
@@ -385,250 +387,34 @@ def by_products(
     return y
 
 
-# ---- static int8
-
-
-def conv2d_int8(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    stride: Extents = 1,
-    padding: Extents = 0,
-    dilation: Extents = 1,
-    groups: int = 1,
-    x_scale: float,
-    x_zero_point: int = 0,
-    y_scale: float | None = None,
-    y_zero_point: int = 0,
-    activation: reference.Activation = None,
-    out_dtype: torch.dtype = torch.int8,
-) -> Tensor:
-    """A convolution of integers with scales that are known beforehand, as ONNX's QLinearConv.
-
-    ``acc`` is the int32 sum of ``(x - x_zero_point) * w`` over the taps that lie inside of x, plus the bias. The result is
-    ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 by
-    itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes. On a GPU this is computed in fp64, and
-    waits for the GPU.
-
-    Args:
-        x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
-        weight: packed, ``[N, C, R, S]``, 8 bits, symmetric, one scale a row (``group_size=-1``).
-        bias: int32 ``[N]``, in steps of ``x_scale * w_scale``; or floating, as the weight's own bias is, which is rounded to
-            that.
-        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
-        x_scale, x_zero_point: what codes of x mean: ``x_scale * (code - x_zero_point)``.
-        y_scale, y_zero_point: the same of the result; unused if it is int32.
-        activation: None, "relu", "relu6" or ``("clamp", lo, hi)``; bounds are rounded to codes of the result.
-        out_dtype: torch.int8, torch.uint8, or torch.int32 for ``acc`` itself, without an activation.
-
-    Returns:
-        ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
-
-    Raises:
-        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
-        RuntimeError: bias requires a gradient.
-    """
-    _check_weight(weight, 2)
-    geometry = check_geometry(weight, stride, padding, dilation, groups)
-    numbers = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
-    _check_image(x, weight, geometry)
-    return _static(x, weight, bias, *numbers, out_dtype, geometry).movedim(-1, 1)
-
-
-def linear_int8(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None = None,
-    *,
-    x_scale: float,
-    x_zero_point: int = 0,
-    y_scale: float | None = None,
-    y_zero_point: int = 0,
-    activation: reference.Activation = None,
-    out_dtype: torch.dtype = torch.int8,
-) -> Tensor:
-    """A product of integers with scales that are known beforehand, as ONNX's QLinearMatMul.
-
-    Args:
-        x: int8 or uint8 ``[..., K]`` on the weight's device.
-        weight: packed, ``[N, K]``, 8 bits, symmetric, one scale a row (``group_size=-1``), no act order.
-        bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in :func:`conv2d_int8`.
-
-    Returns:
-        ``[..., N]`` of ``out_dtype``.
-
-    Raises:
-        TypeError, ValueError, RuntimeError: as in :func:`conv2d_int8`.
-    """
-    _check_weight(weight, 0)
-    numbers = _check_static("linear_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
-    if x.dim() < 1 or x.shape[-1] != weight.k:
-        raise ValueError(f"x has shape {tuple(x.shape)}; [..., {weight.k}] is expected, for a weight of {list(weight.shape)}")
-    y = _static(x.reshape(-1, weight.k), weight, bias, *numbers, out_dtype, _NO_GEOMETRY)
-    return y.view(*x.shape[:-1], weight.n)
-
-
-def _check_static(
-    name: str,
-    x: Any,
-    weight: PackedWeight,
-    bias: Any,
-    x_scale: Any,
-    x_zero_point: Any,
-    y_scale: Any,
-    y_zero_point: Any,
-    activation: reference.Activation,
-    out_dtype: Any,
-) -> tuple[float, int, float, int, str | None, float, float]:
-    """The numbers as the operator takes them."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
-    if x.dtype not in _INT8:
-        raise TypeError(f"x has dtype {ops._names((x.dtype,))}; supported are {ops._names(_INT8)}")
-    if x.device != weight.device:
-        raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
-    ops._check_device(x.device)
-    plain = weight.bits == 8 and weight.group_size == -1 and weight.perm is None
-    if not plain or any(t is not None for t in (weight.zeros, weight.offsets, weight.book)):
-        parts = ", ".join(part for part in weight.tensors() if part not in ("codes", "bias"))
-        raise ValueError(
-            f"the weight has bits={weight.bits}, group_size={weight.group_size} and {parts}; static int8 takes 8 bits, "
-            "group_size=-1 and scales alone"
-        )
-    if bias is not None:
-        _check_static_bias(bias, weight)
-    ops._check_no_gradient(name, bias)
-    if is_grad_enabled():
-        ops._check_frozen(weight)
-    if out_dtype not in (*_INT8, torch.int32):
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names((*_INT8, torch.int32))}")
-    call = _split(activation)
-    if call[0] in ("gelu", "silu"):
-        raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
-    _check_scale("x_scale", x_scale)
-    _check_zero_point("x_zero_point", x_zero_point, x.dtype)
-    if out_dtype == torch.int32:
-        if activation is not None:
-            raise ValueError(f"activation is {activation!r} with out_dtype=torch.int32, which is the sums themselves")
-        return float(x_scale), x_zero_point, 1.0, 0, *call
-    if y_scale is None:
-        raise ValueError(f"y_scale is None; a number is expected with out_dtype={out_dtype}")
-    _check_scale("y_scale", y_scale)
-    _check_zero_point("y_zero_point", y_zero_point, out_dtype)
-    return float(x_scale), x_zero_point, float(y_scale), y_zero_point, *call
-
-
-def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
-    if not isinstance(bias, Tensor) or bias.dtype != torch.int32:
-        ops._check_bias(bias, weight)
-        return
-    if bias.device != weight.device:
-        raise ValueError(f"bias is on {bias.device}; the weight is on {weight.device}")
-    if weight.bias is not None:
-        raise ValueError("a bias is given, but the weight has one already")
-    if tuple(bias.shape) != (weight.n,):
-        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
-
-
-def _check_scale(name: str, value: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name} is a {type(value).__name__}; a number is expected")
-    if not _SCALES.tiny <= value <= _SCALES.max:
-        raise ValueError(f"{name} is {value!r}; a number from {_SCALES.tiny:g} to {_SCALES.max:g} is expected")
-
-
-def _check_zero_point(name: str, value: Any, dtype: torch.dtype) -> None:
-    info = torch.iinfo(dtype)
-    if type(value) is not int or not info.min <= value <= info.max:
-        raise ValueError(f"{name} is {value!r}; an integer from {info.min} to {info.max} is expected")
-
-
-def _static(x: Tensor, weight: PackedWeight, bias: Tensor | None, *end: Any) -> Tensor:
-    """``[B, *out, N]``."""
-    *numbers, geometry = end
-    if ops._direct(x, bias):
-        return _run_static(x, weight, bias, *numbers, *geometry)
-    fields = ops._fields(weight)
-    return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, weight.kernel_size, bias, *numbers, *geometry))
-
-
-def _run_static(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    x_scale: float,
-    x_zero_point: int,
-    y_scale: float,
-    y_zero_point: int,
-    activation: str | None,
-    low: float,
-    high: float,
-    out_dtype: torch.dtype,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    with ops._without_autocast(x.device):
-        y = reference_conv.conv_int8(
-            x,
-            weight.unpack(),
-            Geometry(tuple(stride), tuple(padding), tuple(dilation), groups),
-            x_scale=x_scale,
-            x_zero_point=x_zero_point,
-            bias=bias,
-            y_scale=y_scale,
-            y_zero_point=y_zero_point,
-            activation=ops._named_activation(activation, low, high),
-            out_dtype=out_dtype,
-        )
-    return y.contiguous()
-
-
 # ---- torch.library
 
-_GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
+GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
 #: Where the arguments behind x, the weight and its kernel begin.
-_BEHIND = ops._WEIGHT + 1
+BEHIND = ops._WEIGHT + 1
 
 
-def _packed(args: Sequence[Any]) -> PackedWeight:
+def packed_weight(args: Sequence[Any]) -> PackedWeight:
     return PackedWeight(*args[: ops._WEIGHT], kernel_size=tuple(args[ops._WEIGHT]))  # type: ignore[misc]
 
 
-def _out(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
+def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
     stride, padding, dilation, groups = geometry
     return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[ops._WEIGHT])
 
 
 def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
-    return _run(x, _packed(args), *args[_BEHIND:])
+    return _run(x, packed_weight(args), *args[BEHIND:])
 
 
 def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
-    out = _out(x, args, args[_BEHIND + 6 : _BEHIND + 10])
-    return x.new_empty((x.shape[0], *out, args[6]), dtype=args[_BEHIND + 5]).movedim(-1, 1)
-
-
-def _conv_int8_op(x: Tensor, *args: Any) -> Tensor:
-    return _run_static(x, _packed(args), *args[_BEHIND:])
-
-
-def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], *_out(x, args, args[_BEHIND + 9 :]), args[6]), dtype=args[_BEHIND + 8])
+    out = out_extents(x, args, args[BEHIND + 6 : BEHIND + 10])
+    return x.new_empty((x.shape[0], *out, args[6]), dtype=args[BEHIND + 5]).movedim(-1, 1)
 
 
 ops._register(
     f"mixed_conv(Tensor x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
-    f"Tensor? residual, ScalarType out_dtype, {_GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
+    f"Tensor? residual, ScalarType out_dtype, {GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
     _mixed_conv_op,
     _mixed_conv_fake,
-)
-ops._register(
-    f"conv_int8(Tensor x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, float x_scale, int x_zero_point, "
-    f"float y_scale, int y_zero_point, str? activation, float low, float high, ScalarType out_dtype, {_GEOMETRY_SCHEMA}) "
-    "-> Tensor",
-    _conv_int8_op,
-    _conv_int8_fake,
 )

@@ -15,14 +15,14 @@ from . import conv, ops
 from .gradients import _through_activation
 
 #: Positions of mixed_conv's arguments behind x and the weight: those that may require a gradient, and the geometry.
-_BIAS = 1 + conv._BEHIND
+_BIAS = 1 + conv.BEHIND
 _RESIDUAL = _BIAS + 4
 _GEOMETRY = _RESIDUAL + 2
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     """Gradients of x and, fp32, of the bias; an empty tensor where one is not wanted."""
-    weight, (bias, activation, low, high, *call, dtype, shape, wanted) = conv._packed(args), args[conv._BEHIND :]
+    weight, (bias, activation, low, high, *call, dtype, shape, wanted) = conv.packed_weight(args), args[conv.BEHIND :]
     stride, padding, dilation, groups = call[:4]
     # The CPU computes in fp64, as the reference does.
     compute = torch.float64 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
@@ -84,7 +84,7 @@ def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
 
 ops._register(
     f"mixed_conv_backward(Tensor grad, Tensor? x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, "
-    f"float low, float high, {conv._GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric, ScalarType dtype, SymInt[] shape, "
+    f"float low, float high, {conv.GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric, ScalarType dtype, SymInt[] shape, "
     "bool[2] wanted) -> (Tensor, Tensor)",
     _backward_op,
     _backward_fake,

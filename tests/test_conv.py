@@ -201,6 +201,7 @@ def test_any_memory_format() -> None:
     for same in (x.to(memory_format=torch.channels_last), wide[:, 3:36, :, 1:8]):
         assert_close(co.mixed_conv2d(same, packed, act_quant="block"), expected.double())
     assert expected.is_contiguous(memory_format=torch.channels_last)
+    assert torch.equal(co.mixed_conv2d(x, packed, stride=(2,)), co.mixed_conv2d(x, packed, stride=[2, 2]))
 
 
 def test_no_images() -> None:

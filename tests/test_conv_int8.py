@@ -186,7 +186,7 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
     matrix = packed(w[:, :, 0, 0], torch.ones(6))
     with pytest.raises(ValueError, match=r"x has shape \(1, 4, 8, 8\); \[..., 4\]"):
         co.linear_int8(x, matrix, x_scale=1.0, y_scale=1.0)
-    with pytest.raises(ValueError, match="has a kernel"):
+    with pytest.raises(ValueError, match=r"has a kernel of \(3, 3\); a matrix is expected"):
         co.linear_int8(x, weight, x_scale=1.0, y_scale=1.0)
 
 
@@ -216,7 +216,7 @@ def test_operators() -> None:
 def onnx_weight(w: Tensor, x_dtype: torch.dtype) -> dict[str, np.ndarray]:
     """w and its zero points.
 
-    Beside uint8 it is uint8 too: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs
+    For uint8 x they are uint8: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs
     that have AVX2 without VNNI.
     """
     zero = 128 if x_dtype == torch.uint8 else 0

@@ -172,8 +172,11 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     expected = co.quantize(state["conv.weight"], bits=8, group_size=64)
     assert torch.equal(co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32))  # type: ignore[arg-type]
     assert torch.equal(loaded["conv"].bias, state["conv.bias"])  # type: ignore[union-attr, arg-type]
-    # 128 columns a tap for one channel are no gain.
+    # 128 columns a tap for one channel are no gain, but may be asked for.
     assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])  # type: ignore[arg-type]
+    asked = ["reorder", str(source), "-o", str(tmp_path / "all.safetensors"), "--bits", "8", "--include", "."]
+    assert run(app, asked).exit_code == 0
+    assert co.load_packed(tmp_path / "all.safetensors")["depthwise"].kernel_size == (3, 3)  # type: ignore[union-attr]
     shown = json.loads(run(app, ["inspect", str(packed), "--json"]).output)
     tensor = next(tensor for tensor in shown["tensors"] if tensor["name"] == "conv")
     assert (tensor["shape"], tensor["kernel_size"]) == ([32, 80, 3, 3], [3, 3])
