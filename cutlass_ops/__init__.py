@@ -7,12 +7,16 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 __version__ = "0.1.0"
 
 from . import gradients as gradients  # registers the gradient of mixed_gemm
+from . import gradients_conv as gradients_conv  # and that of mixed convolutions
 from .checkpoints import load_checkpoint
+from .conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
+from .conv_int8 import conv2d_int8, linear_int8
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
+from .nn_conv import replace_convs
 from .ops import (
     QuantizedActivations,
     dequantize,
@@ -42,14 +46,19 @@ __all__ = [
     "Routing",
     "awq_dequantize",
     "awq_gemm",
+    "conv2d_int8",
     "dequantize",
     "dequantize_4bit",
     "explain",
     "fuse_linears",
     "grouped_gemm",
+    "linear_int8",
     "load_checkpoint",
     "load_model",
     "load_packed",
+    "mixed_conv1d",
+    "mixed_conv2d",
+    "mixed_conv3d",
     "mixed_gemm",
     "mixed_moe",
     "quantize",
@@ -58,6 +67,7 @@ __all__ = [
     "quantize_model",
     "reorder",
     "reorder_experts",
+    "replace_convs",
     "replace_linears",
     "rms_norm_quantize",
     "route",

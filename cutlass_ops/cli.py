@@ -264,7 +264,7 @@ def _add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str)
     known: dict[tuple[Any, ...], dict[str, dict[str, str]]] = {}
     for tensor in tensors:
         tensor["kernels"] = {}
-        if tensor["parts"] is None:
+        if tensor["parts"] is None or tensor.get("kernel_size"):
             continue
         shape, bits, group_size, parts = tensor["shape"], tensor["bits"], tensor["group_size"], tensor["parts"]
         key = (*shape, bits, group_size, *parts.items())
@@ -340,13 +340,16 @@ def _describe_packed(info: PackedInfo) -> dict[str, Any]:
     tensors = []
     for name, (n, k, bits, group_size) in info.weights.items():
         parts = {part: _dtype(dtype) for part, (dtype, _) in info.parts[name].items()}
+        kernel = list(info.kernels.get(name, ()))
+        note = _note(bits, group_size, parts) + (f", kernel {'x'.join(map(str, kernel))}" if kernel else "")
         tensors.append(
             {
                 "name": name,
                 "type": "packed",
-                "shape": [*info.experts[name], k] if name in info.experts else [n, k],
+                "shape": [*info.experts[name], k] if name in info.experts else [n, k // math.prod(kernel), *kernel],
                 "bytes": sum(map(spec_bytes, info.parts[name].values())),
-                "note": _note(bits, group_size, parts),
+                "note": note,
+                "kernel_size": kernel,
                 **_quantized_fields(bits, group_size, parts),
             }
         )
@@ -433,8 +436,9 @@ def reorder_command(
 
     Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be rounded). Float weights
     are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
-    them. Everything else is copied; a directory's config.json says how to load it. A directory whose making was
-    interrupted is completed by the same command.
+    them; in one file, weights of convolutions too, where that makes them smaller. Everything else is copied; a
+    directory's config.json says how to load it. A directory whose making was interrupted is completed by the same
+    command.
     """
     one_file = output.suffix == ".safetensors"
 

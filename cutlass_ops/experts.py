@@ -49,6 +49,8 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
         weight = weights[e]
         if not isinstance(weight, QuantizedWeight):
             raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+        if weight.kernel_size:
+            raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
         # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
         names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
         found = {"shape": list(weight.shape), **{name: _shared(getattr(weight, name)) for name in names}}

@@ -142,6 +142,8 @@ def explain(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if weight.kernel_size:
+        raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     if act_quant not in ops._ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     reference.check_activation(activation)

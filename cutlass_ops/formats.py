@@ -9,6 +9,9 @@ The sizes below are those of ``csrc/include/cutlass_ops/layout.h``, which holds 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 BITS = (4, 8)
 
 #: What ``config.json`` calls a packed model's quantisation.
@@ -112,6 +115,17 @@ def check_group_size(group_size: int) -> int:
     raise ValueError(f"group_size is {group_size!r}; supported are 32, 64, multiples of 128, and -1 (all of K)")
 
 
+def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
+    """Return the extents of a convolution's kernel, () for a matrix, or raise ``ValueError`` if K is not made of such taps."""
+    size = tuple(kernel_size) if isinstance(kernel_size, Sequence) else (kernel_size,)
+    # type() and not isinstance(): True is no size.
+    if len(size) > 3 or any(type(extent) is not int or extent < 1 for extent in size):
+        raise ValueError(f"kernel_size is {kernel_size!r}; at most three integers of at least 1 are expected")
+    if k % math.prod(size):
+        raise ValueError(f"kernel_size is {size}; its {math.prod(size)} taps do not divide K = {k}")
+    return size
+
+
 def check_flat_block_size(blocksize: int) -> int:
     """Return ``blocksize``, or raise ``ValueError`` if no flat block has so many elements."""
     if type(blocksize) is int and blocksize in FLAT_BLOCK_SIZES:
@@ -131,9 +145,9 @@ def midpoint(bits: int) -> int:
     return 1 << (bits - 1)
 
 
-def group_count(k: int, group_size: int) -> int:
-    """Groups along K input features; the last one may be short."""
-    return 1 if group_size == -1 else -(-k // group_size)
+def group_count(k: int, group_size: int, taps: int = 1) -> int:
+    """Groups along K input features; the last one, of each of a convolution's taps, may be short."""
+    return 1 if group_size == -1 else taps * -(-k // taps // group_size)
 
 
 def padded_rows(n: int) -> int:
@@ -141,16 +155,16 @@ def padded_rows(n: int) -> int:
     return -(-n // ROWS_PER_SLAB) * ROWS_PER_SLAB
 
 
-def padded_k(k: int) -> int:
-    """K rounded up to whole tiles of 128 columns."""
-    return -(-k // K_PER_TILE) * K_PER_TILE
+def padded_k(k: int, taps: int = 1) -> int:
+    """K, or each of a convolution's taps, rounded up to whole tiles of 128 columns."""
+    return taps * -(-k // taps // K_PER_TILE) * K_PER_TILE
 
 
-def padded_groups(k: int, group_size: int) -> int:
+def padded_groups(k: int, group_size: int, taps: int = 1) -> int:
     """Groups in a packed group vector: those of the padded K where several share a tile."""
     if group_size in (32, 64):
-        return padded_k(k) // group_size
-    return group_count(k, group_size)
+        return padded_k(k, taps) // group_size
+    return group_count(k, group_size, taps)
 
 
 def activation_block(group_size: int) -> int:

@@ -35,6 +35,7 @@ from __future__ import annotations
 
 import fcntl
 import json
+import math
 import os
 import re
 import tempfile
@@ -186,6 +187,7 @@ class _Item:
         style: how it is split.
         ranks: over how many.
         weight: N, K, bits and group size of a rank's weight, or None for a plain tensor.
+        kernel_size: of a convolution's weight.
         specs: dtype and shape of a rank's tensors, by their names.
     """
 
@@ -194,6 +196,7 @@ class _Item:
     ranks: int
     weight: tuple[int, int, int, int] | None
     specs: Mapping[str, Spec]
+    kernel_size: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -238,12 +241,13 @@ def _items(
 def _weight_item(step: Step, weight: Quantized, style: str, ranks: int) -> _Item:
     if style == "rowwise" and "perm" in weight.dtypes:
         raise ValueError(ACT_ORDER)
-    n, k = step.entry.shape
-    n, k, group_size = sliced_format(n, k, weight.group_size, style, ranks)
+    # Only a file of weights has convolutions, and that is not split over ranks.
+    n, channels, *kernel_size = step.entry.shape
+    n, k, group_size = sliced_format(n, channels * math.prod(kernel_size), weight.group_size, style, ranks)
     dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in weight.dtypes.items()}
-    parts = packed_specs(n, k, weight.bits, group_size, dtypes)
+    parts = packed_specs(n, k, weight.bits, group_size, dtypes, kernel_size=kernel_size)
     specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
-    return _Item(step, style, ranks, (n, k, weight.bits, group_size), specs)
+    return _Item(step, style, ranks, (n, k, weight.bits, group_size), specs, tuple(kernel_size))
 
 
 def _tensor_item(step: Step, style: str, ranks: int) -> _Item:
@@ -306,7 +310,8 @@ def _contents(
     specs = {name: spec for item in items for name, spec in item.specs.items()}
     weights = {item.step.name: item.weight for item in items if item.weight is not None}
     tied = {name: item.step.entry.tied_to for item in items if (name := item.step.name) in weights and item.step.entry.tied_to}
-    return specs, packed_metadata(weights, tied, sources, options, slices)
+    kernels = {item.step.name: item.kernel_size for item in items if item.kernel_size}
+    return specs, packed_metadata(weights, tied, sources, options, slices, kernels=kernels)
 
 
 def _sources(checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> dict[str, str]:
@@ -418,7 +423,12 @@ def _how(options: Options, checkpoint: Checkpoint, planned: Plan) -> dict[str, A
 def _summary(checkpoint: Checkpoint, items: Sequence[_Item], planned: Plan) -> dict[str, Any]:
     return {
         "weights": {
-            item.step.name: (*item.step.entry.shape, item.step.weight.bits, item.step.weight.group_size)
+            item.step.name: (
+                item.step.entry.shape[0],
+                math.prod(item.step.entry.shape[1:]),
+                item.step.weight.bits,
+                item.step.weight.group_size,
+            )
             for item in items
             if item.step.weight is not None
         },

@@ -14,8 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.compiler import is_dynamo_compiling
 
-from . import formats, ops
+from . import formats, ops, reference
 from .architecture import features
+from .nn_conv import MixedConv
+from .nn_conv import MixedConv1d as MixedConv1d
+from .nn_conv import MixedConv2d as MixedConv2d
+from .nn_conv import MixedConv3d as MixedConv3d
 from .nn_experts import MixedExperts as MixedExperts
 from .packed_buffers import PackedBuffers
 from .reorder import reorder
@@ -76,6 +80,8 @@ class MixedLinear(PackedBuffers):
             raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
         if act_quant not in _ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+        if packed.kernel_size:
+            raise ValueError(reference.CONVOLUTION.format(packed.kernel_size))
         self.out_features, self.in_features = packed.shape
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
@@ -254,7 +260,7 @@ def quantizer_module(model: nn.Module) -> Any:
 
 
 def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:
-    """Change how every :class:`MixedLinear` and :class:`MixedExperts` of a model treats its activations.
+    """Change how every :class:`MixedLinear`, :class:`MixedExperts` and :class:`MixedConv` of a model treats its activations.
 
     Raises:
         ValueError: an ``act_quant`` that does not exist.
@@ -262,7 +268,7 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
     for module in model.modules():
-        if isinstance(module, MixedLinear | MixedExperts):
+        if isinstance(module, MixedLinear | MixedExperts | MixedConv):
             module.act_quant, module.act_symmetric = act_quant, act_symmetric
 
 

@@ -7,6 +7,7 @@ all the rest of a call.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -673,6 +674,8 @@ def mixed_gemm(
     """
     if not isinstance(weight, PackedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if weight.kernel_size:
+        raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
     dynamo = is_dynamo_compiling()
     if not dynamo and (_jit_state() is not None or forward_ad._current_level >= 0 or _func_transforms()):
         _check_transforms("mixed_gemm", x, bias, residual)
@@ -759,7 +762,7 @@ def mixed_gemm(
 
 
 def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
-    """The weight's values, ``[N, K]``, act order undone, on the weight's device.
+    """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on the weight's device.
 
     Args:
         weight: canonical or packed.
@@ -781,7 +784,7 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
         _check_frozen(weight)
     if _direct(weight.codes):
         return _dequantize(weight, dtype)
-    return cast(Tensor, torch.ops.cutlass_ops.dequantize(*_fields(weight), dtype))
+    return cast(Tensor, torch.ops.cutlass_ops.dequantize(*_fields(weight), dtype, weight.kernel_size))
 
 
 def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
@@ -789,6 +792,9 @@ def _dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: 
     stop = weight.n if stop is None else stop
     if weight.gpu < 0:
         return reference.dequantize_weight(weight.row_panels(start, stop).unpack(), dtype)
+    if weight.kernel_size:
+        taps = _dequantize(weight.matrix, dtype, start, stop).view(stop - start, *weight.kernel_size, -1)
+        return taps[..., : weight.k // weight.taps].movedim(-1, 1).contiguous()
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     with _on(weight.device):
         _C.dequantize(weight.native, out.data_ptr(), _TYPES[dtype], _stream(weight.gpu), start, stop - start)
@@ -808,7 +814,7 @@ _CHOICE_SCHEMA = "bool batch_invariant, int architecture, bool exact"
 
 
 def _fields(weight: PackedWeight) -> tuple[Any, ...]:
-    """A weight as :data:`_WEIGHT_SCHEMA` lists it."""
+    """A weight as :data:`_WEIGHT_SCHEMA` lists it; a convolution's kernel is an argument more."""
     return (
         weight.codes,
         weight.scales,
@@ -880,11 +886,13 @@ def _silu_mul_quantize_fake(
 
 
 def _dequantize_op(*args: Any) -> Tensor:
-    return _dequantize(PackedWeight(*args[:_WEIGHT]), args[_WEIGHT])
+    # The dispatcher leaves out what is the schema's default.
+    return _dequantize(PackedWeight(*args[:_WEIGHT], *map(tuple, args[_WEIGHT + 1 :])), args[_WEIGHT])
 
 
 def _dequantize_fake(*args: Any) -> Tensor:
-    return cast(Tensor, args[0].new_empty((args[6], args[7]), dtype=args[_WEIGHT]))
+    n, k, kernel_size = args[6], args[7], [extent for sizes in args[_WEIGHT + 1 :] for extent in sizes]
+    return cast(Tensor, args[0].new_empty((n, k // math.prod(kernel_size), *kernel_size), dtype=args[_WEIGHT]))
 
 
 def _register(schema: str, run: Callable[..., Any], fake: Callable[..., Any]) -> None:
@@ -931,4 +939,4 @@ _register(
     _with_empty(_silu_mul_quantize),
     _with_empty(_silu_mul_quantize_fake),
 )
-_register(f"dequantize({_WEIGHT_SCHEMA}, ScalarType dtype) -> Tensor", _dequantize_op, _dequantize_fake)
+_register(f"dequantize({_WEIGHT_SCHEMA}, ScalarType dtype, int[] kernel_size=[]) -> Tensor", _dequantize_op, _dequantize_fake)

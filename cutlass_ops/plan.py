@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -113,7 +114,9 @@ def plan(
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if ``options.bits``
     is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output head
-    (``DEFAULT_EXCLUDE``). A bias goes with its weight; what the model stores transposed is packed as ``[N, K]``.
+    (``DEFAULT_EXCLUDE``); in a file of weights those of convolutions too, of three to five dimensions, unless a tap's few
+    channels would take more bytes packed than as they are. A bias goes with its weight; what the model stores transposed is
+    packed as ``[N, K]``.
 
     What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it is, a quantised one as
     the fp32 values that its file gives it. A quantised embedding that is the output head too is packed as the head, and
@@ -141,9 +144,11 @@ def plan(
         chosen = bool((include is None or include.search(module)) and not (exclude is not None and exclude.search(module)))
         quantized = entry.quantized is not None or bool(entry.problem)
         if not quantized:
-            floats = options.bits is not None and _is_linear(entry)
+            floats = options.bits is not None and (_is_linear(entry) or (not for_model and _is_convolution(entry)))
             chosen = chosen and floats and (include is not None or not default.search(module))
         reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
+        if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and include is None:
+            reason = reason or _reason_against_taps(entry, options.bits)
         if chosen and for_model and not entry.tied_to and _TABLE.search(module):
             reason = reason or "its name is that of a word embedding, of which a model looks up rows"
         if reason:
@@ -181,7 +186,9 @@ def plan(
             )
             steps.append(Step(entry, module, weight))
     if not any(step.weight is not None for step in steps):
-        floats = options.bits is None and any(_is_linear(entry) for entry in checkpoint.entries.values())
+        floats = options.bits is None and any(
+            _is_linear(entry) or (not for_model and _is_convolution(entry)) for entry in checkpoint.entries.values()
+        )
         hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
         reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
@@ -191,6 +198,21 @@ def plan(
 def _is_linear(entry: Entry) -> bool:
     matrix = not (entry.quantized or entry.problem) and len(entry.shape) == 2 and 0 not in entry.shape
     return matrix and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
+
+
+def _is_convolution(entry: Entry) -> bool:
+    kernel = not (entry.quantized or entry.problem) and 3 <= len(entry.shape) <= 5 and 0 not in entry.shape
+    return kernel and entry.name.endswith(".weight") and entry.dtype in _FLOAT_TYPES
+
+
+def _reason_against_taps(entry: Entry, bits: int) -> str:
+    """Why the weight of a convolution of few channels stays as it is; "" if its padded codes take less than its values."""
+    n, channels, *kernel = entry.shape
+    taps = math.prod(kernel)
+    packed = formats.padded_rows(n) * formats.padded_k(taps * channels, taps) * bits // 8
+    if packed < entry.nbytes:
+        return ""
+    return f"its {taps} taps of {channels} channels take {packed} bytes packed, and {entry.nbytes} as they are"
 
 
 def as_transposed(entry: Entry) -> Entry:

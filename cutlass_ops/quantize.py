@@ -57,9 +57,11 @@ def quantize(
     """Quantise a float weight by rounding to nearest, as ``reference.quantize_weight`` defines it.
 
     Args:
-        weight: fp16, bf16 or fp32 ``[N, K]``; scales are stored in its dtype.
+        weight: fp16, bf16 or fp32 ``[N, K]``, or a convolution's, ``[N, C, *kernel]`` of 3 to 5 dimensions; scales are
+            stored in its dtype.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
+        group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short. Groups of a
+            convolution's weight are of channels of one tap.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero
         point.
         book: a code book of 4-bit codes, "nf4", "fp4" or an fp32 tensor ``[16]`` in any order: each weight
@@ -75,7 +77,7 @@ def quantize(
 
     Raises:
         TypeError: weight or book is of another type or dtype.
-        ValueError: weight is not a matrix, holds NaN or inf, or bits, group_size, book or clip is not
+        ValueError: weight has another number of dimensions, holds NaN or inf, or bits, group_size, book or clip is not
             supported.
     """
     if not isinstance(weight, Tensor):
@@ -83,10 +85,15 @@ def quantize(
     if weight.dtype not in FLOAT_TYPES:
         dtype = str(weight.dtype).removeprefix("torch.")
         raise TypeError(f"weight has dtype {dtype}; supported are float16, bfloat16, float32")
-    if weight.dim() != 2 or 0 in weight.shape:
-        raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K], neither empty, is expected")
+    if not 2 <= weight.dim() <= 5 or 0 in weight.shape:
+        raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K] or [N, C, *kernel], none empty, is expected")
     check_options(bits, group_size, book, clip)
     quant_type, code = ("", book.to(weight.device)) if isinstance(book, Tensor) else (book, None)
+    n, kernel_size = weight.shape[0], tuple(weight.shape[2:])
+    if kernel_size:
+        weight = weight.movedim(1, -1)
+        # No group goes on from one tap to the next: each tap is a row of its own.
+        weight = weight.reshape(n, -1) if group_size == -1 else weight.reshape(-1, weight.shape[-1])
     rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
     pieces = [
         reference.quantize_weight(piece, bits, group_size, symmetric, clip)
@@ -94,16 +101,17 @@ def quantize(
         else reference.quantize_weight_book(piece, group_size, quant_type, code)
         for piece in torch.split(weight.detach(), rows)
     ]
-    scales = torch.cat([piece.scales for piece in pieces])
+    scales = torch.cat([piece.scales for piece in pieces]).view(n, -1)
     if not scales.isfinite().all():
         row, group = (~scales.isfinite()).nonzero()[0].tolist()
         raise ValueError(f"weight has NaN, inf or a range beyond fp32 in row {row}, group {group}")
     zeros = [piece.zeros for piece in pieces if piece.zeros is not None]
     return QuantizedWeight(
-        codes=torch.cat([piece.codes for piece in pieces]),
+        codes=torch.cat([piece.codes for piece in pieces]).view(n, -1),
         scales=scales,
-        zeros=torch.cat(zeros) if zeros else None,
+        zeros=torch.cat(zeros).view(n, -1) if zeros else None,
         bits=bits,
         group_size=group_size,
         book=pieces[0].book,
+        kernel_size=kernel_size,
     )

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import TypeAlias
+from dataclasses import replace
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +35,9 @@ _EXACT_IN_FP32 = 2**24
 
 #: Why a product of a code book's values with quantised activations is refused.
 BOOK_NEEDS_FLOATS = "a weight with a code book is multiplied by floats (act_quant='none')"
+
+#: Why a product with a convolution's weight is refused.
+CONVOLUTION = "the weight is a convolution's, with a kernel of {}; a matrix is expected"
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -521,12 +525,25 @@ def _weight_rows(qw: QuantizedWeight, rows: slice, dtype: torch.dtype, book: Ten
     return values.flatten(1)[:, : qw.k]
 
 
+def taps_as_rows(qw: QuantizedWeight) -> QuantizedWeight:
+    """A convolution's weight as a matrix in which groups know of no taps: one row for each tap, if there are groups."""
+    if qw.group_size == -1:
+        return replace(qw, kernel_size=(), bias=None)
+    rows = qw.n * qw.taps
+    vectors = {name: getattr(qw, name) for name in ("codes", "scales", "zeros", "offsets")}
+    by_tap: dict[str, Any] = {name: v.reshape(rows, -1) for name, v in vectors.items() if v is not None}
+    return replace(qw, kernel_size=(), bias=None, **by_tap)
+
+
 def dequantize_weight(qw: QuantizedWeight, dtype: torch.dtype) -> Tensor:
-    """The weight's values ``[N, K]``, columns in the order of the input features (act order undone).
+    """The weight's values ``[N, K]``, columns in the order of the input features (act order undone); ``[N, C, *kernel]``.
 
     ``s * (q - z)``, ``s * (q - 2^(b-1)) + o``, or ``s * book[q]``: product and sum are rounded to fp32 (for float64: to
     float64), the result once more to ``dtype``.
     """
+    if qw.kernel_size:
+        values = dequantize_weight(taps_as_rows(qw), dtype).view(qw.n, *qw.kernel_size, -1)
+        return values.movedim(-1, 1).contiguous()
     compute = torch.float64 if dtype == torch.float64 else torch.float32
     out = torch.empty(qw.shape, dtype=dtype, device=qw.device)
     columns = slice(None) if qw.perm is None else qw.perm.long()
@@ -542,11 +559,13 @@ def _centred_activations(codes: Tensor, zeros: Tensor | None, block: int, dtype:
     return (_blocks(codes.to(dtype), block) - zeros.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]]
 
 
-def dequantize_activations(codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int) -> Tensor:
-    """Values ``s * (q - z)``, rounded to fp32, ``[M, K]``, of what :func:`quantize_activations` returns."""
+def dequantize_activations(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype = torch.float32
+) -> Tensor:
+    """Values ``s * (q - z)``, rounded to fp32 or fp64, ``[M, K]``, of what :func:`quantize_activations` returns."""
     _check_activations(codes, scales, zeros, block)
-    integers = _blocks(_centred_activations(codes, zeros, block, torch.float32), block)
-    return (integers * scales[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
+    integers = _blocks(_centred_activations(codes, zeros, block, dtype), block)
+    return (integers * scales.to(dtype)[..., None]).flatten(1)[:, : codes.shape[1]].contiguous()
 
 
 def _check_activations(codes: Tensor, scales: Tensor | None, zeros: Tensor | None, block: int) -> None:
@@ -713,6 +732,8 @@ def epilogue(
 
 def _check_product(k: int, m: int, qw: QuantizedWeight, bias: Tensor | None, residual: Tensor | None) -> Tensor | None:
     """The bias that applies, after checking shapes."""
+    if qw.kernel_size:
+        raise ValueError(CONVOLUTION.format(qw.kernel_size))
     if k != qw.k:
         raise ValueError(f"the activations have {k} columns; the weight {qw.shape} takes {qw.k}")
     if bias is not None and qw.bias is not None:

@@ -10,6 +10,8 @@ tensor stands under its own name.
 ``layout``          "cutlass_ops.slab64"
 ``layout_version``  "2"; in version 1 the last two lines of this table are missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
+``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of their kernels; K of
+                    ``weights`` is then R * S * C, and each tap's C channels are padded to 128
 ``experts``         JSON, if a layer's experts are packed as one: ``{name: {"experts": E, "n": N}}``; N of ``weights``
                     is then E * N rounded up to 64, and ``perm`` is ``[E, K]``
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored again
@@ -91,6 +93,8 @@ def _one_below_another(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
         raise ValueError("no weight is given; at least one is expected")
     first = weights[0]
     whole: dict[str, Any] = {}
+    if any(weight.kernel_size for weight in weights):
+        raise ValueError("weights of convolutions are packed one by one; a sequence of matrices is expected")
     # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
     for name in sorted((f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)):
         parts = [getattr(weight, name) for weight in weights]
@@ -134,8 +138,9 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         q, k, v = mixed_gemm(x, reorder([wq, wk, wv])).split([wq.n, wk.n, wv.n], dim=-1)
 
     Args:
-        weight: any quantised weight ``[N, K]``, or several with the same K, device, format (bits, group size, zero points
-            or offsets or neither, code book), act order, and dtypes of scales, offsets and biases. Where only some have a
+        weight: any quantised weight ``[N, K]``, or a convolution's, or several matrices with the same K, device, format
+            (bits, group size, zero points or offsets or neither, code book), act order, and dtypes of scales, offsets and
+            biases. Where only some have a
             bias, the others get one of -0.0, which changes no sum.
 
     Returns:
@@ -153,19 +158,26 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     if problem := not_finite(weight):
         raise ValueError(f"the weight cannot be packed: {problem}")
     n, k, bits, device = weight.n, weight.k, weight.bits, weight.device
-    n_pad = formats.padded_rows(n)
+    n_pad, taps = formats.padded_rows(n), weight.taps
     position = group_vector_positions(n, device)
+    codes = weight.codes
+    if taps > 1:
+        by_tap = codes.new_full((n, taps, formats.padded_k(k, taps) // taps), formats.midpoint(bits))
+        by_tap[:, :, : k // taps] = codes.view(n, taps, -1)
+        codes = by_tap.flatten(1)
+    grouped_taps = 1 if weight.group_size == -1 else taps
 
     def vector(rows: Tensor) -> Tensor:
-        out = rows.new_zeros(formats.padded_groups(k, weight.group_size), n_pad)
-        out[: rows.shape[1], position] = rows.t()
-        return out
+        out = rows.new_zeros(grouped_taps, formats.padded_groups(k, weight.group_size, taps) // grouped_taps, n_pad)
+        by_tap = rows.t().view(grouped_taps, -1, n)
+        out[:, : by_tap.shape[1], position] = by_tap
+        return out.flatten(0, 1)
 
     zeros = None
     if weight.zeros is not None:
         zeros = vector((weight.zeros.to(torch.int16) - formats.midpoint(bits)).to(torch.int8))
     return PackedWeight(
-        codes=pack_codes(weight.codes, bits),
+        codes=pack_codes(codes, bits),
         scales=vector(weight.scales),
         zeros=zeros,
         offsets=None if weight.offsets is None else vector(weight.offsets),
@@ -176,6 +188,7 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
         k=k,
         bits=bits,
         group_size=weight.group_size,
+        kernel_size=weight.kernel_size,
     )
 
 
@@ -354,14 +367,20 @@ def spec_bytes(spec: Spec) -> int:
 
 
 def packed_specs(
-    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype], experts: int | None = None
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    dtypes: Mapping[str, torch.dtype],
+    experts: int | None = None,
+    kernel_size: Sequence[int] = (),
 ) -> dict[str, Spec]:
     """What :func:`reorder` will return for a weight with tensors of these dtypes.
 
     For experts that are packed as one, n is E * N rounded up to 64.
     """
-    n_pad = formats.padded_rows(n)
-    vector = (formats.padded_groups(k, group_size), n_pad)
+    n_pad, taps = formats.padded_rows(n), math.prod(kernel_size)
+    vector = (formats.padded_groups(k, group_size, taps), n_pad)
     shapes: dict[str, tuple[int, ...]] = {
         "scales": vector,
         "zeros": vector,
@@ -370,7 +389,7 @@ def packed_specs(
         "perm": (k,) if experts is None else (experts, k),
         "book": (1 << bits,),
     }
-    shapes["codes"] = (n_pad * formats.padded_k(k) * bits // 8,)
+    shapes["codes"] = (n_pad * formats.padded_k(k, taps) * bits // 8,)
     return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
 
 
@@ -408,8 +427,12 @@ def packed_metadata(
     options: Mapping[str, Any],
     slices: Slices | None = None,
     experts: Mapping[str, tuple[int, int]] | None = None,
+    kernels: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, str]:
-    """``__metadata__`` of a packed file, as in the table above; ``experts`` has E and N by name."""
+    """``__metadata__`` of a packed file, as in the table above.
+
+    ``experts`` has E and N, ``kernels`` the kernels' extents by name.
+    """
     from . import __version__
 
     metadata = {
@@ -424,6 +447,8 @@ def packed_metadata(
     }
     if experts:
         metadata["experts"] = experts_metadata(experts)
+    if kernels:
+        metadata["kernels"] = json.dumps(dict(kernels))
     if slices is not None:
         metadata["tensor_parallel"] = json.dumps({"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)})
     return metadata
@@ -471,7 +496,8 @@ def save_packed(
             raise ValueError(f"tied names {name!r}, which is no weight of this file")
     weights = {name: (w.n, w.k, w.bits, w.group_size) for name, w in packed.items()}
     specs: dict[str, Spec] = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in parts.items()}
-    metadata = packed_metadata(weights, tied or {}, sources or {}, {}, experts=experts)
+    kernels = {name: w.kernel_size for name, w in packed.items() if w.kernel_size}
+    metadata = packed_metadata(weights, tied or {}, sources or {}, {}, experts=experts, kernels=kernels)
     with stream_safetensors(path, specs, metadata) as write:
         for name, tensor in parts.items():
             write(name, tensor)
@@ -496,6 +522,7 @@ class PackedInfo:
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
         experts: E and N of the weights that are experts packed as one, by name; their n is E * N rounded up to 64.
+        kernels: extents of the kernels of the weights that are convolutions', by name.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
@@ -525,6 +552,7 @@ class PackedInfo:
     saved_elsewhere: bool = False
     rounded: tuple[str, ...] = ()
     experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
@@ -598,8 +626,8 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
     checksums = _strings(path, metadata, "checksums") if version != "1" else None
     places = dict.fromkeys(specs, path)
     weights = {name: _weight_fields(path, name, value) for name, value in _json_object(path, metadata, "weights").items()}
-    experts = _experts(path, metadata, weights)
-    parts = {name: _weight_parts(path, name, fields, specs, experts) for name, fields in weights.items()}
+    experts, kernels = _experts(path, metadata, weights), _kernels(path, metadata, weights)
+    parts = {name: _weight_parts(path, name, fields, specs, experts, kernels) for name, fields in weights.items()}
     tied = _strings(path, metadata, "tied")
     for name in tied:
         if name not in weights:
@@ -619,7 +647,25 @@ def _file_info(path: Path, metadata: Mapping[str, str], specs: dict[str, Spec]) 
         places=places,
         checksums=checksums,
         experts=experts,
+        kernels=kernels,
     )
+
+
+def _kernels(
+    path: Path, metadata: Mapping[str, str], weights: Mapping[str, tuple[int, int, int, int]]
+) -> dict[str, tuple[int, ...]]:
+    """Kernels' extents of the weights that are convolutions'."""
+    found = {}
+    for name, value in _json_object(path, metadata, "kernels").items():
+        if name not in weights or not isinstance(value, list) or not value:
+            raise CheckpointError(
+                path, f"'kernels' says {reprlib.repr(value)}; a list of extents, of a weight of this file, is expected", name
+            )
+        try:
+            found[name] = formats.check_kernel_size(value, weights[name][1])
+        except ValueError as error:
+            raise CheckpointError(path, str(error), name) from error
+    return found
 
 
 def _experts(
@@ -645,6 +691,7 @@ def _weight_parts(
     weight: tuple[int, int, int, int],
     specs: dict[str, Spec],
     experts: Mapping[str, tuple[int, int]],
+    kernels: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Spec]:
     """The tensors of a weight, taken out of ``specs``; their shapes are checked."""
     n, k, bits, group_size = weight
@@ -653,7 +700,8 @@ def _weight_parts(
         if part not in found:
             raise CheckpointError(path, f"is named by the metadata, but {name}.{part} is not in the file", name)
     dtypes = {part: dtype for part, (dtype, _) in found.items()}
-    expected = packed_specs(n, k, bits, group_size, dtypes, experts[name][0] if name in experts else None)
+    count = experts[name][0] if name in experts else None
+    expected = packed_specs(n, k, bits, group_size, dtypes, count, kernels.get(name, ()))
     for part, (_, shape) in found.items():
         if shape != expected[part][1]:
             raise CheckpointError(
@@ -696,9 +744,9 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
             fields |= _saved_sizes(path, name, specs, fields.get("bits"))
             rounded += [name] if not {f"{name}.bias", f"{name}.perm"} <= specs.keys() else []
         weights[name] = _weight_fields(path, name, fields)
-    experts = _experts(path, first, weights)
+    experts, kernels = _experts(path, first, weights), _kernels(path, first, weights)
     for name, weight in weights.items():
-        parts[name] = _weight_parts(path, name, weight, specs, experts)
+        parts[name] = _weight_parts(path, name, weight, specs, experts, kernels)
     return PackedInfo(
         path=path,
         layout=(formats.LAYOUT_NAME, str(config.get("layout_version"))),
@@ -716,6 +764,7 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
         saved_elsewhere=True,
         rounded=tuple(rounded),
         experts=experts,
+        kernels=kernels,
     )
 
 
@@ -759,6 +808,7 @@ def _directory_info(directory: Path) -> PackedInfo:
     places: dict[str, Path] = {}
     checksums: dict[str, str] = {}
     experts: dict[str, tuple[int, int]] = {}
+    kernels: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):
             raise CheckpointError(shard.path, f"was not written with {first.path.name}: the sources, options or slices differ")
@@ -768,6 +818,7 @@ def _directory_info(directory: Path) -> PackedInfo:
         weights.update(shard.weights)
         parts.update(shard.parts)
         experts.update(shard.experts)
+        kernels.update(shard.kernels)
         tensors.update(shard.tensors)
         tied.update(shard.tied)
         places.update(shard.places)
@@ -783,6 +834,7 @@ def _directory_info(directory: Path) -> PackedInfo:
         places=places,
         checksums=checksums if all(shard.checksums is not None for shard in shards) else None,
         experts=experts,
+        kernels=kernels,
     )
 
 
@@ -894,7 +946,8 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
         if name in info.experts:
             weight = PackedExperts.of_parts(parts, *info.experts[name], k, bits, group_size)
         else:
-            weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size)
+            kernel_size = info.kernels.get(name, ())
+            weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size, kernel_size=kernel_size)
     except (TypeError, ValueError) as error:
         raise CheckpointError(path, str(error), name) from error
     if problem := packed_problem(weight):

@@ -216,7 +216,7 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
     if module in info.options.get(TRANSPOSED, ()):
         entry = as_transposed(entry)
     packed = module if module in info.weights and entry.name != f"{module}.bias" else None
-    if packed is not None and not entry.problem and len(entry.shape) == 2:
+    if packed is not None and not entry.problem and len(entry.shape) >= 2:
         stored = _weight(info, packed)
         if isinstance(stored, PackedExperts):
             found.problems.append(f"{packed}: holds {stored.experts} experts; the checkpoint has one matrix")
@@ -224,7 +224,7 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
         weight = stored.unpack()
         expected = _expected(info, checkpoint, entry, weight)
         _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
-        if weight.shape == expected.shape:
+        if (weight.shape, weight.kernel_size) == (expected.shape, expected.kernel_size):
             values = _sliced(info, packed, entry.values().float())
             difference = float((reference.dequantize_weight(weight, torch.float32) - values).abs().max())
             largest = found.largest_difference
@@ -342,6 +342,8 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
         return changes
     if (first := a.experts.get(name)) != (second := b.experts.get(name)):
         return [f"experts and their rows are {first} and {second}"]
+    if a.kernels.get(name, ()) != b.kernels.get(name, ()):
+        return [f"kernel_size is {a.kernels.get(name, ())} and {b.kernels.get(name, ())}"]
     x, y = _weight(a, name), _weight(b, name)
     # Codes where they stand in the matrix; the padding is compared as it is stored.
     changes = []

@@ -69,6 +69,11 @@ def _check_book(book: Any, bits: int, zeros: Any, offsets: Any, device: torch.de
     _check("book", book, (1 << bits,), (torch.float32,), device)
 
 
+def _check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
+    if perm is not None and kernel_size:
+        raise ValueError(f"both perm and kernel_size {kernel_size} are given; weights of convolutions have no act order")
+
+
 def is_known_book(book: Tensor) -> bool:
     """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
     return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, device=book.device))
@@ -114,18 +119,23 @@ class QuantizedWeight:
     ``scales[n, j] * (q - 2**(bits-1)) + offsets[n, j]``, or, with neither zeros nor offsets,
     ``scales[n, j] * (q - 2**(bits-1))``. With a code book it is ``scales[n, j] * book[q]``.
 
+    The weight of a convolution ``[N, C, *kernel_size]`` (C channels of one of its groups) is the matrix ``[N, taps * C]``,
+    channels innermost. Its groups are ``group_size`` channels of one tap, or the whole row.
+
     Attributes:
         codes: uint8 ``[N, K]``, each below ``2**bits``.
         scales: fp16, bf16 or fp32 ``[N, G]``; may be negative. Kept exactly.
         zeros: uint8 ``[N, G]`` below ``2**bits``, or None.
         offsets: fp16, bf16 or fp32 ``[N, G]``, or None. At most one of zeros and offsets is given.
         bits: 4 or 8.
-        group_size: 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K / group_size)``; the last may be short.
+        group_size: 32, 64, a multiple of 128, or -1 (one group). ``G = ceil(K / group_size)``, or
+            ``taps * ceil(C / group_size)``; the last, of each tap, may be short.
         bias: fp16, bf16 or fp32 ``[N]``, or None; added by every product with this weight.
         perm: integer ``[K]``, a permutation, or None: column j of the codes multiplies input feature ``perm[j]``
             (GPTQ's act order, with columns already sorted by group).
         book: fp32 ``[16]``, the values of 4-bit codes (``formats.NF4``, ``formats.FP4``, ``formats.E2M1`` or others), or
             ``[256]``, those of ``formats.E4M3``, with 8 bits; or None; never beside zeros or offsets.
+        kernel_size: extents of a convolution's kernel, one to three; () for a matrix.
 
     Raises:
         TypeError: an argument of the wrong type or dtype.
@@ -141,6 +151,7 @@ class QuantizedWeight:
     bias: Tensor | None = None
     perm: Tensor | None = None
     book: Tensor | None = None
+    kernel_size: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         formats.check_bits(self.bits)
@@ -152,7 +163,8 @@ class QuantizedWeight:
         n, k = self.codes.shape
         device = self.codes.device
         _check("codes", self.codes, (n, k), (torch.uint8,), device)
-        vector = (n, formats.group_count(k, self.group_size))
+        object.__setattr__(self, "kernel_size", formats.check_kernel_size(self.kernel_size, k))
+        vector = (n, formats.group_count(k, self.group_size, self.taps))
         _check("scales", self.scales, vector, _FLOAT_TYPES, device)
         if self.zeros is not None and self.offsets is not None:
             raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
@@ -166,6 +178,7 @@ class QuantizedWeight:
             for name, value in (("codes", self.codes), ("zeros", self.zeros)):
                 if value is not None and (largest := int(value.max())) >= 1 << self.bits:
                     raise ValueError(f"{name} holds {largest}; with bits={self.bits} the largest is {(1 << self.bits) - 1}")
+        _check_order(self.perm, self.kernel_size)
         if self.perm is not None:
             _check("perm", self.perm, (k,), (torch.int32, torch.int64), device)
             if not torch.equal(self.perm.long().sort().values, torch.arange(k, device=device)):
@@ -239,6 +252,11 @@ class QuantizedWeight:
         return self.n, self.k
 
     @property
+    def taps(self) -> int:
+        """Pixels that the kernel of a convolution sees; 1 for a matrix."""
+        return math.prod(self.kernel_size)
+
+    @property
     def groups(self) -> int:
         """Groups along K."""
         return self.scales.shape[1]
@@ -265,6 +283,7 @@ class QuantizedWeight:
             bias=None if self.bias is None else self.bias.to(device),
             perm=None if self.perm is None else self.perm.to(device),
             book=None if self.book is None else self.book.to(device),
+            kernel_size=self.kernel_size,
         )
 
 
@@ -360,7 +379,8 @@ _kept: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = weakref.WeakVa
 class PackedWeight:
     """A weight in the order in which tensor-core lanes read it; made by :func:`cutlass_ops.reorder`.
 
-    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128.
+    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a convolution's weight each tap's channels are
+    rounded up to 128: a tile has one tap.
 
     Attributes:
         codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
@@ -370,7 +390,7 @@ class PackedWeight:
         bias: ``[N]``, or None.
         perm: int32 ``[K]``, or None.
         book: fp32 ``[16]``, or ``[256]`` of ``formats.E4M3``, by code (not centred), or None.
-        n, k, bits, group_size: as in :class:`QuantizedWeight`.
+        n, k, bits, group_size, kernel_size: as in :class:`QuantizedWeight`.
         device: where the tensors are.
         gpu: index of that device if it is a GPU, otherwise -1.
     """
@@ -386,6 +406,7 @@ class PackedWeight:
     bits: int
     group_size: int
     book: Tensor | None = None
+    kernel_size: tuple[int, ...] = ()
     # Kept, since to ask a tensor takes a tenth of a product's host time.
     device: torch.device = field(init=False, repr=False)
     gpu: int = field(init=False, repr=False)
@@ -398,12 +419,13 @@ class PackedWeight:
         formats.check_group_size(self.group_size)
         if self.n < 1 or self.k < 1:
             raise ValueError(f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1")
-        n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k)
+        object.__setattr__(self, "kernel_size", formats.check_kernel_size(self.kernel_size, self.k))
+        n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k, self.taps)
         if not isinstance(self.codes, Tensor):
             raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
         self._find_device()
         device = self.device
-        vector = (formats.padded_groups(self.k, self.group_size), n_pad)
+        vector = (formats.padded_groups(self.k, self.group_size, self.taps), n_pad)
         _check("codes", self.codes, (n_pad * k_pad * self.bits // 8,), (torch.uint8,), device)
         _check("scales", self.scales, vector, _FLOAT_TYPES, device)
         if self.zeros is not None and self.offsets is not None:
@@ -416,6 +438,7 @@ class PackedWeight:
         ):
             if value is not None:
                 _check(name, value, shape, types, device)
+        _check_order(self.perm, self.kernel_size)
         _check_book(self.book, self.bits, self.zeros, self.offsets, device)
         for name, value in self.tensors().items():
             if not value.is_contiguous():
@@ -430,6 +453,31 @@ class PackedWeight:
     def shape(self) -> tuple[int, int]:
         """``(N, K)``."""
         return self.n, self.k
+
+    @property
+    def taps(self) -> int:
+        """As in :class:`QuantizedWeight`."""
+        return math.prod(self.kernel_size)
+
+    @cached_property
+    def matrix(self) -> PackedWeight:
+        """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold; the codes are shared.
+
+        The columns behind a tap's channels have codes of value zero, but whatever zero point or offset: x must be zero there.
+        """
+        columns = formats.padded_k(self.k, self.taps)
+        if self.group_size == -1:
+            return replace(self, k=columns, kernel_size=())
+        # A tap's last group may end inside of a tile, and the matrix has no short groups but the last.
+        group_size = math.gcd(columns // self.taps, self.group_size)
+        changed: dict[str, Any] = {}
+        if group_size != self.group_size:
+            by_tap = torch.arange(0, columns // self.taps, group_size, device=self.device) // self.group_size
+            taps = torch.arange(self.taps, device=self.device)[:, None] * (len(self.scales) // self.taps)
+            groups = (taps + by_tap).flatten()
+            vectors = {part: getattr(self, part) for part in ("scales", "zeros", "offsets")}
+            changed = {part: vector[groups] for part, vector in vectors.items() if vector is not None}
+        return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
 
     @cached_property
     def nbytes(self) -> int:
@@ -474,7 +522,8 @@ class PackedWeight:
 
         Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not record what is written to them.
         """
-        plain = self.offsets is None and self.book is None and (self.zeros is None or self.bits == 4)
+        plain = not self.kernel_size and self.offsets is None and self.book is None
+        plain = plain and (self.zeros is None or self.bits == 4)
         groups = self.group_size == -1 or self.group_size % 128 == 0
         if not (plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)):
             return False
@@ -534,7 +583,7 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums")
+        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -547,7 +596,8 @@ class PackedWeight:
             return self
         moved: dict[str, Any] = dict.fromkeys(PARTS)
         moved.update({name: value.to(device) for name, value in self.tensors().items()})
-        return PackedWeight(**moved, n=self.n, k=self.k, bits=self.bits, group_size=self.group_size)
+        moved.update(n=self.n, k=self.k, bits=self.bits, group_size=self.group_size, kernel_size=self.kernel_size)
+        return PackedWeight(**moved)
 
     def row_panels(self, start: int, stop: int) -> PackedWeight:
         """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
@@ -569,12 +619,17 @@ class PackedWeight:
         What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks its values, which waits
         for the GPU.
         """
-        codes = unpack_codes(self.codes, self.n, self.k, self.bits)
-        groups = formats.group_count(self.k, self.group_size)
+        taps, k_pad = self.taps, formats.padded_k(self.k, self.taps)
+        codes = unpack_codes(self.codes, self.n, self.k if taps == 1 else k_pad, self.bits)
+        if taps > 1:
+            codes = codes.view(self.n, taps, k_pad // taps)[:, :, : self.k // taps].flatten(1)
+        grouped_taps = 1 if self.group_size == -1 else taps
+        groups = formats.group_count(self.k, self.group_size, taps) // grouped_taps
         position = group_vector_positions(self.n, self.device)
 
         def rows(vector: Tensor) -> Tensor:
-            return vector[:groups, position].t().contiguous()
+            by_tap = vector.view(grouped_taps, -1, vector.shape[1])[:, :groups]
+            return by_tap.flatten(0, 1)[:, position].t().contiguous()
 
         zeros = None
         if self.zeros is not None:
@@ -589,4 +644,5 @@ class PackedWeight:
             bias=self.bias,
             perm=None if self.perm is None else self.perm.long(),
             book=self.book,
+            kernel_size=self.kernel_size,
         )

@@ -45,9 +45,11 @@ def layer(
 def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
     """act(gate) * up may be rounded to the other side, and weights are rounded to x's dtype."""
     limit = 2**-7 if dtype is torch.bfloat16 else 2**-9
-    error, rms = (found.float().cpu() - expected.float()).abs(), expected.float().square().mean().sqrt()
+    error, reference = (found.float().cpu() - expected.float()).abs(), expected.float()
+    rms = reference.square().mean(1, keepdim=True).sqrt()  # of a row: some have several experts, and some none
     assert found.dtype == dtype
-    assert bool((error <= 4 * limit * rms + limit * expected.float().abs()).all()), float((error / rms).max())
+    excess = error - 4 * limit * rms - limit * reference.abs()
+    assert bool((excess <= 0).all()), float((error / rms).nan_to_num().max())
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -1,0 +1,420 @@
+"""Convolutions of floats, or of activations that are quantised in the call, with packed weights.
+
+On a CPU they are the reference. On a GPU they gather the pixels under the kernel and call :func:`cutlass_ops.mixed_gemm`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled
+
+from . import formats, ops, reference, reference_conv
+from .reference_conv import Geometry
+from .weight import PackedWeight
+
+__all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
+
+#: One number for all dimensions of space, or one for each.
+Extents: TypeAlias = "int | Sequence[int]"
+
+ACT_QUANT = ("none", "token", "block", "tensor")
+
+
+# ---- arguments
+
+
+def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
+    """``value`` for each of ``dims`` dimensions of space.
+
+    Raises:
+        ValueError: it is no integer of at least ``least``, nor ``dims`` of them.
+    """
+    extents = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    extents = extents * dims if len(extents) == 1 else extents
+    # type() and not isinstance(): True is no number of pixels.
+    if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
+        raise ValueError(f"{name} is {value!r}; an integer of at least {least}, or {dims} of them, is expected")
+    return extents
+
+
+def check_weight(weight: Any, dims: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if it is no packed weight whose kernel has ``dims`` dimensions; 0 is a matrix."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if len(weight.kernel_size) != dims:
+        has = f"a kernel of {weight.kernel_size}" if weight.kernel_size else "no kernel"
+        expected = f"one of {dims} dimensions" if dims else "a matrix"
+        raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected")
+
+
+def check_geometry(weight: PackedWeight, stride: Extents, padding: Extents, dilation: Extents, groups: int) -> Geometry:
+    """The arguments of torch's convolutions as numbers for each dimension.
+
+    Raises:
+        ValueError: one that means nothing for this weight; the message has its value.
+    """
+    dims = len(weight.kernel_size)
+    if type(groups) is not int or groups < 1 or weight.n % groups:
+        raise ValueError(f"groups is {groups!r}; a divisor of the weight's {weight.n} output channels is expected")
+    return Geometry(
+        check_extents("stride", stride, dims, 1),
+        check_extents("padding", padding, dims, 0),
+        check_extents("dilation", dilation, dims, 1),
+        groups,
+    )
+
+
+def check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[int, ...]:
+    """The shape of the result.
+
+    Raises:
+        ValueError: x has other dimensions or channels than the weight takes, or fewer pixels than the kernel.
+    """
+    dims, channels = len(weight.kernel_size), weight.k // weight.taps * geometry.groups
+    if x.dim() != dims + 2 or x.shape[1] != channels:
+        space = ("L", "H, W", "D, H, W")[dims - 1]
+        raise ValueError(
+            f"x has shape {tuple(x.shape)}; [B, {channels}, {space}] is expected, for a weight of "
+            f"{weight.k // weight.taps} channels and groups={geometry.groups}"
+        )
+    padded = [size + 2 * pad for size, pad in zip(x.shape[2:], geometry.padding, strict=True)]
+    spans = geometry.spans(weight.kernel_size)
+    if any(size < 1 for size in x.shape[2:]) or any(size < span for size, span in zip(padded, spans, strict=True)):
+        raise ValueError(
+            f"x has {tuple(x.shape[2:])} pixels, {tuple(padded)} with padding={geometry.padding}; the kernel "
+            f"{weight.kernel_size} with dilation={geometry.dilation} takes at least {tuple(spans)}"
+        )
+    return x.shape[0], weight.n, *geometry.out(x.shape[2:], weight.kernel_size)
+
+
+def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
+    """An activation as operators take it; ``ValueError`` if it does not exist."""
+    reference.check_activation(activation)
+    if isinstance(activation, tuple):
+        return activation[0], float(activation[1]), float(activation[2])
+    return activation, 0.0, 0.0
+
+
+# ---- mixed convolutions
+
+
+def mixed_conv1d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`mixed_conv2d` in one dimension of space: x ``[B, groups * C, L]``, the weight ``[N, C, kernel]``."""
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(1, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def mixed_conv2d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
+
+    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU x's channels are gathered for each
+    tap, in memory of taps times the result's pixels times x's channels, and multiplied by :func:`cutlass_ops.mixed_gemm`;
+    convolutions of groups of which each has a number of output channels that is no multiple of 64 are the reference there,
+    which waits for the GPU. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
+    ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
+    keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), in any
+            memory format.
+        weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none of its own.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
+            the padding are exact zeros, with zero points too.
+        activation: as in :func:`cutlass_ops.mixed_gemm`.
+        act_quant: "none" multiplies x as it is. The others quantise it to int8: "token" with one scale for each pixel over its
+            channels, "block" for each pixel and min(group_size, 128) channels, "tensor" for all of x.
+        act_symmetric: whether quantised activations have no zero point.
+        residual: fp16, bf16 or fp32, of the result's shape, added last.
+        out_dtype: fp16, bf16 or fp32; x's dtype if None.
+
+    Returns:
+        ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
+        RuntimeError: a gradient of the weight is asked for; or torch.jit.trace, forward-mode differentiation or a transform of
+            torch.func is at work.
+    """
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(2, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def mixed_conv3d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`mixed_conv2d` in three dimensions of space: x ``[B, groups * C, D, H, W]``, the weight ``[N, C, T, R, S]``."""
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(3, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def _mixed_conv(
+    dims: int,
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    geometry: tuple[Extents, Extents, Extents, int],
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    check_weight(weight, dims)
+    checked = check_geometry(weight, *geometry)
+    ops._check_float("x", x, weight.device)
+    ops._check_device(weight.device)
+    ops._check_transforms(f"mixed_conv{dims}d", x, bias, residual)
+    differentiable = is_grad_enabled() and any(map(ops._requires_grad, (x, bias, residual)))
+    if is_grad_enabled():
+        ops._check_frozen(weight)
+    if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    shape = check_image(x, weight, checked)
+    if act_quant not in ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
+    if weight.book is not None and act_quant != "none":
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
+    call = split_activation(activation)
+    if bias is not None:
+        ops._check_bias(bias, weight)
+    if residual is not None:
+        ops._check_residual(residual, weight, shape)
+    if out_dtype is not None and out_dtype not in ops._TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names(ops._TYPES)}")
+    if x.is_cuda and x.dtype is torch.float32 and act_quant == "none":
+        raise TypeError(
+            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with a quantised x)"
+        )
+    if x.is_cuda and math.prod(shape) // weight.n > ops._MAX_M:
+        raise ValueError(f"the result has shape {shape}; at most {ops._MAX_M} pixels of all images are supported")
+    end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
+    if not differentiable and ops._direct(x, bias, residual):
+        return _run(x, weight, *end)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *ops._fields(weight), weight.kernel_size, *end))
+
+
+def _run(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str | None,
+    low: float,
+    high: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    act_quant: str,
+    act_symmetric: bool,
+) -> Tensor:
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    options: dict[str, Any] = {
+        "bias": bias,
+        "activation": ops._named_activation(activation, low, high),
+        "act_quant": act_quant,
+        "act_symmetric": act_symmetric,
+        "residual": None if residual is None else residual.movedim(1, -1),
+        "out_dtype": out_dtype,
+    }
+    with ops._without_autocast(x.device):
+        if weight.gpu >= 0 and (groups == 1 or weight.n // groups % formats.ROWS_PER_SLAB == 0):
+            y = by_products(x, weight, geometry, **options)
+        else:
+            y = reference_conv.mixed_conv(x.detach(), weight.unpack(), geometry, **options)
+    return y.contiguous().movedim(-1, 1)
+
+
+# ---- by products of gathered pixels
+
+
+def _gather_taps(images: Tensor, kernel_size: Sequence[int], geometry: Geometry, missing: float = 0) -> Tensor:
+    """The pixels under the kernel at each of its places, ``[pixels of the result, taps, C]``, of images ``[B, *space, C]``.
+
+    ``missing`` stands where there are no pixels.
+    """
+    dims = len(kernel_size)
+    edges = [pad for extent in reversed(geometry.padding) for pad in (extent, extent)]
+    images = F.pad(images, [0, 0, *edges], value=missing)
+    for dim, span in enumerate(geometry.spans(kernel_size)):
+        images = images.unfold(1 + dim, span, geometry.stride[dim])[..., :: geometry.dilation[dim]]
+    # [B, *out, C, *kernel]
+    taps = images.movedim(1 + dims, -1)
+    return taps.flatten(1 + dims, 2 * dims).flatten(0, dims)
+
+
+def _gather_quantized(
+    x: Tensor, weight: PackedWeight, geometry: Geometry, act_quant: str, act_symmetric: bool
+) -> list[ops.QuantizedActivations]:
+    """x, quantised, as rows that :attr:`PackedWeight.matrix` can be multiplied by, for each group of the convolution."""
+    columns = weight.matrix.k // weight.taps
+    block = formats.activation_block(weight.group_size)
+    codes, scales, zeros = reference_conv.quantize_pixels(x, geometry.groups, act_quant, act_symmetric, block)
+
+    def blocks(vectors: Tensor, filling: float) -> Tensor:
+        """A vector for each block of the padded channels."""
+        if act_quant != "block":
+            return vectors.expand(*vectors.shape[:2], columns // block)
+        return F.pad(vectors, (0, columns // block - vectors.shape[2]), value=filling)
+
+    def rows(pixels: Tensor, group: int, missing: float = 0) -> Tensor:
+        images = pixels[:, group].view(x.shape[0], *x.shape[2:], -1)
+        return _gather_taps(images, weight.kernel_size, geometry, missing).flatten(1)
+
+    scales = blocks(scales, 1.0)
+    padded = F.pad(codes, (0, columns - codes.shape[2]))
+    if zeros is not None:
+        zeros = blocks(zeros, 0)
+        # The padding's codes stand for zero.
+        padded[..., codes.shape[2] :] = zeros.repeat_interleave(block, 2)[..., codes.shape[2] :]
+    return [
+        _in_kernel_order(
+            rows(padded, group), rows(scales, group, 1.0), None if zeros is None else rows(zeros, group), block, x.dtype
+        )
+        for group in range(geometry.groups)
+    ]
+
+
+def _in_kernel_order(
+    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype
+) -> ops.QuantizedActivations:
+    """The inverse of :meth:`ops.QuantizedActivations.natural`."""
+    m, k = codes.shape
+
+    def ordered(vectors: Tensor) -> Tensor:
+        return F.pad(vectors.t(), (0, -m % 16)).contiguous()
+
+    return ops.QuantizedActivations(
+        codes=reference.activation_order(codes, zeros, block),
+        scales=ordered(scales),
+        zeros=None if zeros is None else ordered(zeros),
+        block=block,
+        k=k,
+        shape=codes.shape,
+        dtype=dtype,
+        perm=None,
+    )
+
+
+def by_products(
+    x: Tensor,
+    weight: PackedWeight,
+    geometry: Geometry,
+    *,
+    bias: Tensor | None,
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """What :func:`reference_conv.mixed_conv` computes, by :func:`cutlass_ops.mixed_gemm`.
+
+    The output channels of each of the convolution's groups are a multiple of 64, or there is one group.
+    """
+    n, c = weight.n // geometry.groups, weight.k // weight.taps
+    y = torch.empty(x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n, dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    matrix = weight.matrix
+    quantized = None if act_quant == "none" else _gather_quantized(x, weight, geometry, act_quant, act_symmetric)
+    for group in range(geometry.groups):
+        rows = slice(group * n, (group + 1) * n)
+        if quantized is None:
+            images = x[:, group * c : (group + 1) * c].movedim(1, -1)
+            taps = _gather_taps(images, weight.kernel_size, geometry)
+            gathered: Any = F.pad(taps, (0, matrix.k // weight.taps - c)).flatten(1)
+        else:
+            gathered = quantized[group]
+        part = ops.mixed_gemm(
+            gathered,
+            matrix if geometry.groups == 1 else matrix.row_panels(rows.start, rows.stop),
+            None if bias is None else bias[rows],
+            activation,
+            residual=None if residual is None else residual[..., rows].reshape(-1, n),
+            out_dtype=out_dtype,
+        )
+        y[..., rows] = part.view(*y.shape[:-1], n)
+    return y
+
+
+# ---- torch.library
+
+GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
+#: Where the arguments behind x, the weight and its kernel begin.
+BEHIND = ops._WEIGHT + 1
+
+
+def packed_weight(args: Sequence[Any]) -> PackedWeight:
+    return PackedWeight(*args[: ops._WEIGHT], kernel_size=tuple(args[ops._WEIGHT]))  # type: ignore[misc]
+
+
+def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
+    stride, padding, dilation, groups = geometry
+    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[ops._WEIGHT])
+
+
+def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
+    return _run(x, packed_weight(args), *args[BEHIND:])
+
+
+def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
+    out = out_extents(x, args, args[BEHIND + 6 : BEHIND + 10])
+    return x.new_empty((x.shape[0], *out, args[6]), dtype=args[BEHIND + 5]).movedim(-1, 1)
+
+
+ops._register(
+    f"mixed_conv(Tensor x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
+    f"Tensor? residual, ScalarType out_dtype, {GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
+    _mixed_conv_op,
+    _mixed_conv_fake,
+)

@@ -1,0 +1,233 @@
+"""Convolution layers over packed weights, and the replacement of a model's convolutions by them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor, nn
+
+from . import ops, reference
+from .conv import ACT_QUANT, Extents, check_geometry, mixed_conv1d, mixed_conv2d, mixed_conv3d
+from .packed_buffers import PackedBuffers
+from .weight import PARTS, PackedWeight
+
+
+class MixedConv(PackedBuffers):
+    """What :class:`MixedConv1d`, :class:`MixedConv2d` and :class:`MixedConv3d` share.
+
+    The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They keep their
+    dtypes under ``.half()`` and ``.to(dtype)``: scales are part of the checkpoint, not of the computation. A buffer may be
+    replaced by a tensor of the same shape.
+
+    Attributes:
+        in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in ``torch.nn.Conv2d``.
+        act_quant: how x is quantised: "none", "token", "block" or "tensor".
+        act_symmetric: whether quantised activations have no zero point. Unused with "none".
+        activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
+
+    Args:
+        packed: the weight.
+        stride, padding, dilation, groups, act_quant, act_symmetric, activation: as in :func:`cutlass_ops.mixed_conv2d`.
+
+    Raises:
+        TypeError: a weight that is not packed.
+        ValueError: a weight whose kernel has another number of dimensions, or an option that does not exist.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+    bias: Tensor | None
+    book: Tensor | None
+    _packed: PackedWeight
+    #: Dimensions of space, and the function that computes.
+    _dims: ClassVar[int]
+    _convolve: ClassVar[Callable[..., Tensor]]
+
+    def __init__(
+        self,
+        packed: PackedWeight,
+        stride: Extents = 1,
+        padding: Extents = 0,
+        dilation: Extents = 1,
+        groups: int = 1,
+        act_quant: str = "none",
+        act_symmetric: bool = True,
+        activation: reference.Activation = None,
+    ) -> None:
+        super().__init__()
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        if len(packed.kernel_size) != self._dims:
+            raise ValueError(
+                f"the weight's kernel_size is {packed.kernel_size}; {type(self).__name__} takes one of {self._dims} dimensions"
+            )
+        if act_quant not in ACT_QUANT:
+            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
+        reference.check_activation(activation)
+        self.stride, self.padding, self.dilation, self.groups = check_geometry(packed, stride, padding, dilation, groups)
+        self.in_channels, self.out_channels = packed.k // packed.taps * groups, packed.n
+        self.kernel_size = packed.kernel_size
+        self.act_quant = act_quant
+        self.act_symmetric = act_symmetric
+        self.activation = activation
+        for name in PARTS:
+            self.register_buffer(name, getattr(packed, name))
+        self._packed = packed
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as this layer's buffers hold it now; it shares their memory.
+
+        Raises:
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+        """
+        packed = self._packed
+        if all(self._buffers.get(name) is getattr(packed, name) for name in PARTS):
+            return packed
+        return self._from_buffers()
+
+    def _from_buffers(self) -> PackedWeight:
+        return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
+
+    def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
+        """The weight's values, ``[out_channels, in_channels / groups, *kernel_size]`` of ``dtype``, as a new tensor.
+
+        Raises:
+            TypeError: a dtype that is not fp16, bf16 or fp32.
+        """
+        return ops.dequantize(self.packed, dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Convolve x ``[B, in_channels, *space]``; returns ``[B, out_channels, *out]`` of x's dtype, channels last in memory.
+
+        Raises:
+            TypeError, ValueError: x or a replaced buffer does not fit; the message has its value.
+            RuntimeError: as in :func:`cutlass_ops.mixed_conv2d`.
+        """
+        return type(self)._convolve(
+            x,
+            self.packed,
+            None,
+            self.stride,
+            self.padding,
+            self.dilation,
+            self.groups,
+            activation=self.activation,
+            act_quant=self.act_quant,
+            act_symmetric=self.act_symmetric,
+        )
+
+    def extra_repr(self) -> str:
+        """Sizes, format and activation mode, as ``print(model)`` shows them."""
+        kind = next((name for name in ("zeros", "offsets", "book") if getattr(self, name) is not None), "symmetric")
+        parts = [
+            f"{self.in_channels}, {self.out_channels}, kernel_size={self.kernel_size}, stride={self.stride}, "
+            f"padding={self.padding}, dilation={self.dilation}, groups={self.groups}, bias={self.bias is not None}",
+            f"bits={self._packed.bits}, group_size={self._packed.group_size}, {kind}, act_quant={self.act_quant!r}",
+        ]
+        if self.act_quant != "none":
+            parts.append(f"act_symmetric={self.act_symmetric}")
+        if self.activation is not None:
+            parts.append(f"activation={self.activation!r}")
+        return ", ".join(parts)
+
+
+class MixedConv1d(MixedConv):
+    """:func:`cutlass_ops.mixed_conv1d` as a module; see :class:`MixedConv`."""
+
+    _dims = 1
+    _convolve = mixed_conv1d
+
+
+class MixedConv2d(MixedConv):
+    """:func:`cutlass_ops.mixed_conv2d` as a module; see :class:`MixedConv`."""
+
+    _dims = 2
+    _convolve = mixed_conv2d
+
+
+class MixedConv3d(MixedConv):
+    """:func:`cutlass_ops.mixed_conv3d` as a module; see :class:`MixedConv`."""
+
+    _dims = 3
+    _convolve = mixed_conv3d
+
+
+_LAYERS: dict[type[Any], type[MixedConv]] = {nn.Conv1d: MixedConv1d, nn.Conv2d: MixedConv2d, nn.Conv3d: MixedConv3d}
+
+
+def replace_convs(
+    model: nn.Module,
+    packed: Mapping[str, PackedWeight],
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+) -> list[str]:
+    """Put a :class:`MixedConv` in the place of each convolution that ``packed`` names.
+
+    A layer's own bias is kept where the packed weight has none. Every name is checked before the first layer is replaced, so
+    that an error leaves the model as it was. A packed weight stays on its device; move the model after. The packed weights of
+    convolutions are kept by :func:`cutlass_ops.save_packed`; ``save_pretrained`` of transformers does not know them.
+
+    Args:
+        model: any module; changed in place.
+        packed: weights by the layer's qualified name, as in ``model.named_modules()``.
+        act_quant, act_symmetric: as in :class:`MixedConv`.
+
+    Returns:
+        The replaced names, in the order of ``packed``.
+
+    Raises:
+        ValueError: a name that the model does not have, a weight of another shape than the layer's, or a padding that
+            :func:`cutlass_ops.mixed_conv2d` does not have: of another mode than "zeros", or "same" where that is not
+            the same on both sides.
+        TypeError: a named module that is no ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a value that is not a
+            PackedWeight.
+    """
+    modules = dict(model.named_modules())
+    layers = {}
+    for name, weight in packed.items():
+        if not isinstance(weight, PackedWeight):
+            raise TypeError(f"{name!r}: the weight is a {type(weight).__name__}; a PackedWeight is expected")
+        conv: Any = modules.get(name)
+        if not name or conv is None:
+            raise ValueError(f"{name!r}: the model has no module of that name inside it")
+        layer = next((layer for kind, layer in _LAYERS.items() if isinstance(conv, kind)), None)
+        if layer is None:
+            raise TypeError(f"{name!r}: the module is a {type(conv).__name__}; torch.nn.Conv1d, Conv2d or Conv3d is expected")
+        shape = [weight.n, weight.k // weight.taps, *weight.kernel_size]
+        if shape != list(conv.weight.shape):
+            raise ValueError(f"{name!r}: the packed weight is {shape}; the layer's is {list(conv.weight.shape)}")
+        try:
+            padding = _padding(conv)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from error
+        if weight.bias is None and conv.bias is not None:
+            weight = replace(weight, bias=conv.bias.detach().to(weight.device))
+        layers[name] = layer(weight, conv.stride, padding, conv.dilation, conv.groups, act_quant, act_symmetric)
+    for name, replacement in layers.items():
+        parent, _, child = name.rpartition(".")
+        replacement.train(modules[name].training)
+        setattr(modules[parent], child, replacement)
+    return list(layers)
+
+
+def _padding(conv: Any) -> tuple[int, ...]:
+    """The padding of one of torch's convolutions, which may be "valid" or "same"."""
+    if conv.padding_mode != "zeros":
+        raise ValueError(f"padding_mode is {conv.padding_mode!r}; 'zeros' is supported")
+    if conv.padding == "valid":
+        return (0,) * len(conv.kernel_size)
+    if conv.padding != "same":
+        return tuple(conv.padding)
+    missing = [dilation * (extent - 1) for dilation, extent in zip(conv.dilation, conv.kernel_size, strict=True)]
+    if any(pixels % 2 for pixels in missing):
+        raise ValueError(
+            f"padding is 'same' with kernel_size {conv.kernel_size} and dilation {conv.dilation}, which pads one side more "
+            "than the other; the same on both is supported"
+        )
+    return tuple(pixels // 2 for pixels in missing)

@@ -1,0 +1,320 @@
+"""Static int8 convolutions and products: sums, scales, rounding, limits, and ONNX Runtime's results."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+from cutlass_ops import ops
+
+INT8 = (torch.int8, torch.uint8)
+
+
+def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
+    info = torch.iinfo(dtype)
+    return torch.randint(info.min, info.max + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
+
+
+def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None) -> co.PackedWeight:
+    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row."""
+    matrix = (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8)
+    kernel = tuple(w.shape[2:])
+    return co.reorder(co.QuantizedWeight(matrix, scales[:, None], bits=8, group_size=-1, bias=bias, kernel_size=kernel))
+
+
+def sums(x: Tensor, w: Tensor, zero: int, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
+    """int64 ``[B, N, H', W']``, tap by tap."""
+    (b, _, h, width), (n, c, r, s) = x.shape, w.shape
+    image = torch.zeros(b, groups * c, h + 2 * padding[0], width + 2 * padding[1], dtype=torch.int64)
+    image[:, :, padding[0] : padding[0] + h, padding[1] : padding[1] + width] = x.long() - zero
+    high = (image.shape[2] - dilation[0] * (r - 1) - 1) // stride[0] + 1
+    wide = (image.shape[3] - dilation[1] * (s - 1) - 1) // stride[1] + 1
+    total = torch.zeros(b, groups, n // groups, high, wide, dtype=torch.int64)
+    for i, j in itertools.product(range(r), range(s)):
+        top, left = i * dilation[0], j * dilation[1]
+        seen = image[:, :, top : top + high * stride[0] : stride[0], left : left + wide * stride[1] : stride[1]][
+            ..., :high, :wide
+        ]
+        parts = seen.reshape(b, groups, c, high, wide), w[:, :, i, j].long().view(groups, n // groups, c)
+        total += (parts[0][:, :, None] * parts[1][None, ..., None, None]).sum(3)
+    return total.flatten(1, 2)
+
+
+def requantised(
+    acc: Tensor, x_scale: float, scales: Tensor, y_scale: float, zero: int, dtype: torch.dtype, low: int | None = None
+) -> Tensor:
+    """Step by step in numpy's fp32; acc is ``[B, N, ...]``."""
+    factors = np.float32(x_scale) * scales.numpy() / np.float32(y_scale)
+    assert factors.dtype == np.float32
+    product = acc.int().numpy().astype(np.float32) * factors.reshape(-1, *[1] * (acc.dim() - 2))
+    info = torch.iinfo(dtype)
+    rounded = np.rint(product).astype(np.float64) + zero
+    return torch.from_numpy(np.clip(rounded, info.min if low is None else low, info.max)).to(dtype)
+
+
+@pytest.mark.parametrize("x_dtype", INT8)
+@pytest.mark.parametrize("out_dtype", [torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize("groups", [1, 3, 12])
+@pytest.mark.parametrize("geometry", [((1, 1), (0, 0), (1, 1)), ((2, 1), (1, 3), (1, 2)), ((1, 3), (2, 2), (2, 1))], ids=str)
+def test_sums_and_scales(x_dtype: torch.dtype, out_dtype: torch.dtype, groups: int, geometry: Any) -> None:
+    w, x = codes(torch.int8, 24, 36 // groups, 3, 2), codes(x_dtype, 2, 36, 9, 8, seed=1)
+    zero, y_zero = int(codes(x_dtype, 1, seed=2)), 0 if out_dtype == torch.int32 else int(codes(out_dtype, 1, seed=3))
+    scales, bias = torch.rand(24) * 0.01 + 1e-3, torch.randint(-9000, 9000, (24,), dtype=torch.int32)
+    acc = sums(x, w, zero, *geometry, groups) + bias[:, None, None]
+    stride, padding, dilation = geometry
+    y = co.conv2d_int8(
+        x,
+        packed(w, scales),
+        bias,
+        stride=stride,
+        padding=padding,
+        dilation=dilation,
+        groups=groups,
+        x_scale=0.031,
+        x_zero_point=zero,
+        y_scale=0.7,
+        y_zero_point=y_zero,
+        out_dtype=out_dtype,
+    )
+    expected = acc.int() if out_dtype == torch.int32 else requantised(acc, 0.031, scales, 0.7, y_zero, out_dtype)
+    assert y.dtype == out_dtype
+    assert torch.equal(y, expected)
+    assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_sums_that_fp32_does_not_hold() -> None:
+    """The largest ones of 4,608 taps and channels, and one less."""
+    x, w = torch.full((1, 512, 3, 3), 255, dtype=torch.uint8), torch.full((2, 512, 3, 3), -128, dtype=torch.int8)
+    w[1, 0, 0, 0] = -127
+    weight = packed(w, torch.ones(2))
+    acc = co.conv2d_int8(x, weight, x_scale=1.0, out_dtype=torch.int32).flatten()
+    assert acc.tolist() == [-255 * 128 * 4608, -255 * 128 * 4608 + 255]
+    # A bias may take the sums out of int32: they wrap.
+    bias = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
+    acc = co.conv2d_int8(x, weight, bias, x_scale=1.0, out_dtype=torch.int32).flatten()
+    assert acc.tolist() == [2**31 - 255 * 128 * 4608, 2**31 - 1 - 255 * 128 * 4608 + 255]
+
+
+@pytest.mark.parametrize("zero", [0, 1, -1, 2])
+def test_halves_are_rounded_to_even_before_the_zero_point_is_added(zero: int) -> None:
+    x = torch.arange(-9, 10, dtype=torch.int8).view(-1, 1)
+    y = co.linear_int8(x, packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1)), x_scale=1, y_scale=2.0, y_zero_point=zero)
+    assert y.flatten().tolist() == [round(i / 2) + zero for i in range(-9, 10)]
+
+
+def test_codes_end_where_their_dtype_and_the_activation_end() -> None:
+    weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
+    x = torch.arange(-128, 128, dtype=torch.int16).to(torch.int8).view(-1, 1)
+
+    def limits(**options: Any) -> tuple[int, int]:
+        y = co.linear_int8(x, weight, **{"x_scale": 1.0, "y_scale": 0.25, **options})
+        return int(y.min()), int(y.max())
+
+    assert limits() == (-128, 127)
+    assert limits(out_dtype=torch.uint8, y_zero_point=100) == (0, 255)
+    assert limits(activation="relu", y_zero_point=-20) == (-20, 127)
+    assert limits(activation="relu6", y_zero_point=-20) == (-20, 4)
+    assert limits(activation=("clamp", -1.0, 1.5), y_zero_point=3) == (-1, 9)
+    assert limits(activation=("clamp", -1e30, 1e30)) == (-128, 127)
+    # Products beyond every integer.
+    assert limits(y_scale=1e-30) == (-128, 127)
+
+
+def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
+    w, x = codes(torch.int8, 5, 7, 3, 3), codes(torch.int8, 1, 7, 6, 6, seed=1)
+    scales, bias = torch.rand(5) * 0.01 + 1e-3, torch.randn(5) * 30
+    bias[4] = 1e30
+    options: dict[str, Any] = {"x_scale": 0.05, "x_zero_point": -3, "out_dtype": torch.int32}
+    exact = bias.double() / (torch.tensor(0.05).float() * scales).double()
+    steps = exact.round().clamp(-(2**31), 2**31 - 1).to(torch.int32)
+    y = co.conv2d_int8(x, packed(w, scales), bias, **options)
+    assert torch.equal(y, co.conv2d_int8(x, packed(w, scales), steps, **options))
+    assert torch.equal(y, co.conv2d_int8(x, packed(w, scales, bias), **options))
+
+
+def test_a_product_of_any_shape() -> None:
+    w, x = codes(torch.int8, 33, 70), codes(torch.uint8, 2, 3, 70, seed=1)
+    scales = torch.rand(33) * 0.01 + 1e-3
+    acc = (x.long() - 77) @ w.long().t()
+    y = co.linear_int8(x, packed(w, scales), x_scale=0.02, x_zero_point=77, y_scale=0.3, y_zero_point=9, out_dtype=torch.uint8)
+    expected = requantised(acc.flatten(0, 1), 0.02, scales, 0.3, 9, torch.uint8)
+    assert torch.equal(y, expected.view(2, 3, 33))
+    assert co.linear_int8(x[:0], packed(w, scales), x_scale=1.0, y_scale=1.0).shape == (0, 3, 33)
+
+
+def test_what_does_not_fit_is_refused_with_its_value() -> None:
+    w = codes(torch.int8, 6, 4, 3, 3)
+    x, weight = codes(torch.int8, 1, 4, 8, 8), packed(w, torch.ones(6))
+    floats = torch.randn(6, 4, 3, 3)
+    refused: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({"x": x.float()}, TypeError, "x has dtype float32; supported are int8, uint8"),
+        ({"x": 3}, TypeError, "x is a int"),
+        ({"x": x.to("meta")}, ValueError, "x is on meta; the weight is on cpu"),
+        ({"x": x[:, :3]}, ValueError, r"x has shape \(1, 3, 8, 8\); \[B, 4, H, W\]"),
+        ({"stride": 0}, ValueError, "stride is 0"),
+        ({"x": x[..., :2]}, ValueError, r"x has \(8, 2\) pixels"),
+        ({"weight": co.reorder(co.quantize(floats, bits=4, group_size=-1))}, ValueError, "the weight has bits=4"),
+        ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=32))}, ValueError, "group_size=32"),
+        ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=-1, symmetric=False))}, ValueError, "scales, zeros"),
+        ({"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))}, ValueError, r"a kernel of \(3,\)"),
+        ({"x_scale": 0.0}, ValueError, "x_scale is 0.0"),
+        ({"x_scale": float("nan")}, ValueError, "x_scale is nan"),
+        ({"x_scale": torch.ones(1)}, TypeError, "x_scale is a Tensor"),
+        ({"x_zero_point": 128}, ValueError, "x_zero_point is 128; an integer from -128 to 127"),
+        ({"x_zero_point": 0.0}, ValueError, r"x_zero_point is 0\.0"),
+        ({"y_scale": None}, ValueError, "y_scale is None"),
+        ({"y_scale": -1.0}, ValueError, "y_scale is -1.0"),
+        ({"y_zero_point": -1, "out_dtype": torch.uint8}, ValueError, "y_zero_point is -1; an integer from 0 to 255"),
+        ({"activation": "silu"}, ValueError, "activation is 'silu'"),
+        ({"activation": "relu", "out_dtype": torch.int32}, ValueError, "the sums themselves"),
+        ({"out_dtype": torch.float32}, TypeError, "out_dtype is torch.float32"),
+        ({"bias": torch.zeros(5, dtype=torch.int32)}, ValueError, r"bias has shape \(5,\)"),
+        ({"bias": torch.zeros(6, dtype=torch.int64)}, TypeError, "bias has dtype int64"),
+        ({"bias": torch.zeros(6, dtype=torch.int32, device="meta")}, ValueError, "bias is on meta"),
+        ({"bias": torch.zeros(6), "weight": packed(w, torch.ones(6), torch.ones(6))}, ValueError, "has one already"),
+    ]
+    for changed, error, message in refused:
+        with pytest.raises(error, match=message):
+            co.conv2d_int8(**{"x": x, "weight": weight, "x_scale": 1.0, "y_scale": 1.0, **changed})
+    matrix = packed(w[:, :, 0, 0], torch.ones(6))
+    with pytest.raises(ValueError, match=r"x has shape \(1, 4, 8, 8\); \[..., 4\]"):
+        co.linear_int8(x, matrix, x_scale=1.0, y_scale=1.0)
+    with pytest.raises(ValueError, match=r"has a kernel of \(3, 3\); a matrix is expected"):
+        co.linear_int8(x, weight, x_scale=1.0, y_scale=1.0)
+
+
+def test_operators() -> None:
+    w = codes(torch.int8, 6, 4, 3, 3)
+    x, weight = codes(torch.int8, 2, 4, 8, 8), packed(w, torch.rand(6) + 0.1)
+    numbers = (0.1, 3, 2.5, -4, "relu", 0.0, 0.0, torch.uint8)
+    args = (x, *ops._fields(weight), [3, 3], None, *numbers, [2, 1], [1, 0], [1, 1], 1)
+    torch.library.opcheck(torch.ops.cutlass_ops.conv_int8.default, args)
+
+    matrix = packed(codes(torch.int8, 6, 6), torch.rand(6) + 0.1)
+
+    def layers(x: Tensor) -> Tensor:
+        y = co.conv2d_int8(x, weight, x_scale=0.1, x_zero_point=3, y_scale=2.0, padding=1)
+        return co.linear_int8(y.movedim(1, -1), matrix, x_scale=2.0, y_scale=3.0, activation="relu")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layers, fullgraph=True, dynamic=True, backend="aot_eager")
+    for size in (8, 5, 11):
+        image = codes(torch.int8, 2, 4, size, size + 1)
+        assert torch.equal(compiled(image), layers(image))
+
+
+# ---- ONNX Runtime
+
+
+def onnx_weight(w: Tensor, x_dtype: torch.dtype) -> dict[str, np.ndarray]:
+    """w and its zero points.
+
+    For uint8 x they are uint8: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs
+    that have AVX2 without VNNI.
+    """
+    zero = 128 if x_dtype == torch.uint8 else 0
+    shifted = (w.int() + zero).to(x_dtype).numpy()
+    return {"w": shifted, "w_zero": np.full(len(w), zero, shifted.dtype)}
+
+
+def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
+    """The result of a model of one operator, whose first input is its own; the others are constants."""
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    helper = onnx.helper
+    (name, x), *constants = inputs.items()
+    kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    graph = helper.make_graph(
+        [helper.make_node(operator, list(inputs), ["y"], **attributes)],
+        "g",
+        [helper.make_tensor_value_info(name, kind, x.shape)],
+        [helper.make_tensor_value_info("y", kind, None)],
+        [onnx.numpy_helper.from_array(np.asarray(value), key) for key, value in constants],
+    )
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
+    options = runtime.SessionOptions()
+    options.intra_op_num_threads = 1
+    session = runtime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    (y,) = session.run(None, {name: x})
+    return np.asarray(y)
+
+
+@pytest.mark.parametrize("dtype", INT8)
+def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
+    """200,000 outputs of kernels, strides, paddings, dilations and groups by chance: none differs."""
+    chance, outputs, seed = random.Random(int(dtype == torch.uint8)), 0, 0
+    while outputs < 200_000:
+        seed += 1
+        torch.manual_seed(seed)
+        groups = chance.choice([1, 1, 2, 4, 8])
+        c, n = (
+            (1, groups * chance.choice([1, 2]))
+            if chance.random() < 0.3
+            else (chance.randint(1, 40), groups * chance.randint(1, 9))
+        )
+        kernel, stride, padding, dilation = (
+            tuple(chance.randint(least, most) for _ in range(2)) for least, most in ((1, 5), (1, 3), (0, 3), (1, 3))
+        )
+        least = [d * (k - 1) + 1 - 2 * p for k, p, d in zip(kernel, padding, dilation, strict=True)]
+        space = [max(extent, 1) + chance.randint(0, 24) for extent in least]
+        x, w = codes(dtype, chance.randint(1, 3), groups * c, *space, seed=seed), codes(torch.int8, n, c, *kernel, seed=seed)
+        zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
+        x_scale, scales = chance.uniform(1e-3, 0.1), torch.rand(n) * 0.02 + 1e-4
+        acc = co.conv2d_int8(
+            x, packed(w, scales), stride=stride, padding=padding, dilation=dilation, groups=groups,
+            x_scale=x_scale, x_zero_point=zero, out_dtype=torch.int32,
+        )  # fmt: skip
+        # Most of the results are inside of the limits.
+        y_scale = float((acc * scales[:, None, None] * x_scale).abs().float().mean() / 40) + 1e-6
+        bias = torch.randint(-3000, 3000, (n,), dtype=torch.int32)
+        y = co.conv2d_int8(
+            x, packed(w, scales), bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
+            x_scale=x_scale, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero, out_dtype=dtype,
+        )  # fmt: skip
+        weight = onnx_weight(w, dtype)
+        inputs = {
+            "x": x.numpy(),
+            "x_scale": np.float32(x_scale),
+            "x_zero": np.array(zero, x.numpy().dtype),
+            "w": weight["w"],
+            "w_scale": scales.numpy(),
+            "w_zero": weight["w_zero"],
+            "y_scale": np.float32(y_scale),
+            "y_zero": np.array(y_zero, x.numpy().dtype),
+            "bias": bias.numpy(),
+        }
+        attributes = {"strides": stride, "pads": padding * 2, "dilations": dilation, "group": groups, "kernel_shape": kernel}
+        expected = run_onnx("QLinearConv", inputs, attributes)
+        assert np.array_equal(y.numpy(), expected), (x.shape, w.shape, attributes)
+        outputs += y.numel()
+
+
+@pytest.mark.parametrize("dtype", INT8)
+def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
+    for seed, (m, k, n) in enumerate([(1, 1, 1), (7, 33, 65), (300, 700, 130), (65, 4097, 48)]):
+        torch.manual_seed(seed)
+        x, w, scales = codes(dtype, m, k, seed=seed), codes(torch.int8, n, k, seed=seed + 9), torch.rand(n) * 0.02 + 1e-4
+        zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
+        y_scale = 0.02 * k**0.5
+        y = co.linear_int8(
+            x, packed(w, scales), x_scale=0.03, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero, out_dtype=dtype
+        )
+        weight = onnx_weight(w, dtype)
+        inputs = {
+            "x": x.numpy(),
+            "x_scale": np.float32(0.03),
+            "x_zero": np.array(zero, x.numpy().dtype),
+            "w": np.ascontiguousarray(weight["w"].T),
+            "w_scale": scales.numpy(),
+            "w_zero": weight["w_zero"],
+            "y_scale": np.float32(y_scale),
+            "y_zero": np.array(y_zero, x.numpy().dtype),
+        }
+        assert np.array_equal(y.numpy(), run_onnx("QLinearMatMul", inputs, {}))
