@@ -66,11 +66,16 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   return at;
 }
 
+// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
+DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
+  return plan.block_m == WgmmaDecodeShape::kTokens ? DataType::kFloat32 : p.x_type;
+}
+
 // Rows of x to a tile: the fewer of an expert, the fewer are multiplied for nothing; the more, the seldomer its weights are decoded.
 int tile_height(RouteProblem const& r) {
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
   double const rows = touched ? double(r.positions()) / touched : 0;
-  return rows <= 14 ? 16 : rows <= 28 ? 32 : rows <= 80 ? 64 : 128;
+  return rows <= 24 ? 16 : rows <= 300 ? 64 : rows <= 600 ? 128 : 256;
 }
 
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
@@ -138,7 +143,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
            plan_product(product_of(problem.down, false), device, plan->block_m, plan->tiles, expected, &plan->down);
   };
   if (!fill_in()) {
-    plan->block_m = 32;  // groups whose vectors leave too little room
+    plan->block_m = 64;  // groups whose vectors leave too little room
     fill_in();
   }
   plan->kernel = plan->gate_up.kernel;
@@ -261,11 +266,11 @@ Status mixed_moe(MoeProblem const& p, Workspace workspace, Stream stream) {
                              stream, &quantized);
     down.x = quantized.values, down.x_stride = padded_k(intermediate), down.row_scales = quantized.scales;
   }
-  down.out = base + at.outputs, down.out_type = DataType::kFloat32;
+  down.out = base + at.outputs, down.out_type = outputs_type(p, plan);
   if (status.ok()) status = launch_product(down, plan.down, stream);
   if (status.ok()) {
-    status = launch_sum_experts(r, table, static_cast<float const*>(down.out), p.down.n, p.topk_weights, p.weight_type, p.out,
-                                p.x_type, stream);
+    status =
+        launch_sum_experts(r, table, down.out, down.out_type, p.down.n, p.topk_weights, p.weight_type, p.out, p.x_type, stream);
   }
   return status;
 }

@@ -352,11 +352,12 @@ def mixed_moe(
     """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``.
 
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
-    weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time.
-    On Hopper with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with
-    other routings; weights, and values of quantised activations, are rounded to x's dtype, as :func:`cutlass_ops.mixed_gemm`
-    rounds them. Elsewhere, for an fp32 x, for I that is no multiple of 64 and where a gradient is recorded, a GPU is asked how
-    many rows each expert has, two products are launched for each expert that has any, and a capture is refused.
+    weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time. On Hopper
+    with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
+    routings; weights, and values of quantised activations, are rounded to x's dtype, as :func:`cutlass_ops.mixed_gemm` rounds
+    them, and so are outputs of experts that have more than some 24 rows on average. Elsewhere, for an fp32 x, for I that is no
+    multiple of 64 and where a gradient is recorded, a GPU is asked how many rows each expert has, two products are launched
+    for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
     the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.

@@ -1,6 +1,7 @@
 #include "dispatch/decode_shape.h"
 
 #include <algorithm>
+#include <cmath>
 
 #include "dispatch/grouped.h"
 #include "dispatch/problem.h"
@@ -177,10 +178,10 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       shape.most_slabs = (all_slabs + needed - 1) / needed * halves;
       if (shape.most_slabs > kGroups * kMost) continue;
       shape.sets = shape.most_slabs <= kMost && tiles >= kGroups ? kGroups : 1;
-      // As in wgmma_decode_shape; CTAs follow each other, and the last ones leave SMs idle.
+      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are whole, unless they are many.
       double const cta = (2.0 * shape.most_slabs + 1) * tiles + kStart + (c > 1 ? 2 + 4 * log : 0);
-      double const waves = double(row_tiles) * needed / cluster_places(device, c);
-      double const time = cta * (waves <= 1 ? 1 : waves + 0.3);
+      double const waves = double(row_tiles) * needed / (2 * cluster_places(device, c));
+      double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
       if (best.cluster && time >= least) continue;
       if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
       least = time, best = shape;

@@ -108,8 +108,8 @@ Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);
 Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
                           Stream stream);
-Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, float const* rows, int n, void const* weights,
-                          DataType weight_type, void* out, DataType out_type, Stream stream);
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
+                          void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
 
 // sum_weights.cu
 Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream);

@@ -17,6 +17,8 @@ struct RouteParams {
   int height;  // of tiles
 };
 
+constexpr int kEach = 8;  // positions of a thread at a time
+
 __device__ __forceinline__ int expert_of(RouteProblem const& p, int position) {
   int64_t id = p.wide_ids ? static_cast<int64_t const*>(p.ids)[position] : static_cast<int32_t const*>(p.ids)[position];
   if (p.expert_map) id = id >= 0 && id < p.map_size ? p.expert_map[id] : -1;
@@ -42,6 +44,7 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   for (int e = threadIdx.x; e <= r.experts; e += threads) counts[e] = 0;
   wait_for_predecessor();
   __syncthreads();
+#pragma unroll kEach
   for (int i = threadIdx.x; i < positions; i += threads) atomicAdd(counts + expert_of(r, i), 1);
   __syncthreads();
   int first = 0, slot = 0, tile = 0;
@@ -61,23 +64,31 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
     for (int i = threadIdx.x; i * p.height < count; i += threads) p.slots.tiles[tile + i] = {mine, slot, count, tile};
     for (int i = count + threadIdx.x; i < padded; i += threads) p.slots.position[slot + i] = -1;
   }
-  // Positions in their order: of each round of the CTA, threads' ranks among those with one.
+  // Positions in their order: a thread has some that follow each other, and ranks behind those of the threads before it.
   int before = 0;
-  for (int round = 0; count > 0 && round < positions; round += threads) {
-    int const position = round + threadIdx.x;
-    bool const taken = position < positions && expert_of(r, position) == mine;
-    unsigned const warp = __ballot_sync(~0u, taken);
-    __syncthreads();
-    if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = __popc(warp);
-    __syncthreads();
-    int rank = before + __popc(warp & ((1u << threadIdx.x % 32) - 1));
-    for (int w = 0; w < threads / 32; ++w) {
-      rank += w < int(threadIdx.x / 32) ? scratch[w] : 0;
-      before += scratch[w];
+  for (int round = 0; count > 0 && round < positions; round += threads * kEach) {
+    int const start = round + threadIdx.x * kEach, lane = threadIdx.x % 32;
+    unsigned taken = 0;
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if (start + i < positions && expert_of(r, start + i) == mine) taken |= 1u << i;
+    int const own = __popc(taken);
+    int upto = own;  // of the warp's lanes up to this one
+#pragma unroll
+    for (int distance = 1; distance < 32; distance *= 2) {
+      int const theirs = __shfl_up_sync(~0u, upto, distance);
+      if (lane >= distance) upto += theirs;
     }
-    if (!taken) continue;
-    p.routing.order[first + rank] = position;
-    if (p.slots.tiles) {
+    __syncthreads();
+    if (lane == 31) scratch[threadIdx.x / 32] = upto;
+    __syncthreads();
+    int const of_warp = lane < threads / 32 ? scratch[lane] : 0, warp = threadIdx.x / 32;
+    int rank = before + upto - own + __reduce_add_sync(~0u, lane < warp ? of_warp : 0);
+    before += __reduce_add_sync(~0u, of_warp);
+    for (; taken; taken &= taken - 1, ++rank) {
+      int const position = start + __ffs(taken) - 1;
+      p.routing.order[first + rank] = position;
+      if (!p.slots.tiles) continue;
       p.slots.of_position[position] = expert ? slot + rank : -1;
       if (expert) p.slots.position[slot + rank] = position;
     }
@@ -122,7 +133,8 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
 struct SumParams {
   RouteProblem route;
   int const* of_position;
-  float const* rows;  // [slots][n]
+  void const* rows;  // [slots][n] of row_type
+  DataType row_type;
   int n;
   void const* weights;
   DataType weight_type;
@@ -148,12 +160,12 @@ __global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ Sum
       there[j] = slot >= 0;
       if (!there[j]) continue;
       weights[j] = load_float(p.weights, p.weight_type, position);
-      float const* from = p.rows + int64_t(slot) * p.n + column;
+      int64_t const from = int64_t(slot) * p.n + column;
       if (p.vectors) {
-        *reinterpret_cast<float4*>(values[j]) = __ldcs(reinterpret_cast<float4 const*>(from));
+        load_float4(p.rows, p.row_type, from, values[j]);
       } else {
 #pragma unroll
-        for (int i = 0; i < kSumColumns; ++i) values[j][i] = i < columns ? from[i] : 0.0f;
+        for (int i = 0; i < kSumColumns; ++i) values[j][i] = i < columns ? load_float(p.rows, p.row_type, from + i) : 0.0f;
       }
     }
 #pragma unroll
@@ -192,12 +204,12 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
                 GatherParams{route, slots, problem, whole});
 }
 
-Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, float const* rows, int n, void const* weights,
-                          DataType weight_type, void* out, DataType out_type, Stream stream) {
+Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
+                          void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream) {
   bool const vectors = n % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 8 == 0;
   dim3 const grid(unsigned(route.tokens), unsigned(ceil_div(n, kSumThreads * kSumColumns)));
   return launch(sum_experts, grid, kSumThreads, 0, stream,
-                SumParams{route, slots.of_position, rows, n, weights, weight_type, out, out_type, vectors});
+                SumParams{route, slots.of_position, rows, row_type, n, weights, weight_type, out, out_type, vectors});
 }
 
 }  // namespace cutlass_ops

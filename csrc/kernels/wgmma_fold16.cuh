@@ -455,12 +455,12 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials
 template <class Element, class Format>
 Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   switch (plan.block_m) {
-    case 32:
-      return launch_groups<Element, Format, 32>(problem, plan, stream);
     case 64:
       return launch_groups<Element, Format, 64>(problem, plan, stream);
     case 128:
       return launch_groups<Element, Format, 128>(problem, plan, stream);
+    case 256:
+      return launch_groups<Element, Format, 256>(problem, plan, stream);
     default:
       return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows of an expert"};
   }

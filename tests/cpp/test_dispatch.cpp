@@ -1255,9 +1255,9 @@ MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
 TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
   for (auto [tokens, height, kernel] : {std::tuple(1, 16, "wgmma_decode_fold16"),
                                         {128, 16, "wgmma_decode_fold16"},
-                                        {300, 32, "wgmma_fold16"},
                                         {1024, 64, "wgmma_fold16"},
-                                        {4096, 128, "wgmma_fold16"}}) {
+                                        {8192, 128, "wgmma_fold16"},
+                                        {16384, 256, "wgmma_fold16"}}) {
     MoePlan chosen;
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.block_m, height) << tokens;
