@@ -499,21 +499,22 @@ PYBIND11_MODULE(_C, m) {
       "quantize_activations in host memory.");
   m.def(
       "cpu_mixed_gemm",
-      [](Weight const& weight, int rows, DataType x_type, Pointer x, std::int64_t x_stride,
-         QuantizedActivations const* quantized, Pointer bias, DataType bias_type, Pointer out, DataType out_type, int threads) {
+      [](Weight const& weight, int rows, DataType x_type, Pointer x, std::int64_t x_stride, ActQuant act_quant, bool symmetric,
+         py::object const& quantized, Pointer bias, DataType bias_type, Pointer out, DataType out_type, int threads) {
         GemmProblem problem;
         problem.weight = weight;
         problem.m = rows;
         problem.x = as<void>(x), problem.x_type = x_type, problem.x_stride = x_stride;
-        if (quantized) problem.quantized = *quantized;
+        problem.act_quant = act_quant, problem.act_symmetric = symmetric;
+        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
         problem.bias = as<void>(bias), problem.bias_type = bias_type;
         problem.out = as<void>(out), problem.out_type = out_type;
         py::gil_scoped_release release;
         cpu_mixed_gemm(problem, threads);
       },
-      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("quantized"),
-      py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"), py::arg("out_type"), py::arg("threads"),
-      "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
+      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("act_quant"),
+      py::arg("symmetric"), py::arg("quantized"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"),
+      py::arg("out_type"), py::arg("threads"), "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
   m.def(
       "dequantize",
       [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {

@@ -185,7 +185,9 @@ def cpu_mixed_gemm(
     x_type: DataType,
     x_ptr: int,
     x_stride: int,
-    quantized: QuantizedActivations | None,
+    act_quant: ActQuant,
+    symmetric: bool,
+    quantized: object,  # QuantizedActivations or None
     bias_ptr: int,
     bias_type: DataType,
     out_ptr: int,

@@ -485,7 +485,14 @@ def _named_activation(activation: str | None, low: float, high: float) -> refere
 
 
 def _cpu_gemm(
-    x: Tensor, quantized: _C.QuantizedActivations | None, m: int, weight: PackedWeight, shape: tuple[int, ...], end: _End
+    x: Tensor,
+    quantized: _C.QuantizedActivations | None,
+    m: int,
+    weight: PackedWeight,
+    act_quant: _C.ActQuant,
+    act_symmetric: bool,
+    shape: tuple[int, ...],
+    end: _End,
 ) -> Tensor:
     """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
 
@@ -503,6 +510,8 @@ def _cpu_gemm(
         _type(x) if quantized is None else _C.DataType.none,
         x.data_ptr(),
         x.stride(0),
+        act_quant,
+        act_symmetric,
         quantized,
         _ptr(first),
         _type(first),
@@ -521,12 +530,7 @@ def _gemm_floats(
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
     if weight.gpu < 0:
-        if act_quant == "none":
-            return _cpu_gemm(_rows(x), None, m, weight, shape, end)
-        block = -1 if act_quant == "token" else formats.activation_block(weight.group_size)
-        codes, scales, zeros = _quantize(x, weight.perm, block, act_symmetric)
-        quantized = QuantizedActivations(codes, scales, zeros, block, weight.k, x.shape, x.dtype, weight.perm)
-        return _gemm_quantized(quantized, weight, shape, end)
+        return _cpu_gemm(_rows(x), None, m, weight, _ACT_QUANT[act_quant], act_symmetric, shape, end)
     batch_invariant = end[7]
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
@@ -548,7 +552,7 @@ def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[
     m = x.codes.shape[0]
     quantized = _native_quantized(x)
     if weight.gpu < 0:
-        return _cpu_gemm(x.codes, quantized, m, weight, shape, end)
+        return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
     # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
     x_type = _TYPES[x.dtype if m else torch.float16]
     return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)

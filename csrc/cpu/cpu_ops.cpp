@@ -1,6 +1,7 @@
 #include "cpu/cpu_ops.h"
 
 #include <algorithm>
+#include <array>
 #include <atomic>
 #include <stdexcept>
 
@@ -31,6 +32,12 @@ std::atomic<CpuKernels const*>& chosen() {
 // ---- activations
 
 constexpr uint32_t kInfinity = 0x7f800000;
+
+constexpr std::array<uint8_t, kLaneColumns> kLaneOrder = [] {
+  std::array<uint8_t, kLaneColumns> columns{};
+  for (int place = 0; place < kLaneColumns; ++place) columns[size_t(place)] = uint8_t(lane_column(place));
+  return columns;
+}();
 
 // Rounded half to even, for magnitudes below 2^22: fp32 has no bits behind the point from 2^23 on.
 float rounded(float value) {
@@ -77,6 +84,22 @@ void load_row(void const* x, DataType type, int64_t start, int k, int32_t const*
   }
 }
 
+// Memory for activations that a product quantises itself.
+struct Quantized {
+  std::vector<int8_t> codes, zeros;
+  std::vector<float> scales;
+
+  QuantizedActivations make_room(int m, int k, int block, bool symmetric) {
+    int64_t const k_pad = padded_k(k), blocks = block == -1 ? 1 : k_pad / block;
+    codes.resize(size_t(m * k_pad)), scales.resize(size_t(m * blocks));
+    if (!symmetric) zeros.resize(size_t(m * blocks));
+    QuantizedActivations out;
+    out.codes = codes.data(), out.scales = scales.data(), out.zeros = symmetric ? nullptr : zeros.data();
+    out.block = block, out.stride = m;
+    return out;
+  }
+};
+
 // What a product's activations are prepared in.
 struct Prepared {
   std::vector<float> x, scales, offset_x, codebook, bias;
@@ -107,7 +130,7 @@ void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory)
     load_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm, natural.data());
     float* const x = memory.x.data() + size_t(row) * k_pad;
     for (int start = 0; start < k_pad; start += kLaneColumns) {
-      for (int place = 0; place < kLaneColumns; ++place) x[start + place] = natural[size_t(start + lane_column(place))];
+      for (int place = 0; place < kLaneColumns; ++place) x[start + place] = natural[size_t(start + kLaneOrder[size_t(place)])];
     }
     if (!problem.weight.offsets) continue;
     for (int first = 0; first < k_pad && first / p.block < p.blocks; first += p.run()) {
@@ -225,10 +248,17 @@ void cpu_quantize_activations(QuantizeProblem const& problem) {
   }
 }
 
-void cpu_mixed_gemm(GemmProblem const& problem, int threads) {
-  PackedWeight const& w = problem.weight;
+void cpu_mixed_gemm(GemmProblem const& given, int threads) {
+  PackedWeight const& w = given.weight;
   CpuKernels const& kernels = *chosen().load();
-  if (problem.m == 0) return;
+  if (given.m == 0) return;
+  GemmProblem problem = given;
+  Quantized quantized;
+  if (!given.quantized.codes && given.act_quant != ActQuant::kNone) {
+    problem.quantized = quantized.make_room(
+        given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size), given.act_symmetric);
+    cpu_quantize_activations({given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized});
+  }
   CpuProduct p;
   p.weight = w, p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
   p.tiles = int(padded_k(w.k) / kKPerTile);
@@ -246,8 +276,8 @@ void cpu_mixed_gemm(GemmProblem const& problem, int threads) {
   prepare_codebook(problem, p, memory);
   problem.quantized.codes ? prepare_integers(problem, kernels, p, memory) : prepare_floats(problem, p, memory);
   int64_t const panels = padded_rows(w.n) / kRowsPerSlab;
-  // A thread takes longer to start than so many products take.
-  constexpr int64_t kProductsOfThread = 1 << 18;
+  // A thread starts in less time than so many products take.
+  constexpr int64_t kProductsOfThread = 1 << 20;
   int64_t const products = padded_size(w) * p.m;
   int64_t const useful = std::min<int64_t>(threads, std::max<int64_t>(1, products / kProductsOfThread));
   int64_t const batch = std::max<int64_t>(1, panels / (8 * useful));

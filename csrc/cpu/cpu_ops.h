@@ -12,7 +12,7 @@ namespace cutlass_ops {
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
 void cpu_quantize_activations(QuantizeProblem const& problem);
 
-// y = x @ W^T + bias; x is floats, or quantised already. The problem has no activation, no residual, and does not saturate.
+// y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has no activation, no residual, and does not saturate.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 
 // Instruction sets that there are kernels for and this machine has, the fastest first, and the choice of one of them.
