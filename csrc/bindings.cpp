@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cpu/cpu_ops.h"
 #include "cutlass_ops/corrections.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
@@ -486,6 +487,35 @@ PYBIND11_MODULE(_C, m) {
       py::arg("device_index"), py::arg("stream"), py::arg("up_ptr") = 0, py::arg("up_stride") = 0,
       py::arg("norm_weight_ptr") = 0, py::arg("norm_eps") = 0.0f, py::arg("residual_ptr") = 0, py::arg("residual_stride") = 0,
       py::arg("sum_ptr") = 0, "Quantise [m, k] floats, or a function of them (QuantizeProblem), to int8 in kernel order.");
+  m.def("cpu_instruction_sets", &cpu_instruction_sets, "Those that CPU kernels are chosen from here, the fastest first.");
+  m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
+        "Choose another, for tests; the bits are the same.");
+  m.def(
+      "cpu_quantize_activations",
+      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, QuantizedActivations const& out) {
+        py::gil_scoped_release release;
+        cpu_quantize_activations({as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), out});
+      },
+      py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"), py::arg("out"),
+      "quantize_activations in host memory.");
+  m.def(
+      "cpu_mixed_gemm",
+      [](Weight const& weight, int rows, DataType x_type, Pointer x, std::int64_t x_stride, ActQuant act_quant, bool symmetric,
+         py::object const& quantized, Pointer bias, DataType bias_type, Pointer out, DataType out_type, int threads) {
+        GemmProblem problem;
+        problem.weight = weight;
+        problem.m = rows;
+        problem.x = as<void>(x), problem.x_type = x_type, problem.x_stride = x_stride;
+        problem.act_quant = act_quant, problem.act_symmetric = symmetric;
+        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
+        problem.bias = as<void>(bias), problem.bias_type = bias_type;
+        problem.out = as<void>(out), problem.out_type = out_type;
+        py::gil_scoped_release release;
+        cpu_mixed_gemm(problem, threads);
+      },
+      py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("act_quant"),
+      py::arg("symmetric"), py::arg("quantized"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"),
+      py::arg("out_type"), py::arg("threads"), "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
   m.def(
       "dequantize",
       [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {

@@ -213,6 +213,26 @@ def quantize_activations(
     residual_stride: int = 0,
     sum_ptr: int = 0,
 ) -> None: ...
+def cpu_instruction_sets() -> list[str]: ...
+def use_cpu_instruction_set(name: str) -> None: ...
+def cpu_quantize_activations(
+    x_ptr: int, type: DataType, x_stride: int, m: int, k: int, perm_ptr: int, out: QuantizedActivations
+) -> None: ...
+def cpu_mixed_gemm(
+    weight: PackedWeight,
+    m: int,
+    x_type: DataType,
+    x_ptr: int,
+    x_stride: int,
+    act_quant: ActQuant,
+    symmetric: bool,
+    quantized: object,  # QuantizedActivations or None
+    bias_ptr: int,
+    bias_type: DataType,
+    out_ptr: int,
+    out_type: DataType,
+    threads: int,
+) -> None: ...
 def dequantize(weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = 0, rows: int = -1) -> None: ...
 def quantize_flat(
     x_ptr: int,

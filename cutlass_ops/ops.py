@@ -1,4 +1,4 @@
-"""The public operators: they check their arguments, allocate results, and call the kernels (CUDA) or the reference (CPU).
+"""The public operators: they check their arguments, allocate results, and call the kernels (CUDA) or those of the host (CPU).
 
 Each is also registered with ``torch.library`` under ``torch.ops.cutlass_ops``, on plain tensors, with a fake implementation,
 so that ``torch.compile(fullgraph=True)`` traces through. Eager calls skip the dispatcher, which costs more host time than
@@ -221,15 +221,12 @@ def _quantize(
     # Memory for whole tiles of few rows: products read what lies there sooner than they get zeros for rows that are not there.
     rows = 1 << max(0, m - 1).bit_length()
     codes, scales, zeros = _empty_quantized(x, block, symmetric, rows if m < rows <= _MOST_PADDED_ROWS else None)
-    if x.is_cpu:
-        gathered = (x if perm is None else x[:, perm.long()]).detach()
-        plain, scale, zero = reference.quantize_activations(gathered, block, symmetric)
-        codes.copy_(reference.activation_order(plain, zero, block))
-        scales.fill_(1.0)[: scale.shape[1], :m] = scale.t()
-        if zeros is not None and zero is not None:
-            zeros.zero_()[: zero.shape[1], :m] = zero.t()
-        return codes, scales, zeros
     x = _rows(x)
+    if x.is_cpu:
+        out = _C.QuantizedActivations(codes.data_ptr(), scales.data_ptr(), _ptr(zeros), block, scales.shape[1], m)
+        perm = None if perm is None else perm.contiguous()
+        _C.cpu_quantize_activations(x.data_ptr(), _TYPES[x.dtype], x.stride(0), m, k, _ptr(perm), out)
+        return codes, scales, zeros
     index = x.get_device()
     _C.quantize_activations(
         x.data_ptr(),
@@ -488,35 +485,54 @@ def _named_activation(activation: str | None, low: float, high: float) -> refere
     return ("clamp", low, high) if activation == "clamp" else activation
 
 
-def _row_by_row(run: Callable[[slice], Tensor], shape: tuple[int, ...], m: int, batch_invariant: bool) -> Tensor:
-    """What ``run`` gives for all rows, seen as ``shape``. torch's CPU products give a row other bits beside other rows."""
-    y = run(slice(None)) if not batch_invariant or m == 0 else torch.cat([run(slice(row, row + 1)) for row in range(m)])
-    return y if y.shape == shape else y.view(shape)  # autograd lets views be written to less often
+def _cpu_gemm(
+    x: Tensor,
+    quantized: _C.QuantizedActivations | None,
+    m: int,
+    weight: PackedWeight,
+    act_quant: _C.ActQuant,
+    act_symmetric: bool,
+    shape: tuple[int, ...],
+    end: _End,
+) -> Tensor:
+    """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
+
+    A row has the same bits whatever M and the number of threads are.
+    """
+    bias, activation, low, high, residual, out_dtype, saturate, *_ = end
+    if bias is None:
+        bias = weight.bias
+    plain = activation is None and residual is None and not saturate
+    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32)
+    first = bias if plain else None
+    _C.cpu_mixed_gemm(
+        weight.native,
+        m,
+        _type(x) if quantized is None else _C.DataType.none,
+        x.data_ptr(),
+        x.stride(0),
+        act_quant,
+        act_symmetric,
+        quantized,
+        _ptr(first),
+        _type(first),
+        y.data_ptr(),
+        _TYPES[y.dtype],
+        torch.get_num_threads(),
+    )
+    if plain:
+        return y
+    rows = None if residual is None else residual.view(shape)
+    return reference.epilogue(y, bias, _named_activation(activation, low, high), rows, out_dtype, saturate)
 
 
 def _gemm_floats(
     x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: _End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _, _ = end
     if weight.gpu < 0:
-        canonical = weight.unpack()
-
-        def run(rows: slice) -> Tensor:
-            return reference.mixed_gemm(
-                x[rows],
-                canonical,
-                bias=bias,
-                activation=_named_activation(activation, low, high),
-                act_quant=act_quant,
-                act_symmetric=act_symmetric,
-                residual=None if residual is None else residual[rows],
-                out_dtype=out_dtype,
-                saturate=saturate,
-            )
-
-        with _without_autocast(x.device):
-            return _row_by_row(run, shape, m, batch_invariant)
+        return _cpu_gemm(_rows(x), None, m, weight, _ACT_QUANT[act_quant], act_symmetric, shape, end)
+    batch_invariant = end[7]
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
@@ -535,28 +551,9 @@ def _native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
 def _gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: _End) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
-    if weight.gpu < 0:
-        bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, _, _ = end
-        codes, scales, zeros = x.natural()
-        canonical = weight.unpack()
-
-        def run(rows: slice) -> Tensor:
-            return reference.gemm_quantized(
-                codes[rows],
-                scales[rows],
-                None if zeros is None else zeros[rows],
-                x.block,
-                canonical,
-                bias=bias,
-                activation=_named_activation(activation, low, high),
-                residual=None if residual is None else residual[rows],
-                out_dtype=out_dtype,
-                saturate=saturate,
-            )
-
-        with _without_autocast(codes.device):
-            return _row_by_row(run, shape, m, batch_invariant)
     quantized = _native_quantized(x)
+    if weight.gpu < 0:
+        return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
     # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
     x_type = _TYPES[x.dtype if m else torch.float16]
     return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)

@@ -1,7 +1,8 @@
 """The specification: every number that a kernel may produce, in plain torch, on any device.
 
-Codes and scales of activations are normative bit for bit; products are normative up to the order in which
-fp32 sums are taken. ``compute_dtype=torch.float64`` turns the products into an oracle for tests.
+Codes and scales of activations are normative bit for bit. Products are normative bit for bit on CPUs, whose kernels take
+fp32 sums in the order that is defined here, and up to that order on GPUs. ``compute_dtype=torch.float64`` turns the products
+into an oracle for tests.
 
 Everything rounds half to even. Every fp32 product, quotient and difference of the quantisers is rounded by
 itself: a kernel must not fuse them.
@@ -58,9 +59,9 @@ def _blocks(x: Tensor, size: int) -> Tensor:
     return (F.pad(x, (0, missing)) if missing else x).reshape(x.shape[0], count, size)
 
 
-def _row_chunks(rows: int, elements_per_row: int) -> Iterator[slice]:
-    """Slices of the rows whose temporaries have about ``_CHUNK`` elements."""
-    step = max(64, _CHUNK // elements_per_row)
+def _row_chunks(rows: int, elements_per_row: int, least: int = 64) -> Iterator[slice]:
+    """Slices of the rows whose temporaries have about ``_CHUNK`` elements, of at least ``least`` rows."""
+    step = max(least, _CHUNK // elements_per_row)
     for start in range(0, rows, step):
         yield slice(start, min(start + step, rows))
 
@@ -766,7 +767,7 @@ def gemm_quantized(
 
         y[m, n] = sum over b of sa[m, b] * sw[n, b] * I[m, n, b]  +  sum over b of o[n, b] * S[m, b]
 
-    in ``compute_dtype``; the second term only if the weight has offsets.
+    in ``compute_dtype``, steps added in turn; the second term, a sum by itself, only if the weight has offsets.
 
     Args:
         codes, scales, zeros, block: as :func:`quantize_activations` takes and returns them. Column j of the
@@ -811,9 +812,10 @@ def gemm_quantized(
         integers = (a @ w.permute(1, 2, 0)).to(compute_dtype)  # [steps, M, rows]
         scale_w = qw.scales[rows].to(compute_dtype)[:, group]
         factors = scale_a.t()[:, :, None] * scale_w.t()[:, None, :]
-        total[:, rows] = (integers * factors).sum(0)
+        total[:, rows] = _in_turn(integers * factors, 0)
         if qw.offsets is not None:
-            total[:, rows] += sums @ qw.offsets[rows].to(compute_dtype)[:, group].t()
+            offsets = qw.offsets[rows].to(compute_dtype)[:, group]
+            total[:, rows] += _in_turn(sums[:, None] * offsets, -1)
     return epilogue(total, bias, activation, residual, out_dtype, saturate)
 
 
@@ -836,7 +838,9 @@ def mixed_gemm(
         x: fp16, bf16 or fp32 ``[M, K]``. Act order gathers its columns before anything else.
         qw: the weight; its bias is added.
         act_quant: "none": x as it is, times :func:`dequantize_weight` in ``compute_dtype``; the values of a code book
-            are first rounded to x's dtype (they are an operand of the tensor cores; scales never are). "token" or
+            are first rounded to x's dtype (they are an operand of the tensor cores; scales never are). In fp32 the products
+            of a group are summed (:func:`_group_sums`) before its scale multiplies them, then groups in turn; offsets times
+            the sums of x are a sum by itself, added last. "token" or
             "block": x goes through :func:`quantize_activations`, with one block a row or blocks of
             :func:`cutlass_ops.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
@@ -876,5 +880,64 @@ def mixed_gemm(
     x = x.to(compute_dtype)
     total = torch.empty(m, qw.n, dtype=compute_dtype, device=x.device)
     for rows in _row_chunks(qw.n, k):
-        total[:, rows] = x @ _weight_rows(qw, rows, compute_dtype, book).t()
+        if compute_dtype == torch.float64:
+            total[:, rows] = x @ _weight_rows(qw, rows, compute_dtype, book).t()
+        else:
+            _sum_products(x, qw, rows, book, total)
     return epilogue(total, added_bias, activation, residual, out_dtype, saturate)
+
+
+# ---- the order of fp32 sums
+
+
+def _in_turn(values: Tensor, dim: int) -> Tensor:
+    """Sums over ``dim``, one value added after the other."""
+    total: Tensor | None = None
+    for value in values.unbind(dim):
+        total = value + 0.0 if total is None else total + value
+    assert total is not None
+    return total
+
+
+def _run_sums(values: Tensor) -> Tensor:
+    """Sums over the last dimension, a run of 32, 64 or 128 columns, in an order that vectors of a CPU can keep to.
+
+    Each 64 columns, seen as ``[4, 2, 2, 2, 2]`` (j, b, h, t, c), are added to eight lanes (t, j), in the order of h, c, b,
+    those of the second 64 after those of the first. Lanes j = 0 and 1 are added, and 2 and 3; of these, those of t = 0 and 1;
+    and then the two sums that are left. A run of 32 columns has j = 0 and 1 alone.
+    """
+    run = values.shape[-1]
+    lead = values.shape[:-1]
+    js = min(run, 64) // 16
+    split = values.reshape(*lead, max(run // 64, 1), js, 2, 2, 2, 2)
+    base = len(lead)
+    order = [base + i for i in (0, 3, 5, 2, 4, 1)]
+    lanes = _in_turn(split.permute(*range(base), *order).reshape(*lead, -1, 2, js), -3)
+    pairs = lanes[..., 0::2] + lanes[..., 1::2]
+    halves = pairs[..., 0, :] + pairs[..., 1, :]
+    return halves[..., 0] if js == 2 else halves[..., 0] + halves[..., 1]
+
+
+def _group_sums(values: Tensor) -> Tensor:
+    """Sums over the last dimension, a group: of runs of at most 128 columns, and then of these in turn."""
+    size = values.shape[-1]
+    run = min(size, formats.K_PER_TILE)
+    return _in_turn(_run_sums(values.reshape(*values.shape[:-1], size // run, run)), -1)
+
+
+def _sum_products(x: Tensor, qw: QuantizedWeight, rows: slice, book: Tensor | None, total: Tensor) -> None:
+    """Some columns of x times the weight, both fp32, in the order that :func:`mixed_gemm` defines."""
+    k = x.shape[1]
+    size = formats.padded_k(k) if qw.group_size == -1 else qw.group_size
+    if book is None:
+        integers = _centred_weight(qw, rows, torch.float32).flatten(1)[:, :k]
+    else:
+        integers = book.float()[qw.codes[rows].int()]
+    values = _blocks(integers, size)
+    scales = qw.scales[rows].float()
+    for some in _row_chunks(x.shape[0], values.numel(), 1):
+        groups = _blocks(x[some], size)
+        sums = _in_turn(_group_sums(groups[:, None] * values) * scales, -1)
+        if qw.offsets is not None:
+            sums = sums + _in_turn(_group_sums(groups)[:, None] * qw.offsets[rows].float(), -1)
+        total[some, rows] = sums

@@ -80,7 +80,8 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
     assert sum(isinstance(module, co.MixedLinear) for module in model.modules()) == 2 * 7 + 1
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
     assert torch.equal(model.get_submodule("model.embed_tokens").weight, tiny.model.lm_head.weight)
-    torch.testing.assert_close(demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=1e-5)
+    # torch's fp32 linear takes its sums in another order.
+    torch.testing.assert_close(demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5)
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(tiny: SimpleNamespace) -> None:

@@ -1,0 +1,88 @@
+// What the CPU kernels of every instruction set share: the prepared product, and one function a row panel.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "cutlass_ops/layout.h"
+#include "cutlass_ops/problem.h"
+
+namespace cutlass_ops {
+
+// fp32 sums over K are taken in eight lanes for each 64 columns, so that vectors of eight hold them. This is the column, of 64,
+// that stands at a place of x in a kernel's order: lane is place % 8, and a lane adds its places in order. A lane is a word of
+// two neighbouring t of the layout (layout.h), so codes go from the packed order to lanes without a shuffle.
+inline constexpr int kLanes = 8;
+inline constexpr int kLaneColumns = 64;
+constexpr int lane_column(int place) {
+  int const half = place / 32, element = place / 8 % 4, t = 2 * half + place / 4 % 2;
+  return 16 * (place % 4) + 2 * t + element / 2 + 8 * (element % 2);
+}
+
+// A product whose activations are prepared. A scale block is the longest run of K that shares all scales.
+struct CpuProduct {
+  PackedWeight weight;
+  float const* codebook = nullptr;  // values by code (not centred), rounded to x's type; null for integer codes
+  int m = 0;
+  int tiles = 0;                     // of 128 columns
+  int block = 0;                     // columns of a scale block: 32, 64, or a multiple of 128
+  int blocks = 0;                    // scale blocks that hold real columns
+  int group_blocks = 0;              // scale blocks of a group of weights
+  int64_t x_stride = 0;              // elements of a row of x, codes or centred
+  float const* x = nullptr;          // floats, in the order of lane_column; null for integers
+  int8_t const* codes = nullptr;     // integers in the order of the kernel's instruction set, or null
+  int16_t const* centred = nullptr;  // integers less their zero points, in that order, or null
+  float const* scales = nullptr;     // [m][blocks], of integers
+  int32_t const* zeros = nullptr;    // [m][blocks], where codes are given and have any
+  int64_t const* sums = nullptr;     // [m][blocks]: of integers less their zero points; null for floats
+  float const* offset_x = nullptr;   // [m][blocks]: sums of x, which offsets multiply; null without offsets
+
+  void* out = nullptr;  // [m][n] of out_type
+  DataType out_type = DataType::kFloat32;
+  float const* bias = nullptr;  // [n], or null
+
+  int run() const { return block < kKPerTile ? block : kKPerTile; }  // columns whose products are summed at a time
+};
+
+struct CpuKernels {
+  char const* name;
+  // Integers for weights of so many bits, in what order: [0, columns) at each place, `places` a time; and whether as `centred`.
+  struct IntegerOrder {
+    int columns, places;
+    bool centred;
+    int (*column)(int place);
+  };
+  IntegerOrder (*integer_order)(int bits);
+  // Columns of out from 64 * panel on, of all rows.
+  void (*multiply)(CpuProduct const& product, int panel);
+};
+
+extern CpuKernels const kScalarKernels;
+#if defined(CUTLASS_OPS_AVX2)
+extern CpuKernels const kAvx2Kernels;
+#endif
+
+// Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not finite becomes NaN.
+void store_panel(CpuProduct const& product, int panel, int row, float const* total);
+
+// ---- numbers
+
+inline float as_float(uint32_t bits) {
+  float value;
+  std::memcpy(&value, &bits, sizeof value);
+  return value;
+}
+
+inline uint32_t as_bits(float value) {
+  uint32_t bits;
+  std::memcpy(&bits, &value, sizeof bits);
+  return bits;
+}
+
+// Element `index` of fp16, bf16 or fp32 data.
+float load_float(void const* data, DataType type, int64_t index);
+
+// The nearest value of `type`, halfway between two the even one.
+void store_float(void* data, DataType type, int64_t index, float value);
+
+}  // namespace cutlass_ops

@@ -1,0 +1,22 @@
+// The operators on the host, whose bits are those of cutlass_ops/reference.py: weights stay packed, and fp32 sums are taken in
+// the order that the reference defines, whatever the instruction set and the number of threads.
+#pragma once
+
+#include <string>
+#include <vector>
+
+#include "cutlass_ops/problem.h"
+
+namespace cutlass_ops {
+
+// Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
+void cpu_quantize_activations(QuantizeProblem const& problem);
+
+// y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has no activation, no residual, and does not saturate.
+void cpu_mixed_gemm(GemmProblem const& problem, int threads);
+
+// Instruction sets that there are kernels for and this machine has, the fastest first, and the choice of one of them.
+std::vector<std::string> cpu_instruction_sets();
+void use_cpu_instruction_set(std::string const& name);
+
+}  // namespace cutlass_ops

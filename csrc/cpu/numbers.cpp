@@ -1,0 +1,53 @@
+#include "cpu/cpu_kernels.h"
+
+namespace cutlass_ops {
+
+float load_float(void const* data, DataType type, int64_t index) {
+  if (type == DataType::kFloat32) {
+    float value;
+    std::memcpy(&value, static_cast<char const*>(data) + 4 * index, sizeof value);
+    return value;
+  }
+  uint16_t bits;
+  std::memcpy(&bits, static_cast<char const*>(data) + 2 * index, sizeof bits);
+  if (type == DataType::kBFloat16) return as_float(uint32_t(bits) << 16);
+  uint32_t const sign = uint32_t(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  if (exponent == 0) return as_float(sign | as_bits(float(mantissa) * 0x1p-24f));
+  return as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+}
+
+void store_float(void* data, DataType type, int64_t index, float value) {
+  if (type == DataType::kFloat32) return void(std::memcpy(static_cast<char*>(data) + 4 * index, &value, sizeof value));
+  uint32_t const bits = as_bits(value), sign = bits >> 31, magnitude = bits & 0x7fffffff;
+  uint16_t half;
+  if (type == DataType::kBFloat16) {
+    half = magnitude > 0x7f800000 ? 0x7fc0 : uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  } else {
+    uint32_t rounded;
+    if (magnitude > 0x7f800000) {
+      rounded = 0x7e00;
+    } else if (magnitude >= as_bits(65520.0f)) {
+      rounded = 0x7c00;
+    } else if (magnitude < as_bits(0x1p-14f)) {
+      // The last place of 0.5 is that of fp16's smallest values: the addition rounds.
+      rounded = as_bits(as_float(magnitude) + 0.5f) - as_bits(0.5f);
+    } else {
+      rounded = (magnitude + 0xfff + (magnitude >> 13 & 1) - (112u << 23)) >> 13;
+    }
+    half = uint16_t(sign << 15 | rounded);
+  }
+  std::memcpy(static_cast<char*>(data) + 2 * index, &half, sizeof half);
+}
+
+void store_panel(CpuProduct const& product, int panel, int row, float const* total) {
+  int const n = product.weight.n, first = panel * kRowsPerSlab;
+  int64_t const start = int64_t(row) * n + first;
+  for (int i = 0; i < kRowsPerSlab && first + i < n; ++i) {
+    float value = total[group_row(i)];
+    if (!(value - value == 0.0f)) value = as_float(0x7fc00000);
+    if (product.bias) value += product.bias[first + i];
+    store_float(product.out, product.out_type, start + i, value);
+  }
+}
+
+}  // namespace cutlass_ops

@@ -1,0 +1,119 @@
+// Kernels for any CPU, and what the others are compared with: a tile's codes are unpacked to bytes in the order of lane_column.
+#include <algorithm>
+
+#include "cpu/cpu_kernels.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr int kMostRows = 8;  // of x that a tile is unpacked for
+
+using Tile = int8_t[kRowsPerSlab][kKPerTile];  // centred codes, [group_row(row)][place]
+
+template <int kBits>
+void unpack_tile(uint8_t const* chunk, Tile& tile) {
+  constexpr int kUnits = kKPerTile * kBits * kRowsPerBlock / 8 / kUnitBytes;
+  for (int unit = 0; unit < kRowsPerSlab / kRowsPerBlock * kUnits; ++unit) {
+    int const i = unit / kUnits, first = unit % kUnits * (kKPerTile / kUnits);
+    for (int lane = 0; lane < 32; ++lane) {
+      int const g = lane / 4, t = lane % 4;
+      for (int byte = 0; byte < kLaneBytes; ++byte, ++chunk) {
+        int const word = byte / 4, element = byte % 4;
+        int const j = first % kLaneColumns / 16 + (kBits == 4 ? word : word / 2);
+        int const place = first / kLaneColumns * kLaneColumns + 32 * (t / 2) + 8 * element + 4 * (t % 2) + j;
+        int8_t (*const rows)[kKPerTile] = tile + 8 * g + 2 * i;
+        if (kBits == 4) {
+          rows[0][place] = int8_t(((*chunk & 15) ^ 8) - 8);
+          rows[1][place] = int8_t((*chunk >> 4 ^ 8) - 8);
+        } else {
+          rows[word % 2][place] = int8_t(*chunk);
+        }
+      }
+    }
+  }
+}
+
+// Lanes to the sum of a run; runs of 32 columns are two of a lane's 64. A lane is 4 * (t % 2) + j.
+template <class Sum>
+void reduce(Sum const (&lanes)[kLanes], int run, Sum (&sums)[2]) {
+  sums[0] = (lanes[0] + lanes[1]) + (lanes[4] + lanes[5]);
+  sums[1] = (lanes[2] + lanes[3]) + (lanes[6] + lanes[7]);
+  if (run >= kLaneColumns) sums[0] += sums[1];
+}
+
+// Floats (X is float) or centred integers.
+template <class X, class Sum, class Wide>
+void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) {
+  constexpr bool kFloats = sizeof(X) == 4;
+  PackedWeight const& w = p.weight;
+  int64_t const n_pad = padded_rows(w.n);
+  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * chunk_bytes(w.bits);
+  int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (w.bits - 1);
+  Tile tile;
+  float total[kMostRows][kRowsPerSlab] = {}, offsets[kMostRows][kRowsPerSlab] = {};
+  Wide pending[kMostRows][kRowsPerSlab] = {};  // sums of a scale block's runs
+  for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += span) {
+    if (begin % kKPerTile == 0) {
+      uint8_t const* const chunk = chunks + begin / kKPerTile * int64_t(chunk_bytes(w.bits));
+      w.bits == 4 ? unpack_tile<4>(chunk, tile) : unpack_tile<8>(chunk, tile);
+    }
+    for (int row = 0; row < kRowsPerSlab; ++row) {
+      X values[kKPerTile];
+      for (int place = 0; place < span; ++place) {
+        int const code = tile[row][begin % kKPerTile + place];
+        // Runs of 32 columns: words 2 and 3 belong to the second.
+        int const block = run < kLaneColumns ? std::min(begin / run + place % 4 / 2, p.blocks - 1) : begin / p.block;
+        if (kFloats && p.codebook) {
+          values[place] = X(p.codebook[code + middle]);
+        } else {
+          values[place] = X(code - (w.zeros ? w.zeros[block / p.group_blocks * n_pad + panel * kRowsPerSlab + row] : 0));
+        }
+      }
+      for (int r = 0; r < rows; ++r) {
+        X const* const factors = x + (m + r) * p.x_stride + begin;
+        Sum lanes[kLanes] = {}, sums[2];
+        for (int place = 0; place < span; place += kLanes) {
+          for (int lane = 0; lane < kLanes; ++lane) lanes[lane] += Sum(factors[place + lane]) * Sum(values[place + lane]);
+        }
+        reduce(lanes, run, sums);
+        for (int part = 0; part < span / run; ++part) {
+          int const end = begin + (part + 1) * run, block = (end - 1) / p.block;
+          if (block >= p.blocks) break;
+          pending[r][row] += sums[part];
+          if (end % p.block != 0 && end != p.tiles * kKPerTile) continue;
+          int64_t const at = int64_t(m + r) * p.blocks + block;
+          int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerSlab + row;
+          float const scale = load_float(w.scales, w.scale_type, vector);
+          total[r][row] += float(pending[r][row]) * (kFloats ? scale : p.scales[at] * scale);
+          if (w.offsets) offsets[r][row] += p.offset_x[at] * load_float(w.offsets, w.offset_type, vector);
+          pending[r][row] = 0;
+        }
+      }
+    }
+  }
+  for (int r = 0; r < rows; ++r) {
+    if (w.offsets) {
+      for (int row = 0; row < kRowsPerSlab; ++row) total[r][row] += offsets[r][row];
+    }
+    store_panel(p, panel, m + r, total[r]);
+  }
+}
+
+void multiply(CpuProduct const& p, int panel) {
+  for (int m = 0; m < p.m; m += kMostRows) {
+    int const rows = std::min(kMostRows, p.m - m);
+    if (p.x) {
+      multiply_rows<float, float, float>(p, p.x, panel, m, rows);
+    } else {
+      multiply_rows<int16_t, int32_t, int64_t>(p, p.centred, panel, m, rows);
+    }
+  }
+}
+
+CpuKernels::IntegerOrder integer_order(int) { return {kLaneColumns, kLaneColumns, true, lane_column}; }
+
+}  // namespace
+
+CpuKernels const kScalarKernels = {"scalar", integer_order, multiply};
+
+}  // namespace cutlass_ops
