@@ -1,0 +1,278 @@
+"""Our kernels in vLLM: a plugin that vLLM finds by the entry point of group ``vllm.general_plugins``.
+
+vLLM asks a list of kernels, in turn, whether they take a quantised linear layer. :func:`register` puts ours first. The
+layers of AWQ, GPTQ and compressed-tensors checkpoints come with parameters that are described by their attributes
+(``input_dim``, ``output_dim``, ``packed_dim``), so that one reader does for all of them. A layer that our kernels do not
+take is left to vLLM's own, with one line in its log that says why.
+
+Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key of compiled graphs:
+
+===========  ==========================================================================================================
+act_quant    how x is quantised: "none" (the default), "token" or "block". Checkpoints that say that activations are
+             8-bit integers have "token" as their default.
+reference    true: take layers on a CPU too, with the reference, which is slow and made for tests.
+===========  ==========================================================================================================
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import _C, formats, ops
+from .nn import MixedLinear
+from .reorder import reorder
+from .weight import QuantizedWeight
+
+try:
+    from vllm import envs
+    from vllm.config import get_current_vllm_config_or_none
+    from vllm.logger import init_logger
+    from vllm.model_executor.kernels import linear as vllm_linear
+    from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, register_linear_kernel
+    from vllm.model_executor.kernels.linear.mixed_precision import MPLinearKernel
+    from vllm.platforms import PlatformEnum, current_platform
+
+    _MISSING: ImportError | None = None
+    _logger: Any = init_logger("vllm.cutlass_ops")
+except ImportError as error:
+    _MISSING = error
+    _logger = logging.getLogger(__name__)
+    Int8ScaledMMLinearKernel = MPLinearKernel = object
+
+_ACT_QUANT = ("none", "token", "block")
+_SETTINGS = ("act_quant", "reference")
+#: vLLM's names of weight types, and their bits. Those with "b" have their zero point in the middle, those without are
+#: unsigned with zero points that are stored, and int4 is signed, one code a byte, in checkpoints with 8-bit activations.
+_BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
+_SIGNED = ("int4",)
+#: The name of the submodule that holds a layer's packed weight.
+_MODULE = "cutlass_ops_linear"
+
+
+def register() -> None:
+    """Put our kernels first in vLLM's list; called by vLLM in each of its processes, and harmless when repeated.
+
+    Where this vLLM lacks what is needed, or the order of its kernels cannot be changed, a warning says so and vLLM runs
+    as without the plugin.
+    """
+    if _MISSING is not None:
+        _logger.warning("cutlass_ops does not serve this version of vLLM: %s", _MISSING)
+        return
+    for kernel, kind, name in (
+        (CutlassOpsLinearKernel, "mp", "_POSSIBLE_KERNELS"),
+        (CutlassOpsInt8LinearKernel, "int8", "_POSSIBLE_INT8_KERNELS"),
+    ):
+        kernels = getattr(vllm_linear, name, None)
+        if not isinstance(kernels, dict):
+            _logger.warning("cutlass_ops does not serve this version of vLLM: its linear kernels have no %s", name)
+            continue
+        for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
+            if kernel not in kernels.get(platform, []):
+                register_linear_kernel(kernel, platform, kind)
+                kernels[platform].insert(0, kernels[platform].pop())
+
+
+def _settings() -> dict[str, Any]:
+    """The plugin's part of vLLM's additional configuration.
+
+    Raises:
+        TypeError, ValueError: a setting that does not exist, or a value that it does not take.
+    """
+    config = get_current_vllm_config_or_none()
+    additional = None if config is None else config.additional_config
+    settings = additional.get("cutlass_ops", {}) if isinstance(additional, dict) else {}
+    if not isinstance(settings, dict):
+        raise TypeError(f"additional_config has {settings!r:.100} for cutlass_ops; an object is expected")
+    for name in settings:
+        if name not in _SETTINGS:
+            raise ValueError(f"additional_config has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}")
+    if (mode := settings.get("act_quant", "none")) not in _ACT_QUANT:
+        raise ValueError(f"cutlass_ops' act_quant is {mode!r:.100}; supported are {', '.join(map(repr, _ACT_QUANT))}")
+    if type(reference := settings.get("reference", False)) is not bool:
+        raise TypeError(f"cutlass_ops' reference is {reference!r:.100}; true or false is expected")
+    return settings
+
+
+def _reason_against_all() -> str | None:
+    """Why no layer is ours; None if some can be."""
+    if current_platform.is_cpu():
+        if not _settings().get("reference", False):
+            return 'on a CPU there is the reference alone, which additional_config {"cutlass_ops": {"reference": true}} allows'
+    elif not _C.built_with_cuda:
+        return "the package was built without CUDA"
+    if envs.VLLM_BATCH_INVARIANT:
+        return "VLLM_BATCH_INVARIANT is set"
+    return None
+
+
+def _reason_against(c: Any) -> str | None:
+    """Why a layer is not ours; None if it is."""
+    if (reason := _reason_against_all()) is not None:
+        return reason
+    k = c.partition_weight_shape[0]
+    if str(c.weight_type) not in _BITS:
+        return f"weights are {c.weight_type}; supported are {', '.join(_BITS)}"
+    if c.act_type not in (torch.float16, torch.bfloat16):
+        return f"activations are {c.act_type}; supported are float16 and bfloat16"
+    if c.group_size not in (-1, k):
+        try:
+            formats.check_group_size(c.group_size)
+        except ValueError as error:
+            return str(error)
+        if k % c.group_size:
+            return f"a rank's {k} input features are not whole groups of {c.group_size}"
+    if getattr(c, "has_g_idx", False) and c.full_weight_shape[0] != k:
+        return "the weight has an act order and its input features are split over ranks"
+    return None
+
+
+def _keep(layer: torch.nn.Module, names: tuple[str, ...], weight: QuantizedWeight, act_quant: str, symmetric: bool) -> None:
+    """Pack ``weight`` in place of the layer's parameters ``names``, the first of which has the codes.
+
+    The packed codes stay under the codes' name, where vLLM's LoRA layers look for the device.
+    """
+    originals = [getattr(layer, name, None) for name in names]
+    for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
+        if any(parameter is original for original in originals):
+            delattr(layer, name)
+    del originals, parameter
+    linear = MixedLinear(reorder(weight), act_quant, symmetric)
+    layer.register_module(_MODULE, linear)
+    layer.register_parameter(names[0], torch.nn.Parameter(linear.codes, requires_grad=False))
+
+
+def _product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    linear: Any = getattr(layer, _MODULE)
+    return ops.mixed_gemm(x, linear.packed, bias, None, linear.act_quant, linear.act_symmetric)
+
+
+class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignore]
+    """A linear layer of vLLM over :func:`cutlass_ops.mixed_gemm`."""
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The oldest GPU that the kernels run on, as vLLM counts: 80 is sm_80."""
+        return 80
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Whether the layer of configuration ``c`` is ours, or else why not, which is logged once."""
+        reason = _reason_against(c)
+        if reason is not None:
+            k, n = c.partition_weight_shape
+            _logger.info_once("cutlass_ops leaves linear layers of %d x %d to vLLM's kernels: %s", n, k, reason)
+        return reason is None, reason
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the layer's parameters on their device, and free them.
+
+        Raises:
+            ValueError: values that cannot be packed; the message says which.
+        """
+        default = "token" if str(self.config.weight_type) in _SIGNED else "none"
+        act_quant = _settings().get("act_quant", default)
+        symmetric = getattr(getattr(layer, "scheme", None), "input_symmetric", True) is not False
+        names = (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None))
+        _keep(layer, tuple(name for name in names if name), self._quantized_weight(layer), act_quant, symmetric)
+
+    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
+        return _product(layer, x, bias)
+
+    def _quantized_weight(self, layer: torch.nn.Module) -> QuantizedWeight:
+        c = self.config
+        kind = str(c.weight_type)
+        bits = _BITS[kind]
+        k, n = c.partition_weight_shape
+        stored = getattr(layer, self.w_q_name)
+        if kind in _SIGNED:
+            codes = (stored.data + formats.midpoint(bits)).to(torch.uint8)
+        else:
+            codes = _unpacked(stored.data, stored.packed_dim, bits)
+        if stored.output_dim == 1:
+            codes = codes.t()
+        scales = _by_rows(getattr(layer, self.w_s_name))
+        zeros = None
+        if c.zero_points:
+            points = getattr(layer, self.w_zp_name)
+            zeros = _unpacked(points.data, points.packed_dim, bits)
+            zeros = (zeros if points.output_dim == 0 else zeros.t())[:n]
+        perm = None
+        if getattr(c, "has_g_idx", False):
+            groups = getattr(layer, self.w_gidx_name).data.long()
+            perm = torch.argsort(groups, stable=True)
+            size = k if c.group_size == -1 else c.group_size
+            if not torch.equal(groups[perm], torch.arange(k, device=groups.device) // size):
+                raise ValueError(f"the act order of a layer of {n} x {k} does not have groups of {size} input features each")
+            codes = codes[:, perm]
+        return QuantizedWeight(
+            codes=codes[:n, :k],
+            scales=scales,
+            zeros=zeros,
+            bits=bits,
+            group_size=-1 if scales.shape[1] == 1 else c.group_size,
+            perm=perm,
+        )
+
+
+class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc, unused-ignore]
+    """A linear layer of vLLM with 8-bit weights and x quantised for each token, over :func:`cutlass_ops.mixed_gemm`."""
+
+    @classmethod
+    def is_supported(cls, compute_capability: int | None = None) -> tuple[bool, str | None]:
+        """Whether the kernels run on a device of this capability (80 is sm_80), or else why not."""
+        if compute_capability is not None and compute_capability < 80:
+            return False, f"the device has capability {compute_capability}; 80 or later is needed"
+        return True, None
+
+    @classmethod
+    def can_implement(cls, c: Any) -> tuple[bool, str | None]:
+        """Whether layers of configuration ``c`` are ours, or else why not, which is logged once."""
+        reason = "x has one scale that the checkpoint fixes" if c.is_static_input_scheme else _reason_against_all()
+        if reason is not None:
+            _logger.info_once("cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s", reason)
+        return reason is None, reason
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Pack the layer's parameters on their device, and free them.
+
+        Raises:
+            ValueError: values that cannot be packed; the message says which.
+        """
+        names = self.layer_param_names[:2]
+        stored, scales = (getattr(layer, name).data for name in names)
+        if not self.config.is_channelwise:  # one scale for each of the layers that vLLM fused
+            widths = torch.tensor(layer.logical_widths, device=scales.device)
+            scales = scales.reshape(-1).repeat_interleave(widths)
+        weight = QuantizedWeight(
+            codes=stored.view(torch.uint8) ^ 128,  # the code is the signed value plus 128
+            scales=scales.reshape(-1, 1),
+            bits=8,
+            group_size=-1,
+        )
+        del stored
+        _keep(layer, tuple(names), weight, _settings().get("act_quant", "token"), self.config.input_symmetric)
+
+    def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
+        return _product(layer, x, bias)
+
+
+def _by_rows(scales: Any) -> Tensor:
+    """A parameter of scales as ``[N, G]``."""
+    values: Tensor = scales.data
+    return values if scales.output_dim == 0 else values.t()
+
+
+def _unpacked(words: Tensor, dim: int, bits: int) -> Tensor:
+    """Codes of int32 words that hold ``32 / bits`` of them along ``dim``, the first in the lowest bits; uint8."""
+    count = 32 // bits
+    rows, columns = words.shape
+    out = words.new_empty((rows, count, columns) if dim == 0 else (rows, columns, count), dtype=torch.uint8)
+    for i in range(count):  # one code of each word at a time: all of them would take eight times the weight's bytes
+        out.select(1 if dim == 0 else 2, i).copy_((words >> (bits * i)) & ((1 << bits) - 1))
+    return out.view((rows * count, columns) if dim == 0 else (rows, columns * count))
