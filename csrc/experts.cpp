@@ -66,11 +66,6 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   return at;
 }
 
-// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
-DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
-  return plan.block_m == WgmmaDecodeShape::kTokens ? DataType::kFloat32 : p.x_type;
-}
-
 // Rows of x to a tile: the fewer of an expert, the fewer are multiplied for nothing; the more, the seldomer its weights are decoded.
 int tile_height(RouteProblem const& r) {
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
@@ -166,6 +161,11 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
                        : w.bits == 4 ? launch_grouped_fold16<formats::Int4>
                                      : launch_grouped_fold16<formats::Int8>;
   return (plan.wgmma_decode.cluster ? decode : tiles)(gemm, plan, stream);
+}
+
+// Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
+DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
+  return plan.block_m == WgmmaDecodeShape::kTokens ? DataType::kFloat32 : p.x_type;
 }
 
 // Rows of 16-bit floats to the values of their int8 codes, in 16 bits; a scale a row, where it has one, is left to the product.
