@@ -70,7 +70,7 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
 int tile_height(RouteProblem const& r) {
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
   double const rows = touched ? double(r.positions()) / touched : 0;
-  return rows <= 24 ? 16 : rows <= 300 ? 64 : rows <= 600 ? 128 : 256;
+  return rows <= 24 ? 16 : rows <= 300 ? 64 : rows <= 600 ? 128 : 208;
 }
 
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }

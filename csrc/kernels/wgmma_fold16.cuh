@@ -206,7 +206,7 @@ template <class C>
 __device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float* staging, typename C::Params const& p,
                                                   hopper::Place<C> const& at, int expert, int row0) {
   constexpr int kHalf = C::kWarpgroups / 2, kFit = C::kStoreBytes / (C::kWarpgroups * 128 * 4) / 4 * 4,
-                kFloats = kFit < C::kSums ? kFit : C::kSums;  // that go through it at a time
+                kFloats = C::kSums % kFit == 0 ? kFit : 8;  // that go through it at a time
   static_assert(C::kSums % kFloats == 0);
   Groups const& g = p.groups;
   bool const gate = g.gated && at.warpgroup < kHalf, up = g.gated && !gate;
@@ -459,8 +459,8 @@ Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream st
       return launch_groups<Element, Format, 64>(problem, plan, stream);
     case 128:
       return launch_groups<Element, Format, 128>(problem, plan, stream);
-    case 256:
-      return launch_groups<Element, Format, 256>(problem, plan, stream);
+    case 208:
+      return launch_groups<Element, Format, 208>(problem, plan, stream);
     default:
       return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows of an expert"};
   }

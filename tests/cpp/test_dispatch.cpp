@@ -1257,7 +1257,7 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
                                         {128, 16, "wgmma_decode_fold16"},
                                         {1024, 64, "wgmma_fold16"},
                                         {8192, 128, "wgmma_fold16"},
-                                        {16384, 256, "wgmma_fold16"}}) {
+                                        {16384, 208, "wgmma_fold16"}}) {
     MoePlan chosen;
     ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.block_m, height) << tokens;
