@@ -5,86 +5,96 @@
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
 #   make clean    remove what these made
+#
+# `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
+# its architecture. Everything else compiles every architecture.
 
 PYTHON ?= python3
 VENV ?= .venv
 BUILD ?= build/make
 CUDA ?= AUTO
-# What is installed when the environment has no torch. The package itself asks for any torch.
+# What is installed when the environment has no torch.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-DEMO_ARGS ?=
+# On a CPU the reference multiplies, at one to three tokens a second, four times over.
+DEMO_ARGS ?= $(if $(filter OFF,$(DEMO_CUDA)),--tokens 16)
 
 PY := $(VENV)/bin/python
 # What pip and CMake run must be this environment's: cmake, ninja, clang-format.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Python compiles what it imports; pip would compile everything.
+export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test demo demo-build lint format docs clean
+.PHONY: build test demo lint format docs clean
 .DELETE_ON_ERROR:
 
-# All that the package and its tests ask for, from pyproject.toml. CUTLASS and GoogleTest are wanted as files alone, so their
-# packages come without dependencies. GoogleTest's has no wheel for some platforms: CMake then takes an installed one or says
-# what is missing.
+# What the package and the given extras ask for, from pyproject.toml.
 define REQUIREMENTS
 import sys
 try: import tomllib
-except ImportError: import tomli as tomllib  # Python 3.10
+except ImportError: from pip._vendor import tomli as tomllib  # Python 3.10
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
 print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or extras), []), sep="\n")
 endef
 export REQUIREMENTS
 
-$(VENV)/.ready: pyproject.toml Makefile
+# $(call install,EXTRAS): the requirements of the package and of these extras, or of all. CUTLASS is wanted for its headers
+# alone, so its package comes without dependencies.
+define install
+	$(PY) -c "$$REQUIREMENTS" $(1) > $(VENV)/requirements.txt
+	$(PY) -m pip install -q -r $(VENV)/requirements.txt
+endef
+CUTLASS = if [ -z "$$CUTLASS_PATH" ] && command -v nvcc >/dev/null; then \
+	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
+
+# $(call compile,FOLDER,CUDA,OPTIONS): the package, editable. The build folder keeps its objects, so this builds only what
+# changed.
+define compile
+	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=$(1) \
+	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(2) $(3:%='--config-settings=cmake.define.%') \
+	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
+	@grep -E '^ *-- cutlass_ops:|kernels, at most|warning' $(VENV)/build.log || true
+endef
+
+$(VENV)/.base: pyproject.toml Makefile
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install -q cmake ninja pybind11 scikit-build-core
 	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
-	$(PY) -c "$$REQUIREMENTS" > $(VENV)/requirements.txt
-	$(PY) -m pip install -q -r $(VENV)/requirements.txt
-	if [ -z "$$CUTLASS_PATH" ] && [ "$(CUDA)" != OFF ] && command -v nvcc >/dev/null; then \
-	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
+	touch $@
+
+# GoogleTest's files come without dependencies too. Its package has no wheel for some platforms: CMake then takes an installed
+# one or says what is missing.
+$(VENV)/.ready: $(VENV)/.base
+	$(call install)
+	$(if $(filter OFF,$(CUDA)),,$(CUTLASS))
 	$(PY) -m pip install -q --no-deps ros-gtest-vendor || echo "no GoogleTest from PyPI: the system's is tried"
 	touch $@
 
-# The build folder keeps its objects, so this builds only what changed.
 build: $(VENV)/.ready
-	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=$(BUILD) \
-	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(CUDA) --config-settings=cmake.define.CUTLASS_OPS_TESTS=ON \
-	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
-	@grep -E '^ *-- cutlass_ops:|kernels, at most|warning' $(VENV)/build.log || true
+	$(call compile,$(BUILD),$(CUDA),CUTLASS_OPS_TESTS=ON)
 
 test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# The demo compiles what this machine can run: CUDA where there is a GPU, for its architecture alone. After `make build` it takes what that built.
-GPU := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | head -1)
-DEMO_CUDA = $(if $(filter AUTO,$(CUDA)),$(if $(GPU),AUTO,OFF),$(CUDA))
-DEMO_ARCHITECTURES = $(if $(filter 9.0,$(GPU)),90a-real,$(if $(filter 8.%,$(GPU)),80-real,90-virtual))
+# The architectures of the GPUs here, as CMake writes them; nothing without a GPU that the kernels run on.
+GPUS = $(eval GPUS := $$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
+  sed -nE 's/^8\..*/80-real/p; s/^9\.0.*/90a-real/p; s/^[1-9][0-9]\..*/90-virtual/p' | sort -u | paste -sd ';'))$(GPUS)
+DEMO_CUDA = $(if $(GPUS),$(CUDA),$(CUDA:AUTO=OFF))
 
-$(VENV)/.demo-ready: pyproject.toml Makefile
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
-	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q cmake ninja pybind11 scikit-build-core
-	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
-	$(PY) -c "$$REQUIREMENTS" demo > $(VENV)/requirements-demo.txt
-	$(PY) -m pip install -q -r $(VENV)/requirements-demo.txt
-	if [ -z "$$CUTLASS_PATH" ] && [ "$(DEMO_CUDA)" != OFF ] && command -v nvcc >/dev/null; then \
-	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
+$(VENV)/.demo: $(VENV)/.base
+	$(call install,demo)
 	touch $@
 
-demo-build: $(VENV)/.demo-ready
-	@echo "$(if $(filter OFF,$(DEMO_CUDA)),No GPU is here: building for the CPU alone (make demo CUDA=ON builds the CUDA kernels too).,\
-	  Building CUDA kernels for $(if $(GPU),this GPU (compute capability $(GPU)),$(DEMO_ARCHITECTURES)).)"
-	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=build/demo \
-	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(DEMO_CUDA) \
-	  --config-settings=cmake.define.CUTLASS_OPS_ARCHITECTURES=$(DEMO_ARCHITECTURES) \
-	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
-
-demo: $(if $(wildcard $(BUILD)/CMakeCache.txt),build,demo-build)
+# CUDA=ON without a GPU compiles every architecture.
+demo: $(VENV)/.demo
+	@$(if $(GPUS),,$(if $(filter AUTO,$(CUDA)),echo "No GPU here: the CPU code alone is compiled. make demo CUDA=ON compiles CUDA too."))
+	@$(if $(filter OFF,$(DEMO_CUDA)),,$(CUTLASS))
+	$(call compile,build/demo,$(DEMO_CUDA),$(if $(GPUS),CUTLASS_OPS_ARCHITECTURES=$(GPUS)))
 	$(VENV)/bin/cutlass-ops demo $(DEMO_ARGS)
 
 lint: $(VENV)/.ready

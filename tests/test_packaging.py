@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import email
+import importlib.metadata
 import importlib.util
 import os
 import re
@@ -91,6 +92,28 @@ def test_import_needs_no_gpu() -> None:
     assert (done.returncode, done.stdout.strip()) == (0, cutlass_ops.__version__), done.stderr
 
 
+def imported(code: str, *arguments: str) -> tuple[set[str], str]:
+    """Return the names of all modules that are loaded after ``code``, and what it printed."""
+    code += "\nimport sys; print(*sys.modules, sep='\\n', file=sys.stderr)"
+    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True, check=True)
+    return set(done.stderr.split()), done.stdout
+
+
+def test_version_is_printed_without_torch() -> None:
+    code = f"import runpy; runpy.run_path({str(ROOT / 'cmake/cutlass-ops')!r})"
+    if not list(importlib.metadata.distributions(name="cutlass_ops")):
+        pytest.skip("the version is read from the metadata of an installed package")
+    modules, printed = imported(code, "--version")
+    assert printed == f"cutlass_ops {cutlass_ops.__version__}\n"
+    assert not {"torch", "numpy", "cutlass_ops", "typer"} & modules
+
+
+def test_import_loads_little_beyond_torch() -> None:
+    """What only the command line, a dialect or an integration needs is imported where it is used."""
+    new = imported("import torch, cutlass_ops")[0] - imported("import torch, numpy.typing, safetensors")[0]
+    assert {name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")} == set()
+
+
 @pytest.mark.slow
 def test_wheel_without_cuda(tmp_path: Path) -> None:
     """A wheel built with CUTLASS_OPS_CUDA=OFF imports, holds the package and nothing else, and pins no torch."""
@@ -111,7 +134,8 @@ def test_wheel_without_cuda(tmp_path: Path) -> None:
     package.add("cutlass_ops/py.typed")
     (module,) = {name for name in names if name.endswith(".so")}
     assert Path(module).parent == Path("cutlass_ops")
-    assert {name for name in names if not name.startswith(info)} == package | {module}
+    script = info.replace(".dist-info", ".data/scripts/cutlass-ops")
+    assert {name for name in names if not name.startswith(info)} == package | {module, script}
 
     metadata = email.message_from_string((tmp_path / "site" / info / "METADATA").read_text())
     required = metadata.get_all("Requires-Dist") or []
