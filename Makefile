@@ -4,7 +4,7 @@
 #   make test     build, then every C++ and Python test          make lint     ruff, clang-format, mypy
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
-#   make clean    remove what these made
+#   make clean    remove what these made                        make oldest   tests with the oldest versions allowed
 #
 # `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
 # its architecture. Everything else compiles every architecture.
@@ -27,7 +27,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test demo lint format docs clean
+.PHONY: build test oldest demo lint format docs clean
 .DELETE_ON_ERROR:
 
 # What the package and the given extras ask for, from pyproject.toml.
@@ -37,7 +37,7 @@ try: import tomllib
 except ImportError: from pip._vendor import tomli as tomllib  # Python 3.10
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
 extras = project["optional-dependencies"]
-print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or extras), []), sep="\n")
+print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or extras if name != "none"), []), sep="\n")
 endef
 export REQUIREMENTS
 
@@ -80,6 +80,15 @@ build: $(VENV)/.ready
 test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The lower bounds of pyproject.toml, but for torch's, whose old releases are too large to fetch: the oldest versions that they
+# allow come first on the path.
+OLDEST := tests/test_cli.py tests/test_reorder.py tests/test_hostile_files.py tests/test_weight.py tests/test_ops.py
+oldest: build
+	rm -rf build/oldest
+	$(PY) -c "$$REQUIREMENTS" none | sed -n '/^torch>/d; s/>=/==/p' > $(VENV)/oldest.txt
+	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
+	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -m "not slow and not gpu" $(OLDEST)
 
 # The architectures of the GPUs here, as CMake writes them; nothing without a GPU that the kernels run on.
 GPUS = $(eval GPUS := $$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
