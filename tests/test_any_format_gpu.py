@@ -75,7 +75,7 @@ def check(x: Tensor, qw: co.QuantizedWeight, exact: bool, act_quant: str = "none
     if len(x) > 16:
         plain = act_quant == "none" and qw.group_size >= 128 and qw.offsets is None and qw.book is None
         assert keeps is plain, co.explain(x, packed, **options)
-    if not keeps and qw.book is not None:  # its values are rounded to x's type first
+    if qw.book is not None:  # its values are rounded to x's type first
         qw = replace(qw, book=qw.book.to(x.dtype).float())
     want = oracle(x, qw, act_quant, symmetric)
     if exact:
@@ -181,7 +181,11 @@ def test_int8_activations(kind: str, bits: int, group_size: int, symmetric: bool
             check(x, qw, exact, act_quant, symmetric)
             qa = co.quantize_activations(x, -1 if act_quant == "token" else block, symmetric)
             whole = co.mixed_gemm(x, co.reorder(qw), act_quant=act_quant, act_symmetric=symmetric)
-            assert same_bits(co.mixed_gemm(qa, co.reorder(qw)), whole)
+            y = co.mixed_gemm(qa, co.reorder(qw))
+            if m > max(FEW_ROWS):
+                assert same_bits(y, whole)
+            else:  # a kernel that quantises x itself may cut K in another way
+                assert_close(y, whole.double(), rounded=True)
 
 
 @pytest.mark.parametrize("exact", [True, False], ids=["exact", "any"])
