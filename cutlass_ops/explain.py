@@ -175,7 +175,7 @@ def explain(
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
         nothing = (0, 0)
-        why = "the specification in plain torch"
+        why = "its C++ kernels, which have its bits"
         return Explanation("cpu", "reference", (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
     m = math.prod(shape[:-1])
     quantized, ptr, stride = None, 0, weight.k

@@ -649,7 +649,7 @@ def test_explain_on_the_cpu() -> None:
     assert explanation.device == "cpu"
     assert explanation.kernel == "reference"
     assert explanation.launches == ()
-    assert str(explanation) == "cpu: reference (the specification in plain torch)"
+    assert str(explanation) == "cpu: reference (its C++ kernels, which have its bits)"
 
 
 @pytest.mark.parametrize("device", ["sm_80", "sm_86", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_120"])
