@@ -249,7 +249,9 @@ def _gate_of(module: Any) -> str | None:
     """The activation of gate of an experts module of transformers that MixedExperts takes the place of."""
     if any(getattr(module, name, None) is not value for name, value in _PLAIN_EXPERTS.items()):
         return None
-    if getattr(type(module), "_apply_gate", None) is not import_module("transformers.integrations.moe")._default_apply_gate:
+    # Of a transformers that has no such function nothing is known.
+    default = getattr(import_module("transformers.integrations.moe"), "_default_apply_gate", None)
+    if default is None or getattr(type(module), "_apply_gate", None) is not default:
         return None
     parameters = module._parameters
     plain = all(type(p) is nn.Parameter and p.dim() == 3 and p.dtype in FLOAT_TYPES for p in parameters.values())
