@@ -687,13 +687,15 @@ PYBIND11_MODULE(_C, m) {
           py::arg("device"), "How mixed_moe would launch it.");
   m.def(
       "mixed_moe",
-      [](MoeProblem const& problem, Pointer workspace, std::size_t bytes, int device_index, Pointer stream) {
+      [](MoeProblem const& problem, MoePlan const& plan, Pointer workspace, int device_index, Pointer stream) {
         DeviceGuard guard(device_index);
         check(guard.status());
-        check(mixed_moe(problem, {as<void>(workspace), bytes}, as<void>(stream)));
+        check(mixed_moe(problem, plan, {as<void>(workspace), plan.workspace}, as<void>(stream)));
       },
-      py::arg("problem"), py::arg("workspace_ptr"), py::arg("bytes"), py::arg("device_index"), py::arg("stream"),
-      "Write the layer's result.");
+      py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("device_index"), py::arg("stream"),
+      "Write the layer's result, as `plan` says, in a workspace of its size.");
+  m.attr("most_experts") = kMostExperts;
+  m.attr("most_positions") = kMostPositions;
 
   m.def(
       "rows_of",

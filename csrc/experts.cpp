@@ -9,6 +9,7 @@
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/grouped.h"
+#include "dispatch/of_format.h"
 #include "dispatch/problem.h"
 #include "kernels/kernels.h"
 
@@ -16,11 +17,8 @@ namespace cutlass_ops {
 namespace {
 
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
-constexpr int kMostExperts = 8192;  // whose counts a CTA holds
-constexpr int64_t kMostPositions = int64_t(1) << 28;
-
 struct MoeLayout {
-  size_t tables = 0, x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_values = 0, outputs = 0, total = 0;
+  size_t x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_gathered = 0, hidden_values = 0, outputs = 0, total = 0;
   int64_t hidden_stride = 0;  // of rows, in elements
 };
 
@@ -60,7 +58,8 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   at.hidden = at.x_scales + (quantizes ? align_256(size_t(slots) * sizeof(float)) : 0);
   at.hidden_stride = ceil_div(intermediate, 8) * 8;
   size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
-  at.hidden_values = at.hidden + hidden_bytes * (p.down.perm ? 2 : 1);
+  at.hidden_gathered = at.hidden + hidden_bytes;
+  at.hidden_values = at.hidden_gathered + (p.down.perm ? hidden_bytes : 0);
   at.outputs = at.hidden_values + (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
   at.total = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
   return at;
@@ -75,6 +74,12 @@ int tile_height(RouteProblem const& r) {
 
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
 
+Status check_route(RouteProblem const& r) {
+  if (r.experts <= kMostExperts && int64_t(r.tokens) * r.top <= kMostPositions) return {};
+  return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and " + std::to_string(kMostPositions) +
+                             " ids are supported");
+}
+
 Status check_moe(MoeProblem const& p, Device const& device) {
   if (device.architecture != 90)
     return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
@@ -83,9 +88,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
   if (p.down.stack.k % kRowsPerSlab)
     return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
   if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
-  if (p.route.experts > kMostExperts || int64_t(p.route.tokens) * p.route.top > kMostPositions)
-    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and 2^28 ids are supported");
-  return {};
+  return check_route(p.route);
 }
 
 // The plan of one product, whose grid is for all tiles that there may be, and its shape for those that are expected.
@@ -151,16 +154,8 @@ namespace {
 
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
-  using Launch = Status (*)(GroupedGemm const&, Plan const&, Stream);
-  Launch const decode = w.book        ? launch_grouped_decode<formats::Codebook>
-                        : w.e4m3      ? launch_grouped_decode<formats::E4m3>
-                        : w.bits == 4 ? launch_grouped_decode<formats::Int4>
-                                      : launch_grouped_decode<formats::Int8>,
-               tiles = w.book        ? launch_grouped_fold16<formats::Codebook>
-                       : w.e4m3      ? launch_grouped_fold16<formats::E4m3>
-                       : w.bits == 4 ? launch_grouped_fold16<formats::Int4>
-                                     : launch_grouped_fold16<formats::Int8>;
-  return (plan.wgmma_decode.cluster ? decode : tiles)(gemm, plan, stream);
+  bool const decodes = plan.wgmma_decode.cluster > 0;
+  return (decodes ? OF_FORMAT(w, launch_grouped_decode) : OF_FORMAT(w, launch_grouped_fold16))(gemm, plan, stream);
 }
 
 // Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
@@ -190,16 +185,12 @@ Status quantize_rows(MoeProblem const& p, void const* x, int64_t stride, int row
 }  // namespace
 
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream) {
-  if (problem.experts > kMostExperts)
-    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts are supported");
+  if (Status status = check_route(problem); !status.ok()) return status;
   return launch_route(problem, routing, {}, kSlotRows, stream);
 }
 
-Status mixed_moe(MoeProblem const& p, Workspace workspace, Stream stream) {
-  Device device;
-  MoePlan plan;
-  if (Status status = current_device(&device); !status.ok()) return status;
-  if (Status status = plan_moe(p, device, &plan); !status.ok()) return status;
+Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, Stream stream) {
+  if (!plan.kernel) return {Status::kInvalid, "the plan is empty; plan_moe() fills it"};
   if (p.route.positions() == 0) return {Status::kInvalid, "there are no tokens, or these have no experts"};
   if (workspace.bytes < plan.workspace) {
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
@@ -256,7 +247,7 @@ Status mixed_moe(MoeProblem const& p, Workspace workspace, Stream stream) {
     GatherProblem columns;
     columns.x = down.x, columns.x_stride = down.x_stride, columns.in_slots = true, columns.perm = p.down.perm;
     columns.k = intermediate, columns.out_stride = down.x_stride;
-    columns.out = base + at.hidden + align_256(size_t(slots) * at.hidden_stride * 2);
+    columns.out = base + at.hidden_gathered;
     if (status.ok()) status = launch_gather_rows(r, table, columns, slots, stream);
     down.x = columns.out;
   }
@@ -280,7 +271,7 @@ Status mixed_moe(MoeProblem const& p, Workspace workspace, Stream stream) {
 Status route(RouteProblem const&, Routing const&, Stream) {
   return {Status::kUnsupported, "this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc"};
 }
-Status mixed_moe(MoeProblem const&, Workspace, Stream) { return route({}, {}, nullptr); }
+Status mixed_moe(MoeProblem const&, MoePlan const&, Workspace, Stream) { return route({}, {}, nullptr); }
 
 #endif
 

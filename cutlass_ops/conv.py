@@ -92,14 +92,6 @@ def check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[in
     return x.shape[0], weight.n, *geometry.out(x.shape[2:], weight.kernel_size)
 
 
-def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
-    """An activation as operators take it; ``ValueError`` if it does not exist."""
-    reference.check_activation(activation)
-    if isinstance(activation, tuple):
-        return activation[0], float(activation[1]), float(activation[2])
-    return activation, 0.0, 0.0
-
-
 # ---- mixed convolutions
 
 
@@ -222,7 +214,7 @@ def _mixed_conv(
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
     if weight.book is not None and act_quant != "none":
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    call = split_activation(activation)
+    call = ops._split_activation(activation)
     if bias is not None:
         ops._check_bias(bias, weight)
     if residual is not None:

@@ -21,7 +21,6 @@ from .conv import (
     check_weight,
     out_extents,
     packed_weight,
-    split_activation,
 )
 from .reference_conv import Geometry
 from .weight import PackedWeight
@@ -149,7 +148,7 @@ def _check_static(
         ops._check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
         raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names((*_INT8, torch.int32))}")
-    call = split_activation(activation)
+    call = ops._split_activation(activation)
     if call[0] in ("gelu", "silu"):
         raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
     _check_scale("x_scale", x_scale)

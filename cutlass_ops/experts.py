@@ -118,11 +118,9 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
     direct = ops._direct(topk_ids, expert_map)
     if direct:
         _check_ids(topk_ids, num_experts, expert_map)
-    if direct and topk_ids.is_cuda and _C.built_with_cuda:
-        offsets, order = (
-            topk_ids.new_empty(num_experts + 1, dtype=torch.int32),
-            topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32),
-        )
+    if direct and topk_ids.is_cuda and _C.built_with_cuda and num_experts <= _C.most_experts:
+        offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+        order = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
         problem, kept = _route_problem(topk_ids, num_experts, expert_map)
         _C.route(problem, offsets.data_ptr(), order.data_ptr(), *_where(topk_ids))
         del kept
@@ -196,10 +194,7 @@ def _check_options(
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     if act_quant != "none" and any(experts.weight.book is not None for experts in weights):
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    reference.check_activation(activation)
-    if isinstance(activation, tuple):
-        return activation[0], float(activation[1]), float(activation[2])
-    return activation, 0.0, 0.0
+    return ops._split_activation(activation)
 
 
 def _check_x(x: Any, device: torch.device, k: int, act_quant: str) -> None:
@@ -415,7 +410,8 @@ def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_id
         x.is_cuda
         and _C.built_with_cuda
         and x.dtype is not torch.float32
-        and topk_ids.numel() > 0
+        and 0 < topk_ids.numel() <= _C.most_positions
+        and gate_up.experts <= _C.most_experts
         and down.k % formats.ROWS_PER_SLAB == 0
         and down.n % 8 == 0
         and torch.cuda.get_device_capability(x.device) == (9, 0)
@@ -464,7 +460,7 @@ def _launch_moe(
     with torch.cuda.device(x.device):
         plan = problem.plan(_C.current_device())
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-    _C.mixed_moe(problem, workspace.data_ptr(), plan.workspace, *_where(x))
+    _C.mixed_moe(problem, plan, workspace.data_ptr(), *_where(x))
     del kept
     return y
 

@@ -481,7 +481,16 @@ def _launch(
     return y
 
 
+def _split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
+    """An activation as operators take it; ``ValueError`` if it does not exist."""
+    reference.check_activation(activation)
+    if isinstance(activation, tuple):
+        return activation[0], float(activation[1]), float(activation[2])
+    return activation, 0.0, 0.0
+
+
 def _named_activation(activation: str | None, low: float, high: float) -> reference.Activation:
+    """The inverse."""
     return ("clamp", low, high) if activation == "clamp" else activation
 
 
@@ -708,11 +717,7 @@ def mixed_gemm(
     out_shape = (shape[0], n) if is_matrix else (*shape[:-1], n)
     if act_quant not in _ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
-    low = high = 0.0
-    if activation is not None:
-        reference.check_activation(activation)
-        if isinstance(activation, tuple):
-            activation, low, high = activation[0], float(activation[1]), float(activation[2])
+    activation, low, high = _split_activation(activation)
     if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}")
     if bias is not None:

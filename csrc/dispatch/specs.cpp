@@ -3,6 +3,7 @@
 
 #include "dispatch/cost.h"
 #include "dispatch/launch_shape.h"
+#include "dispatch/of_format.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
 #include "kernels/kernels.h"
@@ -13,18 +14,10 @@ namespace {
 #if CUTLASS_OPS_CUDA
 #define LAUNCHER(function) function
 Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  auto const launch = problem.weight.book        ? launch_wgmma_fold16<formats::Codebook>
-                      : problem.weight.e4m3      ? launch_wgmma_fold16<formats::E4m3>
-                      : problem.weight.bits == 4 ? launch_wgmma_fold16<formats::Int4>
-                                                 : launch_wgmma_fold16<formats::Int8>;
-  return launch(problem, plan, partials, stream);
+  return OF_FORMAT(problem.weight, launch_wgmma_fold16)(problem, plan, partials, stream);
 }
 Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  auto const launch = problem.weight.book        ? launch_wgmma_decode_fold16<formats::Codebook>
-                      : problem.weight.e4m3      ? launch_wgmma_decode_fold16<formats::E4m3>
-                      : problem.weight.bits == 4 ? launch_wgmma_decode_fold16<formats::Int4>
-                                                 : launch_wgmma_decode_fold16<formats::Int8>;
-  return launch(problem, plan, partials, stream);
+  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, partials, stream);
 }
 #else
 #define LAUNCHER(function) nullptr

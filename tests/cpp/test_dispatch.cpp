@@ -1300,7 +1300,7 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
   for (Status const& status :
        {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        sum_weights({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, nullptr)}) {
+        sum_weights({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, {}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

@@ -31,6 +31,9 @@ struct RouteProblem {
   int positions() const { return tokens * top; }
 };
 
+constexpr int kMostExperts = 8192;  // whose counts a CTA of route() holds
+constexpr int kMostPositions = 1 << 28;
+
 // What route() writes. Ids of no expert have positions in `order` behind all others.
 struct Routing {
   int32_t* offsets = nullptr;  // [experts + 1]: the positions of expert e are order[offsets[e]] to order[offsets[e + 1] - 1]
@@ -68,6 +71,7 @@ struct MoePlan {
 };
 
 Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan);
-Status mixed_moe(MoeProblem const& problem, Workspace workspace, Stream stream);
+// `plan` is what plan_moe() chose for this problem on the current device.
+Status mixed_moe(MoeProblem const& problem, MoePlan const& plan, Workspace workspace, Stream stream);
 
 }  // namespace cutlass_ops
