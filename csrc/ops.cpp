@@ -4,6 +4,7 @@
 #include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "dispatch/checks.h"
+#include "dispatch/problem.h"
 #include "kernels/kernels.h"
 
 #if CUTLASS_OPS_CUDA
@@ -114,7 +115,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   Status status;
   if (layout.sums) {
     place_colsums(&ready.weight, base + layout.colsums);
-    status = launch_sum_weights(problem.weight, base + layout.colsums, stream);
+    status = launch_sum_weights(problem.weight, compensates_weight_zeros(problem), base + layout.colsums, stream);
   }
   if (status.ok() && layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
@@ -142,7 +143,7 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
 
 Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
   if (Status status = check_sums(weight); !status.ok()) return status;
-  return launch_sum_weights(weight, colsums, stream);
+  return launch_sum_weights(weight, false, colsums, stream);
 }
 
 Status pack(PackProblem const& problem, Stream stream) {

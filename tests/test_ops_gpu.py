@@ -620,6 +620,42 @@ def test_corrections_of_zero_points(fmt: Format, act_quant: str, k: int, m: int)
 
 
 @pytest.mark.usefixtures("hopper")
+@pytest.mark.parametrize(
+    ("k", "m"), [(130, 100), (576, 130), (1920, 400), (2176, 700), (4096, 65), (4224, 192), (4300, 200), (8320, 300)]
+)
+@pytest.mark.parametrize(
+    "fmt",
+    [Format(8, "zeros"), Format(8, "zeros", 256, BFLOAT), Format(8, "zeros", -1, FLOAT), Format(4, "zeros", 256, FLOAT)],
+    ids=str,
+)
+def test_zero_points_of_weights_are_compensated(fmt: Format, k: int, m: int) -> None:
+    block: dict[str, Any] = {"act_quant": "block"}
+    if fmt.bits == 4:  # of fewer rows zero points are taken from the codes
+        m = max(m, 129)
+    packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=True))
+    x = make_exact_floats(m, k, HALF, "block", True, 128)
+    assert "correction" in co.explain(x, packed, **block).why
+    want = oracle(x, qw, "block")
+    for dtype in (HALF, BFLOAT):
+        assert_same(multiply(x, packed, out_dtype=dtype, **block), want.to(dtype))
+    assert same_bits(multiply(x, packed, **block), multiply(x, packed, exact=True, **block))
+    packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=False))
+    # Values of one sign: sums of codes are large.
+    for x in (make_floats(m, k, HALF), make_floats(m, k, BFLOAT).abs() * 1e-3, make_floats(m, k, HALF).relu()):
+        want = oracle(x, qw, "block")
+        y = multiply(x, packed, **block)
+        assert_close(y, want)
+        assert same_bits(y, multiply(x, packed, **block))
+        qa = co.quantize_activations(x, 128)
+        assert same_bits(y, co.mixed_gemm(qa, packed))
+        residual = make_floats(m, 17000, FLOAT)
+        y = multiply(x, packed, activation="relu", residual=residual, **block)
+        assert_close(y, want.relu() + residual.double())
+    for other in ({"out_dtype": FLOAT}, {"batch_invariant": True}, {"exact": True}, {"act_quant": "token"}):
+        assert "correction" not in co.explain(x, packed, **(block | other)).why
+
+
+@pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:

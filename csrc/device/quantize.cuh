@@ -226,6 +226,12 @@ __device__ __forceinline__ uint4 codes_of(Columns<T> const& c, Quantizer<kSymmet
                     quantizer.codes(c.pair(2), c.pair(6)), quantizer.codes(c.pair(3), c.pair(7)));
 }
 
+// The sum of 16 codes.
+__device__ __forceinline__ int sum_of_codes(uint4 codes) {
+  int const ones = 0x01010101;
+  return __dp4a(int(codes.x), ones, __dp4a(int(codes.y), ones, __dp4a(int(codes.z), ones, __dp4a(int(codes.w), ones, 0))));
+}
+
 // Rows of floats whose columns may be gathered.
 struct FloatRows {
   void const* x;

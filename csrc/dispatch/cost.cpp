@@ -11,12 +11,7 @@ int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
   return ceil_div(problem.weight.n, tile.block_n) * std::max<int64_t>(1, ceil_div(problem.m, tile.block_m));
 }
 
-int tile_cost(GemmProblem const& problem, Candidate const& candidate) {
-  TileCost const& cost = candidate.cost;
-  if (cost.whole_rows > 0 && sums_whole_rows(problem)) return cost.whole_rows;
-  bool const row_scales = !activations_have_blocks(problem) && (candidate.corrects || !activations_have_zeros(problem));
-  return cost.row_scales > 0 && row_scales ? cost.row_scales : cost.k4096;
-}
+int64_t time_of(PredictedTime const& time, int cost, int end) { return time.k_tiles * cost + time.ends * end + time.constant; }
 
 // The stream-K tail: slices of K of the tiles that whole waves of clusters leave over, so that more of them share the end. Where a last slice for each tile
 // is one too many, a cluster takes those of several, and all others are so much longer: not in wgmma_fold16, nor for int8 activations, where that was measured
@@ -25,25 +20,25 @@ int tile_cost(GemmProblem const& problem, Candidate const& candidate) {
 Cut stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
   Tile const& tile = candidate.tile;
-  int const cost = tile_cost(problem, candidate), end = candidate.cost.end;
+  int const cost = candidate.cost.*cost_kind(problem, candidate), end = candidate.cost.end;
   int64_t const k = k_tiles(problem.weight), clusters = std::max(1, device.multiprocessors / tile.cluster_size);
-  int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters, whole = cost * k + end * 32;
-  Cut best{0, 1, ceil_div(tiles, clusters) * whole};
+  int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters, waves = ceil_div(tiles, clusters);
+  Cut best{0, 1, {waves * k, waves * 32, 0}};
   if (tiles < clusters) {
     int const slices = slice_count(problem, device, spec, tile);
-    if (slices > 1)
-      best.time = ceil_div(k, slices) * cost + (25 + 2 * end + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32;
+    if (slices > 1) best.time = {ceil_div(k, slices), 64, (25 + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32};
     return best;
   }
   if (rest == 0) return best;
+  int64_t least = time_of(best.time, cost, end);
   int const most_gathered = spec.gathers ? 8 : 1;
   for (int64_t slices = 2; slices <= kMostSlices && rest * (slices - 1) < clusters; ++slices) {
     CutTiles const cut{int(rest), int(slices), int(clusters), int(k)};
     if (cut.gathered > most_gathered || k - cut.dealt * (slices - 1) / cut.pieces < 2) continue;
     // Tenths of a microsecond on an H200: to leave partial sums in the workspace and add them up.
-    int64_t const exchange = 25 + 2 * end + 8 * (slices - 1) * tile.block_m / 128;
-    int64_t const time = tiles / clusters * whole + ceil_div(cut.dealt, cut.pieces) * cost + exchange * 32;
-    if (time < best.time) best = {rest, int(slices), time};
+    int64_t const exchange = 25 + 8 * (slices - 1) * tile.block_m / 128, whole = tiles / clusters;
+    PredictedTime const time{whole * k + ceil_div(cut.dealt, cut.pieces), (whole + 2) * 32, exchange * 32};
+    if (time_of(time, cost, end) < least) best = {rest, int(slices), time}, least = time_of(time, cost, end);
   }
   return best;
 }
@@ -69,17 +64,26 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
   return int(std::clamp<int64_t>(wanted, 1, std::min<int64_t>(most, 16)));
 }
 
+int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate) {
+  TileCost const& cost = candidate.cost;
+  if (cost.whole_rows > 0 && sums_whole_rows(problem)) return &TileCost::whole_rows;
+  bool const row_scales = !activations_have_blocks(problem) && (candidate.corrects || !activations_have_zeros(problem));
+  return cost.row_scales > 0 && row_scales ? &TileCost::row_scales : &TileCost::k4096;
+}
+
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
-  if (!problem.batch_invariant) return stream_k_tail(problem, device, spec, candidate).time;
+  int const cost = candidate.cost.*cost_kind(problem, candidate);
+  if (!problem.batch_invariant) return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, candidate.cost.end);
   int64_t const clusters = std::max(1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
-  return ceil_div(tile_count(problem, candidate.tile), clusters) * tile_cost(problem, candidate);
+  return ceil_div(tile_count(problem, candidate.tile), clusters) * cost;
 }
 
 Cut cut_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   int const slices = slice_count(problem, device, spec, candidate.tile);
-  if (!spec.cost || problem.batch_invariant) return {0, slices, 0};
-  if (slices == 1) return stream_k_tail(problem, device, spec, candidate);
-  return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices, 0};
+  if (!spec.cost || problem.batch_invariant) return {0, slices, {}};
+  Cut const tail = stream_k_tail(problem, device, spec, candidate);
+  if (slices == 1) return tail;
+  return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices, tail.time};
 }
 
 }  // namespace cutlass_ops

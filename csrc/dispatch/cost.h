@@ -5,15 +5,25 @@
 
 namespace cutlass_ops {
 
-// The stream-K tail of a product, or its split-K slices, and the time so in 32nds of TileCost's unit.
+// A predicted time in 32nds of TileCost's unit, linear in the costs of a tile, so that these can be fitted to measured times (tools/fit_costs.py).
+struct PredictedTime {
+  int64_t k_tiles = 0;   // times the cost of a tile of K, a 32nd of TileCost::k4096
+  int64_t ends = 0;      // times TileCost::end
+  int64_t constant = 0;  // whatever the tile is
+};
+
+// The stream-K tail of a product, or its split-K slices, and the time so.
 struct Cut {
   int64_t tail_tiles;
   int slices;
-  int64_t time;
+  PredictedTime time;
 };
 
 // Slices of K of all tiles: enough that every SM has the CTAs that the grid is made for.
 int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Tile const& tile);
+
+// Which of a tile's costs for K = 4096 counts.
+int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate);
 
 // KernelSpec::cost of the persistent kernels.
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);

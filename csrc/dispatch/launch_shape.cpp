@@ -76,8 +76,9 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candi
   Tile const& tile = candidate.tile;
   bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.corrects;
   plan->stages = tile.stages;
-  plan->shared_bytes = wgmma_gemm_shared_bytes(
-      {w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros, w.zeros != nullptr, tile.stages, tile.block_n / 128});
+  plan->shared_bytes =
+      wgmma_gemm_shared_bytes({w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros,
+                               w.zeros && !compensates_weight_zeros(problem), tile.stages, tile.block_n / 128});
   int tiles = int(k_tiles(w));
   if (candidate.corrects && blocks) tiles += correction_windows(tiles, w.bits);
   persistent_grid(problem, device, candidate, tiles, plan);

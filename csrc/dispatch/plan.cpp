@@ -43,7 +43,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
     layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
   }
-  if (plan->corrects && !w.sums) {
+  if (plan->corrects && (!w.sums || compensates_weight_zeros(problem))) {
     layout.sums = true, layout.colsums = layout.partials;
     layout.partials = layout.colsums + align_256(size_t(colsum_bytes(w)));
   }

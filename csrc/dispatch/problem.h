@@ -44,6 +44,16 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
          w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
+// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (corrections.h), where x is symmetric with a scale a block
+// and the result is of 16 bits: as many rows of x pay for the launch that makes the terms. Fewer rows of int4 have them taken from the codes, those of 8 bits,
+// which do not fit in int8 then, are wgmma_fold16's.
+inline bool compensates_weight_zeros(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return w.zeros && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
+         activations_have_blocks(problem) && !activations_have_zeros(problem) && !problem.batch_invariant && !problem.exact &&
+         problem.out_type != DataType::kFloat32;
+}
+
 // Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero points that are int8.
 inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8); }
 

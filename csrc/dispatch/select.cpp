@@ -81,9 +81,13 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
 bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
                     Plan* plan) {
   *plan = {};
+  Cut const cut = cut_of(problem, device, spec, candidate);
+  plan->slices = cut.slices, plan->tail_tiles = int(cut.tail_tiles);
   fill_in(spec, candidate, plan);
   plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
-  return spec.shape(problem, device, candidate, plan);
+  if (!spec.shape(problem, device, candidate, plan)) return false;
+  lay_out_workspace(problem, spec.upcasts, plan);
+  return true;
 }
 
 Status select(GemmProblem const& problem, Device const& device, Plan* plan) {

@@ -33,7 +33,7 @@ struct Candidate {
   TileCost cost = {};
   bool (*applies)(GemmProblem const& problem) = nullptr;  // null: always
   bool quantizes = false;                                 // it quantises floats itself
-  bool corrects = false;      // it compensates zero points of int8 x for many blocks, or a row, at once
+  bool corrects = false;      // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
 };
 
@@ -98,7 +98,7 @@ KernelSpec const* find_kernel(char const* name);  // null if there is none
 // What forbids `spec`, in words with the problem's value ("groups of 32", "architecture 80"); empty if nothing does.
 std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Device const& device);
 
-// The plan of one candidate, whatever the choice would be, K uncut. False if it does not fit.
+// The plan of one candidate, whatever the choice would be. False if it does not fit.
 bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
                     Plan* plan);
 

@@ -82,7 +82,7 @@ Field needs_long_groups(PackedWeight const& w) {
 Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   return first_of(needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
-                  w.zeros && w.bits == 8 ? Field::kWeightZeros : Field::kNone);
+                  w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros : Field::kNone);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
@@ -240,13 +240,17 @@ bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
-// Whether zero points of activations are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than fp32 sums lose
-// that held zero points for a while. It does not matter whether the weight's column sums are there already, or the bits of a result would tell. Where neither side has blocks int32 sums run over all of K, from which
-// zero points are taken exactly.
+constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
+
+// Whether zero points are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than fp32 sums lose that held zero
+// points for a while. It does not matter whether the weight's column sums are there already, or the bits of a result would tell. Where neither side has blocks
+// int32 sums run over all of K, from which zero points are taken exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
+  if (compensates_weight_zeros(problem)) return true;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return blocks && activations_have_zeros(problem) && !problem.batch_invariant && problem.out_type != DataType::kFloat32;
+  return problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
+         problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
@@ -262,56 +266,83 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
   return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
-constexpr int kCompensatedRows = 129;  // from which on it pays
-constexpr char const* kCompensates = "zero-point correction for many tiles of K at once";
+// Measured costs of tiles, fitted by tools/fit_costs.py.
+struct MeasuredCost {
+  char const* kernel;
+  int bits, block_n, block_m;
+  bool corrects;
+  TileCost cost;
+};
+constexpr MeasuredCost kMeasuredCosts[] = {
+#include "dispatch/costs_sm90.inc"
+};
+constexpr bool same(char const* a, char const* b) { return *a == *b && (*a == 0 || same(a + 1, b + 1)); }
+// Does not compile for a tile that was not measured. (Four warpgroups of the exact kernels are for int4.)
+constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile, bool corrects = false) {
+  for (MeasuredCost const& c : kMeasuredCosts)
+    if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m && c.corrects == corrects &&
+        same(c.kernel, kernel))
+      return c.cost;
+  throw "no measured cost";
+}
 
-// Zero points of x, uncompensated, take 12 to 25 % longer than the costs say; so that both compare, compensated tiles have measured times over 1.18.
-constexpr TileCost compensated(int k4096, int row_scales) { return {k4096 * 86 / 100, row_scales, 0, 8}; }
-
-// Costs are fitted to 512 products and, sums over all of K, 264 more, timed by up to seven tiles each: the tiles chosen by them take 0.2, 0.1 and 0.1 % longer
-// than the best in the mean. (Those of 32 rows are single measurements.)
+template <int kBits>
+constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m, bool (*applies)(GemmProblem const&) = nullptr,
+                                     int warpgroups = 2) {
+  Tile const tile = wgmma_gemm_a8_tile(kBits, block_m, warpgroups);
+  return {tile, min_m, max_m, cost_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile), applies};
+}
+template <int kBits>
+constexpr Candidate compensated(int block_m) {
+  Tile const tile = wgmma_gemm_a8_tile(kBits, block_m);
+  return {tile,    0,     kMaxM, cost_of("wgmma_gemm_a8", kBits, tile, true),
+          nullptr, false, true,  "zero-point correction for many tiles of K at once"};
+}
+template <int kBits>
+constexpr Candidate kCompensated[] = {compensated<kBits>(176), compensated<kBits>(144), compensated<kBits>(128),
+                                      compensated<kBits>(96)};
 template <int kBits>
 constexpr Candidate kWgmmaGemmA8[] = {
-    {wgmma_gemm_a8_tile(kBits, 176), kCompensatedRows, kMaxM, compensated(266, 227), compensates_zeros, false, true,
-     kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 144), kCompensatedRows, kMaxM, compensated(231, 196), compensates_zeros, false, true,
-     kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 128), kCompensatedRows, kMaxM, compensated(205, 181), compensates_zeros, false, true,
-     kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 96), kCompensatedRows, kMaxM, compensated(168, 149), compensates_zeros, false, true,
-     kCompensates},
-    {wgmma_gemm_a8_tile(kBits, 256), 129, kMaxM, {201, 201, 201}, fills_large_tiles},
-    {wgmma_gemm_a8_tile(kBits, 176), 33, kMaxM, {266, 210, 143}},
-    {wgmma_gemm_a8_tile(kBits, 144), 33, kMaxM, {231, 187, 123}, no_x_zeros},
-    {wgmma_gemm_a8_tile(kBits, 128), 33, kMaxM, {205, 168, 114}},
-    {wgmma_gemm_a8_tile(kBits, 96), 33, kMaxM, {168, 126, 87}, small_tiles_have_the_bits},
-    {wgmma_gemm_a8_tile(kBits, 64), 33, kMaxM, {129, 95, 75}, small_tiles_have_the_bits},
-    {wgmma_gemm_a8_tile(kBits, 64, 4), 33, kMaxM, {239, 189, 131}, int4_without_x_zeros},
-    {wgmma_gemm_a8_tile(kBits, 32), 17, 32, {100, 100, 56}, has_many_weights},
-    {wgmma_gemm_a8_tile(kBits, 32, 4), 17, 32, {190, 190, 106}, many_int4_weights},
+    wgmma_gemm_a8_of<kBits>(256, 129, kMaxM, fills_large_tiles),
+    wgmma_gemm_a8_of<kBits>(176, 33, kMaxM),
+    wgmma_gemm_a8_of<kBits>(144, 33, kMaxM, no_x_zeros),
+    wgmma_gemm_a8_of<kBits>(128, 33, kMaxM),
+    wgmma_gemm_a8_of<kBits>(96, 33, kMaxM, small_tiles_have_the_bits),
+    wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, small_tiles_have_the_bits),
+    wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, int4_without_x_zeros, 4),
+    wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
+    wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
+};
+template <int kBits>
+Candidates of_bits(GemmProblem const& problem) {
+  return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
+}
+Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
+  return is_int8(problem) ? of_bits<8>(problem) : of_bits<4>(problem);
+}
+
+template <int kBits>
+constexpr Candidate wgmma_gemm_a16_of(int block_m, int min_m, int max_m, bool (*applies)(GemmProblem const&) = nullptr,
+                                      int warpgroups = 2) {
+  Tile const tile = wgmma_gemm_a16_tile(kBits, block_m, warpgroups);
+  return {tile, min_m, max_m, cost_of("wgmma_gemm_a16", warpgroups == 4 ? 4 : kBits, tile), applies};
+}
+template <int kBits>
+constexpr Candidate kWgmmaGemmA16[] = {
+    wgmma_gemm_a16_of<kBits>(32, 17, 32),     wgmma_gemm_a16_of<kBits>(160, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(208, 33, kMaxM), wgmma_gemm_a16_of<kBits>(144, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
 };
 
 template <int kBits>
-constexpr Candidate kWgmmaGemmA16[] = {
-    {wgmma_gemm_a16_tile(kBits, 32), 17, 32, {122}},
-    {wgmma_gemm_a16_tile(kBits, 160), 33, kMaxM, {kBits == 8 ? 279 : 269}},
-    {wgmma_gemm_a16_tile(kBits, 208), 33, kMaxM, {kBits == 8 ? 359 : 340, 0, 0, 15}},
-    {wgmma_gemm_a16_tile(kBits, 144), 33, kMaxM, {kBits == 8 ? 265 : 252}},
-    {wgmma_gemm_a16_tile(kBits, 96), 33, kMaxM, {kBits == 8 ? 206 : 195}},
-    {wgmma_gemm_a16_tile(kBits, 128), 33, kMaxM, {kBits == 8 ? 240 : 231}},
-    {wgmma_gemm_a16_tile(kBits, 64), 33, kMaxM, {162}},
-    {wgmma_gemm_a16_tile(kBits, 64, 4), 33, kMaxM, {291}, int4_with_scales_of_x},
-};
-
-// Of 69 products in results/h200-fold16-tiles.json, the tiles chosen by these costs take 0.1 % longer than the best in the mean.
-constexpr Candidate kWgmmaFold16[] = {
-    {wgmma_fold16_tile(32), 17, kMaxM, {315}, has_no_exact_kernel},
-    {wgmma_fold16_tile(64), 17, kMaxM, {360}, has_no_exact_kernel},
-    {wgmma_fold16_tile(128), 17, kMaxM, {425}, has_no_exact_kernel},
-    {wgmma_fold16_tile(160), 17, kMaxM, {308}, has_no_exact_kernel},
-    {wgmma_fold16_tile(208), 17, kMaxM, {358}, has_no_exact_kernel},
-    {wgmma_fold16_tile(256), 17, kMaxM, {432}, has_no_exact_kernel},
-};
+constexpr Candidate wgmma_fold16_of(int block_m) {
+  Tile const tile = wgmma_fold16_tile(block_m, kBits);
+  return {tile, 17, kMaxM, cost_of("wgmma_fold16", kBits, tile), has_no_exact_kernel};
+}
+template <int kBits>
+constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_of<kBits>(64),  wgmma_fold16_of<kBits>(128),
+                                      wgmma_fold16_of<kBits>(160), wgmma_fold16_of<kBits>(208), wgmma_fold16_of<kBits>(256)};
 
 // ---- tiles of the portable kernels, by M
 
@@ -335,11 +366,11 @@ constexpr KernelSpec kSpecs[] = {
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
      decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
-     BY_BITS(kWgmmaGemmA8), predicted_time, shape_wgmma_gemm_a8, LAUNCHER(launch_wgmma_gemm_a8)},
+     wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8, LAUNCHER(launch_wgmma_gemm_a8)},
     {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true, true, false,
      wgmma_gemm_a16_can, BY_BITS(kWgmmaGemmA16), predicted_time, shape_wgmma_gemm_a16, LAUNCHER(launch_wgmma_gemm_a16)},
     {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true, false, false,
-     wgmma_fold16_can, OF_ALL(kWgmmaFold16), predicted_time, shape_wgmma_fold16, LAUNCHER(launch_fold16)},
+     wgmma_fold16_can, BY_BITS(kWgmmaFold16), predicted_time, shape_wgmma_fold16, LAUNCHER(launch_fold16)},
     {"book_gemm_a16", "few rows of x; weights go straight to registers, and are looked up in shared memory", false, false,
      false, false, book_gemm_a16_can, OF_ALL(kBookGemmA16), nullptr, shape_book_gemm_a16, LAUNCHER(launch_book_gemm_a16)},
     {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false, mma_gemm_a16_can, BY_BITS(kMmaGemmA16),

@@ -1,19 +1,22 @@
-// The zero points and scales of int8 activations that are quantised already -> their zero values (corrections.h). A product waits for it: a block takes 32 tokens
-// and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is under way at once.
+// int8 activations that are quantised already -> their zero values (corrections.h): of their zero points or, without these, of the sums of their codes. A product
+// waits for it.
 #include "device/launch.cuh"
+#include "device/quantize.cuh"
 #include "device/zero_values.cuh"
 #include "kernels/kernels.h"
 
 namespace cutlass_ops {
 namespace {
 
-constexpr int kTokens = 32, kTiles = 4, kWarps = kTilesPerZeroRow / kTiles;
+constexpr int kTokens = 32, kTiles = 4, kWarps = kTilesPerZeroRow / kTiles;  // of correct_zeros
+constexpr int kSumTokens = 8;                                                // of correct_zeros_of_weight: a warp each
 
 struct Params {
   QuantizedActivations x;
   int m, tiles, rows;  // tokens, tiles of K, zero rows
 };
 
+// A CTA takes 32 tokens and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is in flight at once.
 __global__ void __launch_bounds__(kTokens* kWarps) correct_zeros(__grid_constant__ Params const p) {
   __shared__ float largest[kWarps][kTokens];
   int const lane = threadIdx.x % kTokens, warp = threadIdx.x / kTokens;
@@ -51,13 +54,45 @@ __global__ void __launch_bounds__(kTokens* kWarps) correct_zeros(__grid_constant
   *reinterpret_cast<uint2*>(to + 16) = reinterpret_cast<uint2 const&>(second_parts);
 }
 
+// A warp takes one token and one zero row, and then a lane one of its tiles of K; eight lanes load the codes of a tile.
+__global__ void __launch_bounds__(32 * kSumTokens) correct_zeros_of_weight(__grid_constant__ Params const p) {
+  constexpr int kPieces = kKPerTile / kLaneBytes, kAtOnce = 32 / kPieces;  // lanes of a tile; tiles that a warp loads at once
+  int const lane = threadIdx.x % 32, token = blockIdx.x * kSumTokens + threadIdx.x / 32, row = blockIdx.y;
+  int const first = row * kTilesPerZeroRow, tile = first + lane;
+  let_successor_start();  // it asks for its weights meanwhile
+  wait_alone();
+  if (token >= p.m) return;
+  uint4 const* codes = reinterpret_cast<uint4 const*>(p.x.codes) + (int64_t(token) * p.tiles + first) * kPieces + lane;
+  float const scale = tile < p.tiles ? p.x.scales[int64_t(tile) * p.x.stride + token] : 0.0f;
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kTilesPerZeroRow / kAtOnce; ++i) {
+    int part = first + i * kAtOnce + lane / kPieces < p.tiles ? sum_of_codes(codes[i * 32]) : 0;
+#pragma unroll
+    for (int distance = 1; distance < kPieces; distance *= 2) part += __shfl_xor_sync(~0u, part, distance);
+    part = __shfl_sync(~0u, part, lane % kAtOnce * kPieces);
+    if (lane / kAtOnce == i) sum = part;
+  }
+  float const value = scale * float(sum);
+  float most = fabsf(value);
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
+  ZeroScale const by(most);
+  if (lane == 0) p.x.zero_scales[int64_t(row) * p.x.stride + token] = by.scale;
+  ZeroParts const parts(value, by);
+  __half* to = zero_value_of(p.x, token, p.rows, row, lane);
+  to[0] = parts.first, to[16] = parts.second;
+}
+
 }  // namespace
 
 Status launch_correct_zeros(GemmProblem const& problem, Stream stream) {
   int const rows = int(zero_rows(problem.weight.k));
   Params const p{problem.quantized, problem.m, int(padded_k(problem.weight.k) / kKPerTile), rows};
-  dim3 const grid(unsigned((problem.m + kTokens - 1) / kTokens), unsigned(rows));
-  return launch(correct_zeros, grid, kTokens * kWarps, 0, stream, p);
+  int const tokens = problem.quantized.zeros ? kTokens : kSumTokens;
+  dim3 const grid(unsigned((problem.m + tokens - 1) / tokens), unsigned(rows));
+  if (problem.quantized.zeros) return launch(correct_zeros, grid, kTokens * kWarps, 0, stream, p);
+  return launch(correct_zeros_of_weight, grid, 32 * kSumTokens, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

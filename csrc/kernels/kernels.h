@@ -111,8 +111,8 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
 
-// sum_weights.cu
-Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream);
+// sum_weights.cu: sums of codes or, with `of_zeros`, the zero points of the weight, which has them
+Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, void* colsums, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

@@ -185,17 +185,26 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 // ---- blocks of 32, 64 or 128 columns
 
-// Those of kBlockRows rows and the columns of this block's threads, which are a zero row. All of them come here.
-template <class T>
-__device__ __forceinline__ void store_zero_values(Params const& p, Span<T, false> (&spans)[kBlockRows], int row) {
+// Those of kBlockRows rows and the columns of this block's threads, which are a zero row: zero points times scales or, without zero points, sums of the codes
+// times scales. All threads come here.
+template <class T, bool kSymmetric>
+__device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> const (&c)[kBlockRows],
+                                                  Span<T, kSymmetric> (&spans)[kBlockRows], int row) {
   __shared__ float largest[kBlockRows][kZeroRowThreads / 32];
   QuantizedActivations const& out = p.problem.out;
   int const thread = threadIdx.x, piece = blockIdx.x * kZeroRowThreads + thread, pieces_of_tile = kKPerTile / kLaneColumns;
   float values[kBlockRows];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    Quantizer<false> const quantizer(spans[i].range());
-    values[i] = piece < p.pieces ? quantizer.scale * quantizer.zero : 0.0f;
+    Quantizer<kSymmetric> const quantizer(spans[i].range());
+    float zero = quantizer.zero;
+    if constexpr (kSymmetric) {
+      int sum = sum_of_codes(codes_of(c[i], quantizer));
+#pragma unroll
+      for (int distance = 1; distance < pieces_of_tile; distance *= 2) sum += __shfl_xor_sync(~0u, sum, distance);
+      zero = float(sum);
+    }
+    values[i] = piece < p.pieces ? quantizer.scale * zero : 0.0f;
     float most = fabsf(values[i]);
 #pragma unroll
     for (int distance = pieces_of_tile; distance < 32; distance *= 2) most = fmaxf(most, __shfl_xor_sync(~0u, most, distance));
@@ -217,7 +226,7 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Span<T, false
 }
 
 template <class T, bool kSymmetric, Function kFunction>
-__global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
+__global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
   if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
   wait_for_predecessor();
@@ -241,8 +250,8 @@ __global__ void __launch_bounds__(kSymmetric || kFunction != Function::kNone ? k
 #pragma unroll
     for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
   }
-  if constexpr (!kSymmetric && kFunction == Function::kNone) {
-    if (q.out.zero_values) store_zero_values(p, spans, row);
+  if constexpr (kFunction == Function::kNone) {
+    if (q.out.zero_values) store_zero_values(p, c, spans, row);
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];

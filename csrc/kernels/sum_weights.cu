@@ -1,6 +1,6 @@
-// A packed weight -> its column sums: PackedWeight::sums, sum_scales and row_sums (corrections.h). A CTA takes a row panel, a set of four warps of it every
-// few sixteens of K tiles, and a warp 16 rows. The sums wait as fp32 numbers where their fp16 parts will stand until the scale of the row is known, so that
-// the weight is read once.
+// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and row_sums (corrections.h). A CTA takes a row panel, a set of four warps of it
+// every few sixteens of K tiles, and a warp 16 rows. The terms wait as fp32 numbers where their fp16 parts will stand until the scale of the row is known, so
+// that the weight is read once. Where the zero points of the weight are compensated, the terms are those times their scales, and no codes are read.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -28,9 +28,9 @@ struct Params {
 template <int kBits, bool kZeros>
 __device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, float (&sums)[2]) {
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
+  int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
   uint8_t const* from =
       p.weight.codes + (int64_t(slab) * p.tiles + tile) * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes;
-  int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
   int totals[2] = {};
 #pragma unroll
   for (int unit = 0; unit < kBits / 2; ++unit) {
@@ -62,7 +62,64 @@ __device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, fl
 // Of -126 .. 127.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
 
+// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and rows g and g + 8; and these rows' largest magnitudes and
+// totals.
+struct Terms {
+  float values[2][4] = {}, most[2] = {};
+  double total[2] = {};
+};
+
 template <int kBits, bool kZeros>
+__device__ __forceinline__ void add_sums(Params const& p, int slab, int sixteen, Terms& terms) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) {
+    int const tile = sixteen * 16 + i;
+    float sums[2];
+    sum_tile<kBits, kZeros>(p, slab, min(tile, p.tiles - 1), sums);
+    if (tile >= p.tiles) continue;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      terms.most[h] = fmaxf(terms.most[h], fabsf(sums[h])), terms.total[h] -= sums[h];
+      if (i % 8 / 2 == threadIdx.x % 4) terms.values[h][i / 8 * 2 + i % 2] = sums[h];
+    }
+  }
+}
+
+// Minus zero points times scales, likewise; totals are of no use. All that a thread loads is in flight at once.
+template <int kBits, class Scale>
+__device__ __forceinline__ void add_zeros(Params const& p, int slab, int sixteen, Terms& terms) {
+  constexpr float kCodes = kBits == 4 ? decode::Int4Int8::kScale : 1;
+  int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
+  char2 zeros[4];
+  Scale scales[4][2];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    int const tile = min(sixteen * 16 + e / 2 * 8 + 2 * t + e % 2, p.tiles - 1);
+    int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
+    zeros[e] = *reinterpret_cast<char2 const*>(p.weight.zeros + row);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) scales[e][h] = static_cast<Scale const*>(p.weight.scales)[row + h];
+  }
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    if (sixteen * 16 + e / 2 * 8 + 2 * t + e % 2 >= p.tiles) continue;
+    terms.values[0][e] = -kCodes * zeros[e].x * float(scales[e][0]);
+    terms.values[1][e] = -kCodes * zeros[e].y * float(scales[e][1]);
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    float most = 0.0f;
+#pragma unroll
+    for (float v : terms.values[h]) most = fmaxf(most, fabsf(v));
+    most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+    terms.most[h] = fmaxf(terms.most[h], fmaxf(most, __shfl_xor_sync(~0u, most, 2)));
+  }
+}
+
+// kOf: sums of codes, or zero points of the weight.
+enum class Of { kCodes, kZeros };
+
+template <int kBits, bool kZeros, Of kOf>
 __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__grid_constant__ Params const p) {
   constexpr int kSixteens = correction_window(kBits) / 16;
   __shared__ float largest[kMostSets][kRowsPerSlab];
@@ -75,32 +132,27 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
     return out + int64_t(sixteen / kSixteens) * chunk_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
   };
   wait_for_predecessor();
-  float most[2] = {};
-  double total[2] = {};
+  Terms terms;
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
-    // Of tiles 2t, 2t + 1, 2t + 8 and 2t + 9.
-    float values[2][4] = {};
-#pragma unroll
-    for (int i = 0; i < 16; ++i) {
-      int const tile = sixteen * 16 + i;
-      float sums[2];
-      sum_tile<kBits, kZeros>(p, slab, min(tile, p.tiles - 1), sums);
-      if (tile >= p.tiles) continue;
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        most[h] = fmaxf(most[h], fabsf(sums[h])), total[h] -= sums[h];
-        if (i % 8 / 2 == t) values[h][i / 8 * 2 + i % 2] = sums[h];
-      }
+    if constexpr (kOf == Of::kCodes) {
+      add_sums<kBits, kZeros>(p, slab, sixteen, terms);
+    } else if (p.weight.scale_type == DataType::kFloat16) {
+      add_zeros<kBits, __half>(p, slab, sixteen, terms);
+    } else if (p.weight.scale_type == DataType::kBFloat16) {
+      add_zeros<kBits, __nv_bfloat16>(p, slab, sixteen, terms);
+    } else {
+      add_zeros<kBits, float>(p, slab, sixteen, terms);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      *reinterpret_cast<float4*>(place(sixteen) + h * kUnitBytes) =
-          make_float4(values[h][0], values[h][1], values[h][2], values[h][3]);
+      float (&v)[4] = terms.values[h];
+      *reinterpret_cast<float4*>(place(sixteen) + h * kUnitBytes) = make_float4(v[0], v[1], v[2], v[3]);
+      v[0] = v[1] = v[2] = v[3] = 0.0f;
     }
   }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    if (t == 0) largest[set][first_row + h] = most[h], totals[set][first_row + h] = total[h];
+    if (t == 0) largest[set][first_row + h] = terms.most[h], totals[set][first_row + h] = terms.total[h];
   }
   __syncthreads();
   // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 beside the largest fp16 scales).
@@ -146,7 +198,7 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
 
 }  // namespace
 
-Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
+Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, void* colsums, Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
   int const windows = correction_windows(tiles, weight.bits);
   PackedWeight at = weight;
@@ -159,8 +211,11 @@ Status launch_sum_weights(PackedWeight const& weight, void* colsums, Stream stre
                  windows,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad};
-  void (*kernel)(Params) = sum_weights_kernel<8, false>;
-  if (weight.bits == 4) kernel = weight.zeros ? sum_weights_kernel<4, true> : sum_weights_kernel<4, false>;
+  auto const kernel = [&] {
+    if (weight.bits == 8) return of_zeros ? sum_weights_kernel<8, true, Of::kZeros> : sum_weights_kernel<8, false, Of::kCodes>;
+    if (of_zeros) return sum_weights_kernel<4, true, Of::kZeros>;
+    return weight.zeros ? sum_weights_kernel<4, true, Of::kCodes> : sum_weights_kernel<4, false, Of::kCodes>;
+  }();
   int const sets = std::min(windows * correction_window(weight.bits) / 16, kMostSets);
   return launch(kernel, dim3(unsigned(n_pad / kRowsPerSlab)), kSetThreads * sets, 0, stream, p);
 }

@@ -639,8 +639,9 @@ Status launch_corrected(GemmProblem const& problem, Plan const& plan, float* par
     }
     return launch_config<Config<kBits, kTokens, Promotion::kBlock, kZeros, false, 2, true>>(problem, plan, partials, stream);
   };
+  // Codes less zero points, where those of x are compensated; where those of the weight are, codes alone.
   if constexpr (kBits == 4) {
-    if (problem.weight.zeros) return launch(std::true_type());
+    if (problem.weight.zeros && problem.quantized.zeros) return launch(std::true_type());
   }
   return launch(std::false_type());
 }

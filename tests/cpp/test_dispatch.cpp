@@ -98,6 +98,10 @@ std::vector<Named> inputs(GemmProblem const& p) {
     book.x_type = DataType::kFloat16;
     book.weight.book = some_book;
     all.push_back({"code book", book, false});
+  } else {
+    GemmProblem zeros = quantized_on_the_way(p, ActQuant::kBlock, true);
+    zeros.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
+    all.push_back({"zero points of 8 bits", zeros, true});
   }
   all.push_back({"codes, token", already_quantized(p, -1), true});
   all.push_back({"codes, block", already_quantized(p, activation_block(p.weight.group_size)), true});
@@ -105,7 +109,8 @@ std::vector<Named> inputs(GemmProblem const& p) {
 }
 
 TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
-  std::set<std::tuple<std::string, int, int, bool, bool>> used;  // kernel, tile, and what tells its candidates apart
+  // Kernel, tile, and what tells its candidates apart.
+  std::set<std::tuple<std::string, int, int, bool, bool>> used, offered;
   for (Device const& device : kDevices)
     for (int bits : {4, 8})
       for (int group_size : {-1, 32, 64, 128, 256, 384, 1024})
@@ -147,14 +152,16 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(p.layout.sums, p.corrects && !input.problem.weight.sums);
               EXPECT_EQ(std::string(order.back()) == "reduce_splits", p.slices > 1 && p.tail_tiles == 0);
               used.emplace(p.kernel, p.block_n, p.block_m, p.corrects, p.one_cta_per_sm);
+              for (Candidate const& c : p.spec->candidates(input.problem))
+                offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.corrects,
+                                p.spec->decodes && c.tile.min_ctas_per_sm == 1);
               if (testing::Test::HasFailure()) return;
             }
   for (KernelSpec const& spec : kernel_specs())
-    for (int bits : {4, 8})
-      for (Candidate const& c : spec.candidates(problem(1, 192, 576, bits)))
-        EXPECT_TRUE(
-            used.count({spec.name, c.tile.block_n, c.tile.block_m, c.corrects, spec.decodes && c.tile.min_ctas_per_sm == 1}))
-            << spec.name << ", " << c.tile.block_n << " x " << c.tile.block_m << ": no problem selects it";
+    EXPECT_TRUE(std::any_of(used.begin(), used.end(), [&](auto const& u) { return std::get<0>(u) == spec.name; })) << spec.name;
+  for (auto const& candidate : offered)
+    EXPECT_TRUE(used.count(candidate)) << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
+                                       << std::get<2>(candidate) << ": no problem selects it";
 }
 
 // Up to sm_89 there are the portable kernels alone; their tiles follow M.
@@ -357,7 +364,7 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   GemmProblem p = problem(100, 8192, 4096);
   p.weight.book = some_book;
   rounds(p, "mma_gemm_a16");
-  p = already_quantized(problem(100, 8192, 4096, 8), 128);
+  p = already_quantized(problem(100, 8192, 4096, 8), -1);
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   rounds(p, "mma_gemm_a8");
 }
@@ -425,6 +432,42 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
       codes.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
       EXPECT_TRUE(corrects(codes));
     }
+}
+
+// Zero points of weights are compensated likewise, where x is symmetric and has a scale a block, by terms that are of no other use. Otherwise those of 4 bits are
+// taken from the codes, and those of 8 are wgmma_fold16's or a portable kernel's.
+TEST(Dispatch, CompensatesZeroPointsOfWeights) {
+  for (int group_size : {-1, 128, 512}) {
+    GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, 8, group_size), ActQuant::kBlock, true);
+    base.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte), base.weight.sums = &some_byte;
+    Plan const chosen = planned(base);
+    EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
+    EXPECT_TRUE(chosen.corrects && chosen.layout.corrects && chosen.layout.sums && !chosen.rounds);
+    struct Change {
+      void (*make)(GemmProblem&);
+      char const* kernel;
+    };
+    for (Change const& change : {Change{[](GemmProblem& p) { p.m = 64; }, "wgmma_fold16"},
+                                 Change{[](GemmProblem& p) { p.act_symmetric = false; }, "wgmma_fold16"},
+                                 Change{[](GemmProblem& p) { p.act_quant = ActQuant::kToken; }, "wgmma_fold16"},
+                                 Change{[](GemmProblem& p) { p.out_type = DataType::kFloat32; }, "mma_gemm_a8"},
+                                 Change{[](GemmProblem& p) { p.exact = true; }, "mma_gemm_a8"},
+                                 Change{[](GemmProblem& p) { p.batch_invariant = true; }, "wgmma_fold16"}}) {
+      GemmProblem changed = base;
+      change.make(changed);
+      Plan const other = planned(changed);
+      EXPECT_STREQ(other.kernel, change.kernel);
+      EXPECT_FALSE(other.corrects || other.layout.sums);
+      // Of 4 bits by the same kernel, which compensates zero points of x alone.
+      changed.weight.bits = 4;
+      Plan const int4 = planned(changed);
+      EXPECT_STREQ(int4.kernel, "wgmma_gemm_a8");
+      EXPECT_EQ(int4.corrects, !changed.act_symmetric);
+      EXPECT_FALSE(int4.layout.sums);
+    }
+    base.weight.bits = 4;
+    EXPECT_TRUE(planned(base).layout.sums);
+  }
 }
 
 // Decoding: K is shared by as many blocks as make the least time, and what fits in no shared memory goes to another kernel.
@@ -663,6 +706,8 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
   p.weight.bits = 8;
+  EXPECT_EQ(kernel(p), "wgmma_gemm_a8");
+  p.m = 64;
   EXPECT_EQ(kernel(p), "wgmma_fold16");
   p = plain;
   p.weight.offsets = &some_byte;

@@ -4,13 +4,14 @@
 // rounded to one: beside weights of both signs the sums' rounding is about 1e-4 of what that costs y. It may be more than the last bits of a result in fp32,
 // which is made in another way (wgmma_gemm_a8.cu).
 //
-// Of a tile of K, 128 columns, y lacks -(zA sA) (sW sum of the codes): an outer product of what tokens and rows have there, so that those of many tiles are one
-// matrix product over these. Both factors are split into two fp16 numbers, the second of which holds what the first rounds off, and three products of these
+// Of a tile of K, 128 columns, y lacks -(zA sA) (sW sum of the codes of W): an outer product of what tokens and rows have there, so that those of many tiles are
+// one matrix product over these. Zero points zW of 8-bit weights, which do not fit in int8 once they are taken from the codes, are compensated by the same
+// product: with symmetric x, y lacks -(sA sum of the codes of x) (sW zW). Both factors are split into two fp16 numbers, the second of which holds what the first rounds off, and three products of these
 // are as good as one in fp32. Powers of two, one for each row and one for each token and kTilesPerZeroRow tiles, bring them into fp16's range.
 //
-//   rows     PackedWeight::sums: of each slab of 64 and window a chunk as large as a tile's codes, in the order of wgmma's fragments: [warp][16 tiles][first,
+//   rows     sW sum of the codes, or sW zW of 8-bit weights with zero points. PackedWeight::sums: of each slab of 64 and window a chunk as large as a tile's codes, in the order of wgmma's fragments: [warp][16 tiles][first,
 //            second][lane][8 halves]; sum_scales: the powers of two, a group vector of scale_type
-//   tokens   QuantizedActivations::zero_values [m][zero_columns(k)]: of 16 tiles the first parts, then the second, and so on; zero_scales [zero rows][stride]
+//   tokens   zA sA, or sA sum of the codes where x is symmetric. QuantizedActivations::zero_values [m][zero_columns(k)]: of 16 tiles the first parts, then the second, and so on; zero_scales [zero rows][stride]
 #pragma once
 
 #include <cstdint>

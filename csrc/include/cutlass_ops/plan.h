@@ -14,7 +14,7 @@ struct WorkspaceLayout {
   int rows = 0;           // QuantizedActivations::rows
   int block = 0;          // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;   // x is made rows of 16-bit floats that a tensor map describes
-  bool corrects = false;  // zero points of x are made operands of a product (corrections.h)
+  bool corrects = false;  // zero points of x, or of W, are made operands of a product (corrections.h)
   bool sums = false;      // the weight's column sums are made: it has none
 };
 
@@ -105,7 +105,7 @@ struct Plan {
 
   bool rounds = false;                  // weights, and values of quantised activations, are rounded to 16 bits
   bool quantizes = false;               // the kernel quantises floats itself
-  bool corrects = false;                // it compensates zero points of x for many blocks, or a row, at once
+  bool corrects = false;                // it compensates zero points of x, or of W, for many blocks, or a row, at once
   bool one_cta_per_sm = false;          // wgmma_decode: and all of its shared memory
   bool quantizer_starts_early = false;  // the kernel after the quantiser may start before what ran before it has ended
   bool quantizer_spreads = true;  // few CTAs of the quantiser take shared memory that they do not use, to spread over the GPU

@@ -39,7 +39,8 @@ struct PackedWeight {
   DataType offset_type = DataType::kNone;
   bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
 
-  // Column sums, for products of int8 activations with zero points (corrections.h): each row's sums of 128 weights, the scales of these, and the sums of all.
+  // Zero-point terms, for products with int8 activations where either side has zero points (corrections.h): each row's sums of 128 weights, or its zero points
+  // of 8 bits, the scales of these, and the sums of all.
   // Null: mixed_gemm makes them in its workspace, with the same bits, wherever a product is to have them. What is given must be of the codes, scales and zeros
   // as they are now.
   uint8_t const* sums = nullptr;
@@ -62,7 +63,8 @@ struct QuantizedActivations {
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
 
-  // What mixed_gemm makes of zero points for a kernel that makes these good at once for many blocks (corrections.h).
+  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points of many blocks at once
+  // (corrections.h).
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
 };
