@@ -4,7 +4,8 @@
 #   make test     build, then every C++ and Python test          make lint     ruff, clang-format, mypy
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
-#   make wheel    a wheel that needs no compiler, in dist/       make clean    remove what these made
+#   make wheel    a wheel that needs no compiler, in dist/       make oldest   tests with the oldest dependencies allowed
+#   make clean    remove what these made
 #
 # `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
 # its architecture. Everything else compiles every architecture.
@@ -29,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test wheel demo lint format docs clean
+.PHONY: build test oldest wheel demo lint format docs clean
 .DELETE_ON_ERROR:
 
 # What the package and the given extras ask for, from pyproject.toml.
@@ -82,6 +83,21 @@ build: $(VENV)/.ready
 test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The lower bounds of pyproject.toml, which come first on the path; but torch's: its old releases take gigabytes.
+define BOUNDS
+from importlib.metadata import requires
+print(*(line.replace(">=", "==") for line in requires("cutlass_ops") if "extra ==" not in line and not line.startswith("torch")), sep="\n")
+endef
+export BOUNDS
+
+# An old typer may call what a new click deprecates.
+oldest: build
+	rm -rf build/oldest
+	$(PY) -c "$$BOUNDS" > $(VENV)/oldest.txt
+	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
+	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -W ignore::DeprecationWarning -m "not slow and not gpu" \
+	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
 
 # For the Python of the environment, and this machine's glibc or a later one: auditwheel names it in the tag, and fails where a
 # library would be needed that not every Linux has. The wheels of both kinds have one name, so each has a folder.
