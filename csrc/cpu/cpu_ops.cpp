@@ -18,7 +18,10 @@ std::vector<CpuKernels const*> const& available() {
   static std::vector<CpuKernels const*> const kernels = [] {
     std::vector<CpuKernels const*> found;
 #if defined(CUTLASS_OPS_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) found.push_back(&kAvx2Kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+      if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
+      found.push_back(&kAvx2Kernels);
+    }
 #endif
     found.push_back(&kScalarKernels);
     return found;
