@@ -8,8 +8,8 @@
 
 namespace cutlass_ops {
 
-// Runs work(data) on up to `threads` threads at once, this one among them, and waits for all. They are OpenMP's where the process
-// has it, as one with torch does, and else are started here.
+// Runs work(data) on up to `threads` threads at once, this one among them, and waits for those that have begun. The others are
+// kept for the next call.
 void run_on_threads(int threads, void (*work)(void*), void* data);
 
 // Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core). Threads take `batch` indices at a
@@ -26,9 +26,8 @@ void for_each_index(int64_t count, int64_t batch, int threads, Work const& work)
     }
   };
   int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
-  // OpenMP keeps as many threads as it was last asked for: all that are wanted, or this one alone.
-  int const used = count > batch ? int(wanted) : 1;
-  run_on_threads(used, [](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run);
+  int64_t const batches = (count + batch - 1) / batch;
+  run_on_threads(int(std::min(wanted, batches)), [](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run);
 }
 
 }  // namespace cutlass_ops

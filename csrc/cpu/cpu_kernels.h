@@ -64,6 +64,7 @@ struct CpuKernels {
 extern CpuKernels const kScalarKernels;
 #if defined(CUTLASS_OPS_AVX2)
 extern CpuKernels const kAvx2Kernels;
+extern CpuKernels const kAvx512VnniKernels;
 #endif
 
 // Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not finite becomes NaN.

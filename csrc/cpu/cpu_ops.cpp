@@ -18,7 +18,10 @@ std::vector<CpuKernels const*> const& available() {
   static std::vector<CpuKernels const*> const kernels = [] {
     std::vector<CpuKernels const*> found;
 #if defined(CUTLASS_OPS_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) found.push_back(&kAvx2Kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+      if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
+      found.push_back(&kAvx2Kernels);
+    }
 #endif
     found.push_back(&kScalarKernels);
     return found;
@@ -312,7 +315,7 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
                           : prepare_floats(problem, p, memory, threads);
   // Threads are at work in less time than so many products take.
   constexpr int64_t kProductsOfThread = 1 << 17;
-  int const used = padded_size(w) * p.m >= threads * kProductsOfThread ? threads : 1;
+  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
   int64_t const panels = padded_rows(w.n) / kRowsPerSlab, parts = ceil_div(p.m, kMostRows);
   int64_t const batch = std::max<int64_t>(1, panels * parts / (8 * used));
   for_each_index(panels * parts, batch, used, [&](int64_t index) {
