@@ -1,9 +1,10 @@
-# Everything here runs in a virtual environment of its own (.venv) and builds in build/make. It needs Python >= 3.10 with
+# Everything here runs in a virtual environment of its own (.venv) and builds in build/. It needs Python >= 3.10 with
 # venv, a C++ compiler and make; nvcc, when it is there, makes it build CUDA; a GPU makes it use it.
 #
 #   make test     build, then every C++ and Python test          make lint     ruff, clang-format, mypy
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
+#   make wheel    a wheel that needs no compiler, in dist/       make oldest   tests with the oldest dependencies allowed
 #   make clean    remove what these made
 #
 # `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
@@ -11,8 +12,10 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-BUILD ?= build/make
 CUDA ?= AUTO
+# A build folder of one kind keeps its objects when the other kind is built.
+KIND := $(if $(filter OFF,$(CUDA)),cpu,$(if $(filter ON,$(CUDA))$(shell command -v nvcc),cuda,cpu))
+BUILD ?= build/make-$(KIND)
 # What is installed when the environment has no torch.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
@@ -27,7 +30,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test demo lint format docs clean
+.PHONY: build test oldest wheel demo lint format docs clean
 .DELETE_ON_ERROR:
 
 # What the package and the given extras ask for, from pyproject.toml.
@@ -50,11 +53,11 @@ endef
 CUTLASS = if [ -z "$$CUTLASS_PATH" ] && command -v nvcc >/dev/null; then \
 	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
 
-# $(call compile,FOLDER,CUDA,OPTIONS): the package, editable. The build folder keeps its objects, so this builds only what
-# changed.
+# $(call compile,PIP,FOLDER,CUDA,OPTIONS): what pip is told to make, editable or a wheel. The build folder keeps its objects, so
+# this compiles only what changed.
 define compile
-	@$(PY) -m pip install --no-build-isolation --no-deps -v -e . --config-settings=build-dir=$(1) \
-	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(2) $(3:%='--config-settings=cmake.define.%') \
+	@$(PY) -m pip $(1) --no-build-isolation --no-deps -v --config-settings=build-dir=$(2) \
+	  --config-settings=cmake.define.CUTLASS_OPS_CUDA=$(3) $(4:%='--config-settings=cmake.define.%') \
 	  > $(VENV)/build.log 2>&1 || { cat $(VENV)/build.log; exit 1; }
 	@grep -E '^ *-- cutlass_ops:|kernels, at most|warning' $(VENV)/build.log || true
 endef
@@ -75,11 +78,34 @@ $(VENV)/.ready: $(VENV)/.base
 	touch $@
 
 build: $(VENV)/.ready
-	$(call compile,$(BUILD),$(CUDA),CUTLASS_OPS_TESTS=ON)
+	$(call compile,install -e .,$(BUILD),$(CUDA),CUTLASS_OPS_TESTS=ON)
 
 test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# The lower bounds of pyproject.toml, which come first on the path; but torch's: its old releases take gigabytes.
+define BOUNDS
+from importlib.metadata import requires
+print(*(line.replace(">=", "==") for line in requires("cutlass_ops") if "extra ==" not in line and not line.startswith("torch")), sep="\n")
+endef
+export BOUNDS
+
+# An old typer may call what a new click deprecates.
+oldest: build
+	rm -rf build/oldest
+	$(PY) -c "$$BOUNDS" > $(VENV)/oldest.txt
+	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
+	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -W ignore::DeprecationWarning -m "not slow and not gpu" \
+	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
+
+# For the Python of the environment, and this machine's glibc or a later one: auditwheel names it in the tag, and fails where a
+# library would be needed that not every Linux has. The wheels of both kinds have one name, so each has a folder.
+wheel: $(VENV)/.ready
+	rm -rf $(BUILD)/dist dist/$(KIND)
+	$(call compile,wheel -w $(BUILD)/dist .,$(BUILD),$(CUDA),CUTLASS_OPS_TESTS=ON)
+	$(PY) -m auditwheel repair -w dist/$(KIND) $(BUILD)/dist/*.whl
+	CUTLASS_OPS_WHEEL=$$(echo dist/$(KIND)/*.whl) $(PY) -m pytest -q tests/test_wheel.py
 
 # The architectures of the GPUs here, as CMake writes them; nothing without a GPU that the kernels run on.
 GPUS = $(eval GPUS := $$(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | \
@@ -94,7 +120,7 @@ $(VENV)/.demo: $(VENV)/.base
 demo: $(VENV)/.demo
 	@$(if $(GPUS),,$(if $(filter AUTO,$(CUDA)),echo "No GPU here: the CPU code alone is compiled. make demo CUDA=ON compiles CUDA too."))
 	@$(if $(filter OFF,$(DEMO_CUDA)),,$(CUTLASS))
-	$(call compile,build/demo,$(DEMO_CUDA),$(if $(GPUS),CUTLASS_OPS_ARCHITECTURES=$(GPUS)))
+	$(call compile,install -e .,build/demo,$(DEMO_CUDA),$(if $(GPUS),CUTLASS_OPS_ARCHITECTURES=$(GPUS)))
 	$(VENV)/bin/cutlass-ops demo $(DEMO_ARGS)
 
 lint: $(VENV)/.ready

@@ -478,14 +478,16 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets, "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
         "Choose another, for tests; the bits are the same.");
+  m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",
-      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, QuantizedActivations const& out) {
+      [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, QuantizedActivations const& out,
+         int threads) {
         py::gil_scoped_release release;
-        cpu_quantize_activations({as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), out});
+        cpu_quantize_activations({as<void>(x), type, x_stride, rows, k, as<int32_t>(perm), out}, threads);
       },
       py::arg("x_ptr"), py::arg("type"), py::arg("x_stride"), py::arg("m"), py::arg("k"), py::arg("perm_ptr"), py::arg("out"),
-      "quantize_activations in host memory.");
+      py::arg("threads"), "quantize_activations in host memory.");
   m.def(
       "cpu_mixed_gemm",
       [](Weight const& weight, int rows, DataType x_type, Pointer x, std::int64_t x_stride, ActQuant act_quant, bool symmetric,

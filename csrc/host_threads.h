@@ -4,18 +4,20 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
-#include <system_error>
 #include <thread>
-#include <vector>
 
 namespace cutlass_ops {
+
+// Runs work(data) on up to `threads` threads at once, this one among them, and waits for those that have begun. The others are
+// kept for the next call.
+void run_on_threads(int threads, void (*work)(void*), void* data);
 
 // Runs work(0) .. work(count - 1), in any order, on up to `threads` threads (0: every core). Threads take `batch` indices at a
 // time, which should be some tens of microseconds of work.
 template <class Work>
 void for_each_index(int64_t count, int64_t batch, int threads, Work const& work) {
   std::atomic<int64_t> next{0};
-  auto const run = [&] {
+  auto run = [&] {
     for (;;) {
       int64_t const first = next.fetch_add(batch);
       if (first >= count) return;
@@ -23,18 +25,9 @@ void for_each_index(int64_t count, int64_t batch, int threads, Work const& work)
       for (int64_t index = first; index < last; ++index) work(index);
     }
   };
-
-  int64_t const batches = (count + batch - 1) / batch;
   int64_t const wanted = threads > 0 ? threads : std::max(1u, std::thread::hardware_concurrency());
-  std::vector<std::thread> helpers;
-  helpers.reserve(std::min(wanted, batches));
-  try {
-    while (int64_t(helpers.size()) + 1 < std::min(wanted, batches)) helpers.emplace_back(run);
-  } catch (std::system_error const&) {
-    // The system gives no more threads: those that run, and this one, do all of the work.
-  }
-  run();
-  for (std::thread& helper : helpers) helper.join();
+  int64_t const batches = (count + batch - 1) / batch;
+  run_on_threads(int(std::min(wanted, batches)), [](void* data) { (*static_cast<decltype(run)*>(data))(); }, &run);
 }
 
 }  // namespace cutlass_ops

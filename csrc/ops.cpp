@@ -113,10 +113,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
   }
   Status status;
-  if (layout.sums) {
-    place_colsums(&ready.weight, base + layout.colsums);
-    status = launch_sum_weights(problem.weight, compensates_weight_zeros(problem), base + layout.colsums, stream);
-  }
+  if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
   if (status.ok() && layout.block) {
     QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
                              problem.weight.k, problem.weight.perm, ready.quantized};
@@ -129,6 +126,10 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values have them
   }
   if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
+  if (status.ok() && layout.sums) {
+    bool const follows = layout.block || layout.corrects;
+    status = launch_sum_weights(problem.weight, compensates_weight_zeros(problem), follows, base + layout.colsums, stream);
+  }
   float* partials = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
   if (status.ok()) status = chosen.spec->launch(ready, chosen, partials, stream);
   if (status.ok() && partials && chosen.tail_tiles == 0) status = launch_reduce_splits(ready, chosen.slices, partials, stream);
@@ -143,7 +144,7 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
 
 Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
   if (Status status = check_sums(weight); !status.ok()) return status;
-  return launch_sum_weights(weight, false, colsums, stream);
+  return launch_sum_weights(weight, false, false, colsums, stream);
 }
 
 Status pack(PackProblem const& problem, Stream stream) {

@@ -30,7 +30,7 @@ class Explanation:
 
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
-        kernel: the kernel's name, and in ``csrc/kernels`` its file's; "reference" on the CPU.
+        kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order: sum_weights (where the weight's column sums
             are wanted and not kept), quantize_activations (unless `kernel` quantises x itself), upcast_activations or
             correct_zeros before `kernel`, reduce_splits after it. Empty without rows of x.
@@ -64,8 +64,8 @@ class Explanation:
     why: str
 
     def __str__(self) -> str:
-        if self.kernel == "reference":
-            return f"{self.device}: reference ({self.why})"
+        if self.device == "cpu":
+            return f"{self.device}: {self.kernel} ({self.why})"
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         tail = f" of the last {self.tail_tiles} tiles" if self.tail_tiles else ""
         return (
@@ -175,8 +175,8 @@ def explain(
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
         nothing = (0, 0)
-        why = "its C++ kernels, which have its bits"
-        return Explanation("cpu", "reference", (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
+        why = "the bits are the reference's"
+        return Explanation("cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
     m = math.prod(shape[:-1])
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):

@@ -225,7 +225,7 @@ def _quantize(
     if x.is_cpu:
         out = _C.QuantizedActivations(codes.data_ptr(), scales.data_ptr(), _ptr(zeros), block, scales.shape[1], m)
         perm = None if perm is None else perm.contiguous()
-        _C.cpu_quantize_activations(x.data_ptr(), _TYPES[x.dtype], x.stride(0), m, k, _ptr(perm), out)
+        _C.cpu_quantize_activations(x.data_ptr(), _TYPES[x.dtype], x.stride(0), m, k, _ptr(perm), out, torch.get_num_threads())
         return codes, scales, zeros
     index = x.get_device()
     _C.quantize_activations(

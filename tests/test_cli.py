@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner, Result
 
 import cutlass_ops
-from cutlass_ops import cli, load_packed
+from cutlass_ops import _C, cli, load_packed
 
 
 def run(*args: object) -> Result:
@@ -289,7 +289,7 @@ def test_doctor_multiplies() -> None:
     assert facts["ok"]
     assert facts["torch"].startswith(torch.__version__)
     assert facts["self_test"]["cpu"] == dict.fromkeys(cli._PRODUCTS, "ok")
-    assert set(facts["kernels"]["cpu"].values()) == {"reference"}
+    assert set(facts["kernels"]["cpu"].values()) == {_C.cpu_kernel()}
     shown = run("doctor")
     assert shown.exit_code == 0
     assert "W4A8 block" in shown.stdout
@@ -300,7 +300,7 @@ def test_doctor_multiplies_on_the_gpu() -> None:
     facts = run_json("doctor")
     assert facts["self_test"]["cuda:0"] == dict.fromkeys(cli._PRODUCTS, "ok")
     assert facts["cuda_driver"][0].isdigit()
-    assert "reference" not in facts["kernels"]["cuda:0"].values()
+    assert _C.cpu_kernel() not in facts["kernels"]["cuda:0"].values()
 
 
 def test_doctor_fails_when_a_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from cutlass_ops import _C, QuantizedWeight, formats, mixed_gemm, quantize_activations, reference, reorder
+from cutlass_ops import _C, PackedWeight, QuantizedWeight, formats, mixed_gemm, quantize_activations, reference, reorder
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
 KINDS = ["symmetric", "zeros", "offsets", "nf4", "mxfp4", "e4m3"]
@@ -57,7 +59,7 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
         pytest.skip("a code book has its own number of bits")
     # N and K inside a tile, whole tiles, and odd.
     for dtype, (n, k), m in zip(
-        TYPES * 2, [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1), (3, 300)], [2, 1, 7, 5, 2, 33], strict=True
+        TYPES * 2, [(70, 203), (64, 384), (1, 33), (130, 576), (65, 1), (3, 300)], [2, 1, 7, 5, 2, 197], strict=True
     ):
         qw = weight_of(n, k, kind, bits, group_size, dtype)
         x = torch.randn(m, k).to(dtype)
@@ -67,7 +69,7 @@ def test_products_have_the_bits_of_the_reference(kind: str, bits: int, group_siz
                 check(x + 0.25, qw, act_quant=act_quant, act_symmetric=symmetric, out_dtype=torch.float32)
 
 
-@pytest.mark.parametrize("m", [0, 1, 2, 7, 33])
+@pytest.mark.parametrize("m", [0, 1, 2, 3, 7, 33, 97, 200])
 def test_rows_and_threads_change_no_bits(m: int) -> None:
     torch.manual_seed(m)
     threads = torch.get_num_threads()
@@ -84,6 +86,29 @@ def test_rows_and_threads_change_no_bits(m: int) -> None:
             assert same_bits(results[0], results[2])
             if m:
                 assert same_bits(mixed_gemm(x[-1:], pw, act_quant=act_quant), results[0][-1:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def product_of_a_child(pw: PackedWeight, x: Tensor, queue: multiprocessing.SimpleQueue[Any]) -> None:
+    torch.set_num_threads(3)
+    queue.put(mixed_gemm(x, pw).numpy())
+
+
+def test_a_process_that_was_forked_has_threads() -> None:
+    pw = reorder(weight_of(1030, 600, "zeros", 4, 64))
+    x = torch.randn(4, 600)
+    threads = torch.get_num_threads()
+    context = multiprocessing.get_context("fork")
+    queue = context.SimpleQueue()
+    try:
+        torch.set_num_threads(2)
+        expected = mixed_gemm(x, pw)
+        child = context.Process(target=product_of_a_child, args=(pw, x, queue), daemon=True)
+        child.start()
+        child.join(60)
+        assert child.exitcode == 0
+        assert same_bits(torch.from_numpy(queue.get()), expected)
     finally:
         torch.set_num_threads(threads)
 

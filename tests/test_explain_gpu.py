@@ -40,13 +40,13 @@ def plain(bits: int = 4, kind: str = "symmetric", group_size: int = 128) -> Call
 #: Weight, m, n, k, options; the kernels are those of a GPU of sm_90 and 132 SMs.
 PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, int, dict[str, Any]]] = {
     "decode_gemm": (plain(), 1, 4096, 4096, {}),
-    "decode_gemm, int8": (plain(8), 4, 4096, 4096, {}),
+    "decode_gemm, int8": (plain(8), 1, 4096, 4096, {}),
     "decode_gemm quantises": (plain(), 1, 4096, 4096, {"act_quant": "block"}),
     "decode_gemm, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {"exact": True}),
     "wgmma_decode_fold16, offsets": (plain(4, "offsets", 32), 7, 1000, 4096, {}),
     "wgmma_decode_fold16 quantises": (plain(4, "symmetric", 32), 16, 4096, 4096, {"act_quant": "block"}),
     "wgmma_decode_fold16, one CTA per SM": (plain(8, "symmetric", 64), 16, 14336, 4096, {"act_quant": "block"}),
-    "decode_gemm, code book": (book, 3, 4096, 4096, {}),
+    "decode_gemm, code book": (book, 1, 4096, 4096, {}),
     "wgmma_decode": (plain(), 16, 4096, 4096, {}),
     "wgmma_decode, code book": (book, 16, 4096, 4096, {}),
     "wgmma_decode quantises": (plain(4, "zeros"), 16, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
@@ -60,6 +60,7 @@ PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, in
     "wgmma_gemm_a8, rows": (plain(8), 129, 4096, 4096, {"act_quant": "token"}),
     "wgmma_gemm_a8, zero points": (plain(4, "zeros"), 512, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
     "wgmma_gemm_a8, column sums": (plain(8), 1000, 4096, 4096, {"act_quant": "token", "act_symmetric": False}),
+    "wgmma_gemm_a8, zero points of weights": (plain(8, "zeros"), 300, 4096, 4096, {"act_quant": "block"}),
     "wgmma_gemm_a8, all of K": (plain(8, "symmetric", -1), 1024, 4096, 4096, {"act_quant": "token"}),
     "wgmma_fold16": (plain(4, "offsets", 32), 777, 4096, 4096, {}),
     "wgmma_fold16, int8": (plain(8, "symmetric", 32), 100, 4096, 4096, {}),

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import ast
-import email
 import importlib.metadata
 import importlib.util
 import os
 import re
 import subprocess
 import sys
-import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -112,42 +110,6 @@ def test_import_loads_little_beyond_torch() -> None:
     """What only the command line, a dialect or an integration needs is imported where it is used."""
     new = imported("import torch, cutlass_ops")[0] - imported("import torch, numpy.typing, safetensors")[0]
     assert {name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")} == set()
-
-
-@pytest.mark.slow
-def test_wheel_without_cuda(tmp_path: Path) -> None:
-    """A wheel built with CUTLASS_OPS_CUDA=OFF imports, holds the package and nothing else, and pins no torch."""
-    for needed in ("scikit_build_core", "pybind11"):
-        pytest.importorskip(needed, reason="building a wheel without build isolation needs it")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
-    # The long option: pip 22 and 23.0, which Debian has, know no -C.
-    settings = (f"build-dir={tmp_path / 'build'}", "cmake.define.CUTLASS_OPS_CUDA=OFF")
-    command += [f"--config-settings={setting}" for setting in settings]
-    subprocess.run([*command, "-w", str(tmp_path), str(ROOT)], check=True)
-    (wheel,) = tmp_path.glob("cutlass_ops-*.whl")
-    with zipfile.ZipFile(wheel) as archive:
-        names = set(archive.namelist())
-        archive.extractall(tmp_path / "site")
-
-    info = f"cutlass_ops-{cutlass_ops.__version__}.dist-info"
-    package = {str(path.relative_to(ROOT)) for path in ROOT.glob("cutlass_ops/**/*.py*") if path.suffix != ".pyc"}
-    package.add("cutlass_ops/py.typed")
-    (module,) = {name for name in names if name.endswith(".so")}
-    assert Path(module).parent == Path("cutlass_ops")
-    script = info.replace(".dist-info", ".data/scripts/cutlass-ops")
-    assert {name for name in names if not name.startswith(info)} == package | {module, script}
-
-    metadata = email.message_from_string((tmp_path / "site" / info / "METADATA").read_text())
-    required = metadata.get_all("Requires-Dist") or []
-    assert "torch" in required  # as it stands: no version
-    assert not [line for line in required if line.startswith(("nvidia", "cuda")) and "extra ==" not in line]
-    assert metadata["License-Expression"] == "BSD-3-Clause"
-
-    # -S leaves out the .pth files of site-packages, by which an editable install of this package comes first.
-    path = [str(tmp_path / "site"), *(folder for folder in sys.path if folder.endswith("-packages"))]
-    code = f"import sys; sys.path[:0] = {path}; import cutlass_ops._C as c; print(c.__file__, c.built_with_cuda)"
-    done = subprocess.run([sys.executable, "-S", "-c", code], cwd=tmp_path, capture_output=True, text=True)
-    assert done.stdout.split() == [str(tmp_path / "site" / module), "False"], done.stderr
 
 
 def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:

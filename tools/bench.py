@@ -9,8 +9,8 @@
 A time is the median over replays of a CUDA graph that walks through copies of the weight which together exceed three times
 the L2 cache, so that no copy is found there: a burst of 40 ms, after a rest. It is one whole call as a user makes it: fp16 in,
 fp16 out, the quantisation of the activations included. Data are random. Weights are in groups of 128 unless their name says
-otherwise (-g64, -g32), of nf4 in groups of 64; "channel" has one scale a row. -zp: zero points of the weight; -offsets: real
-ones; -asym: zero points of the activations.
+otherwise (-g64, -g32), of nf4 in groups of 64, of mxfp4 of 32; "channel" has one scale a row. -zp: zero points of the weight;
+-offsets: real ones; -asym: zero points of the activations.
 
 floor: the larger of the weight's bytes over the bandwidth at which this process read memory, and the operations over the
 tensor cores' datasheet rate (sm_90 alone); for what only moves memory, the bytes that must move over that bandwidth.
@@ -90,6 +90,8 @@ FORMATS = {
     "w4a8-block-g32": Format(4, 32, BLOCK),
     "w8a8-block-g32": Format(8, 32, BLOCK),
     "w4a8-block-g32-offsets": Format(4, 32, BLOCK, "offsets"),
+    "fp8": Format(8, 128, NONE, book="e4m3"),
+    "mxfp4": Format(4, 32, NONE, book="mxfp4"),
 }
 #: What only moves memory, once for each shape: 4 bits to fp16 or back, or codes to the packed order or back.
 PACKS = ("pack-4", "pack-8", "unpack-4", "unpack-8")
@@ -190,11 +192,11 @@ def random_weight(n: int, k: int, bits: int, group_size: int, shift: str = "") -
     return co.QuantizedWeight(codes, scales, bits=bits, group_size=group_size, **shifts)
 
 
-def random_book_weight(n: int, k: int, group_size: int, book: str) -> co.QuantizedWeight:
+def random_book_weight(n: int, k: int, bits: int, group_size: int, book: str) -> co.QuantizedWeight:
     """A code book's codes of normal weights."""
     generator = torch.Generator("cuda").manual_seed(n + k)
     rows = torch.randn(min(n, 512), k, generator=generator, device="cuda").half()
-    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], group_size=group_size, book=book)
+    return co.quantize(rows.repeat(-(-n // len(rows)), 1)[:n], bits=bits, group_size=group_size, book=book)
 
 
 @lru_cache(maxsize=4)  # formats that differ in their activations share a weight
@@ -202,7 +204,7 @@ def packed_weight(
     n: int, k: int, bits: int, group_size: int = 128, shift: str = "", book: str | None = None
 ) -> co.PackedWeight:
     """A random weight on the GPU."""
-    weight = random_book_weight(n, k, group_size, book) if book else random_weight(n, k, bits, group_size, shift)
+    weight = random_book_weight(n, k, bits, group_size, book) if book else random_weight(n, k, bits, group_size, shift)
     return co.reorder(weight.to("cuda"))
 
 

@@ -1,92 +1,171 @@
-"""Time mixed_gemm on a CPU against torch's fp32 linear: the products of one token of SmolLM2-135M.
+"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, beside llama.cpp's where it is installed.
 
-    tools/bench_cpu.py --threads 1 --json results/cpu.json
+    tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python /path/to/a/venv/bin/python]
 
-Weights are rotated as in a model, so that they come from memory. The least of several runs is reported.
+The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes (Q4_1: 4 bits, groups of 32,
+offsets), and else with its dequantised weights quantised anew. The output head, which is the embedding, has 8 bits where layers
+are packed, as in the file. Times are the least of some runs: other processes may use the machine.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import json
+import os
 import platform
+import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import transformers
 
 import cutlass_ops as co
-from cutlass_ops import _C
+from cutlass_ops import demo
+from cutlass_ops.model_directory import reorder_checkpoint
 
-#: N, K and how many of them a token has: q and o, k and v, gate and up, down, head.
-SHAPES = [(576, 576, 60), (192, 576, 60), (1536, 576, 60), (576, 1536, 30), (49152, 576, 1)]
-#: Bytes of fp32 weights to rotate: more than a cache holds.
-ROTATED = 128 << 20
-
-MODES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "W4A16": ({}, {}),
-    "W4A16 zeros": ({"symmetric": False}, {}),
-    "W4A8": ({}, {"act_quant": "block"}),
-    "W4A8 zeros": ({"symmetric": False}, {"act_quant": "block"}),
-    "W4A8 act zeros": ({}, {"act_quant": "block", "act_symmetric": False}),
-    "W8A16": ({"bits": 8}, {}),
-    "W8A8": ({"bits": 8}, {"act_quant": "block"}),
+#: Weights: name, bits, group size, symmetric. None is the file's own codes.
+WEIGHTS: dict[str, tuple[int, int, bool] | None] = {
+    "Q4_1": None,
+    "int4 g32 zeros": (4, 32, False),
+    "int4 g128": (4, 128, True),
+    "int8 g128": (8, 128, True),
 }
+#: What is done with x: name, act_quant, act_symmetric.
+MODES = (("A16", "none", True), ("A8", "block", True), ("A8 zeros", "block", False))
+
+#: Run by a Python that has llama_cpp: path, threads, tokens of the prompt, tokens to make, runs. Prints two least times.
+LLAMA = """
+import json, sys, time
+import llama_cpp
+path, threads, prompt, tokens, runs = sys.argv[1], *map(int, sys.argv[2:])
+sizes = {"n_ctx": 2 * prompt, "n_batch": prompt, "n_ubatch": prompt}
+model = llama_cpp.Llama(path, n_threads=threads, n_threads_batch=threads, verbose=False, **sizes)
+asked = [1 + i % 40000 for i in range(prompt)]
+best = [9e9, 9e9]
+for _ in range(runs):
+    model.reset()
+    begin = time.perf_counter()
+    model.eval(asked)
+    best[0] = min(best[0], time.perf_counter() - begin)
+    model.reset()
+    model.eval(asked[:16])
+    for token in asked[:tokens]:
+        begin = time.perf_counter()
+        model.eval([token])
+        best[1] = min(best[1], time.perf_counter() - begin)
+print(json.dumps({"version": llama_cpp.__version__, "best": best}))
+"""
 
 
-def least(run: Callable[[], object], repeats: int) -> float:
-    """Seconds of the fastest of some runs."""
+def float_model(path: Path) -> torch.nn.Module:
+    """The dequantised model, as one that was never quantised."""
+    read = transformers.AutoModelForCausalLM.from_pretrained(str(path.parent), gguf_file=path.name, dtype=torch.float32)
+    config = copy.deepcopy(read.config)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    model: torch.nn.Module = type(read)(config).eval()
+    model.load_state_dict(read.state_dict())
+    return model
+
+
+def packed_model(floats: torch.nn.Module, form: tuple[int, int, bool] | None, path: Path) -> torch.nn.Module:
+    """The model with packed layers; ``path`` is the file for its own codes."""
+    if form is None:
+        packed = path.with_suffix(".packed.safetensors")
+        reorder_checkpoint(co.load_checkpoint(path), packed)
+        return co.load_model(packed, dtype=torch.float32)
+    bits, group_size, symmetric = form
+    model = copy.deepcopy(floats)
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    chosen = {
+        name: co.quantize(module.weight.detach(), 8 if name == "lm_head" else bits, group_size, symmetric)
+        for name, module in linears.items()
+    }
+    co.replace_linears(model, {name: co.reorder(weight) for name, weight in chosen.items()})
+    co.fuse_linears(model)
+    return model
+
+
+def least(run: Callable[[], object], runs: int) -> float:
+    """Seconds of the fastest of some runs, after one that does not count."""
     run()
     times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
+    for _ in range(runs):
+        begin = time.perf_counter()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(time.perf_counter() - begin)
     return min(times)
 
 
-@torch.no_grad()
-def measure(n: int, k: int, count: int, m: int, group_size: int, repeats: int) -> dict[str, float]:
-    """Microseconds of one product in each mode."""
-    copies = max(1, min(count, ROTATED // (4 * n * k)))
-    weights = [torch.randn(n, k) for _ in range(copies)]
-    x = torch.randn(m, k)
-    found = {"fp32": least(lambda: [F.linear(x, w) for w in weights], repeats)}
-    for name, (form, call) in MODES.items():
-        packed = [co.reorder(co.quantize(w, **({"bits": 4, "symmetric": True} | form), group_size=group_size)) for w in weights]
-        found[name] = least(lambda packed=packed, call=call: [co.mixed_gemm(x, p, **call) for p in packed], repeats)  # type: ignore[misc]
-    return {name: 1e6 * seconds / copies for name, seconds in found.items()}
+@torch.inference_mode()
+def measure(model: torch.nn.Module, prompt: int, tokens: int, runs: int) -> dict[str, float]:
+    """Tokens a second: of a prompt, and made one after the other, by the fastest step."""
+    asked = torch.arange(1, prompt + 1)[None]
+    seconds = least(lambda: model(input_ids=asked, use_cache=True, logits_to_keep=1), runs)
+    step = min(min(demo.generate(model, asked[:, :16], tokens)[1][1:]) for _ in range(runs))
+    return rates(prompt, seconds, step)
+
+
+def rates(prompt: int, seconds: float, step: float) -> dict[str, float]:
+    """Tokens a second from the time of a prompt and of one step."""
+    return {"prompt_tokens_per_s": round(prompt / seconds, 1), "tokens_per_s": round(1 / step, 1)}
+
+
+def heading() -> dict[str, Any]:
+    """What results are measured with."""
+    commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
+    with open("/proc/cpuinfo") as lines:
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return {
+        "machine": names[0] if names else platform.machine(),
+        "cores": os.cpu_count(),
+        "kernels": co.explain(1, co.reorder(co.quantize(torch.ones(64, 128)))).kernel,
+        "load_average": round(os.getloadavg()[0], 1),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "cutlass_ops": co.__version__,
+        "commit": commit.stdout.strip() if commit.returncode == 0 else None,
+    }
 
 
 def main() -> None:
     """Measure, print and write what was asked for."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--m", type=int, default=1, help="rows of x")
-    parser.add_argument("--group-size", type=int, default=128)
-    parser.add_argument("--repeats", type=int, default=15)
-    parser.add_argument("--json", type=Path, help="where to write the figures")
-    args = parser.parse_args()
-    torch.set_num_threads(args.threads)
-    totals: dict[str, float] = {}
-    rows = []
-    for n, k, count in SHAPES:
-        times = measure(n, k, count, args.m, args.group_size, args.repeats)
-        rows.append({"n": n, "k": k, "count": count, "us": {name: round(t, 1) for name, t in times.items()}})
-        for name, t in times.items():
-            totals[name] = totals.get(name, 0.0) + count * t / 1000
-        print(f"{n:6d} x {k:5d}  " + "  ".join(f"{name} {t:.1f}" for name, t in times.items()), "us", flush=True)
-    for name, t in totals.items():
-        print(f"{name:16s} {t:7.2f} ms a token, {totals['fp32'] / t:5.2f} times as fast as fp32")
-    if args.json:
-        about = {"threads": args.threads, "m": args.m, "group_size": args.group_size, "machine": platform.machine()}
-        about |= {"instruction_set": _C.cpu_instruction_sets()[0], "torch": torch.__version__, "version": co.__version__}
-        args.json.write_text(
-            json.dumps(about | {"ms": {name: round(t, 2) for name, t in totals.items()}, "rows": rows}, indent=1) + "\n"
-        )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--threads", default="1,2", help="numbers of threads")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")
+    parser.add_argument("--tokens", type=int, default=48, help="tokens to make")
+    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--llama-python", type=Path, help="a Python that has llama_cpp")
+    parser.add_argument("--out", type=Path, help="a JSON file")
+    arguments = parser.parse_args()
+    path = demo.fetch_model(demo.default_folder())
+    result = heading() | {"model": path.name, "prompt": arguments.prompt, "rows": []}
+    print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows"))
+
+    def report(threads: int, name: str, found: dict[str, float]) -> None:
+        result["rows"].append({"threads": threads, "name": name} | found)
+        print(f"{threads} threads  {name:24s}" + "".join(f"  {value:8.1f} {key}" for key, value in found.items()), flush=True)
+        if arguments.out:
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n")
+
+    floats = float_model(path)
+    models = {name: packed_model(floats, form, path) for name, form in WEIGHTS.items()}
+    for threads in map(int, arguments.threads.split(",")):
+        torch.set_num_threads(threads)
+        report(threads, "torch fp32", measure(floats, arguments.prompt, arguments.tokens, arguments.runs))
+        for name, model in models.items():
+            for mode, act_quant, symmetric in MODES:
+                co.set_activations(model, act_quant, symmetric)
+                report(threads, f"{name} {mode}", measure(model, arguments.prompt, arguments.tokens, arguments.runs))
+        if arguments.llama_python:
+            numbers = (threads, arguments.prompt, arguments.tokens, arguments.runs)
+            command = [arguments.llama_python, "-c", LLAMA, path, *map(str, numbers)]
+            seen = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            report(threads, f"llama.cpp Q4_1 ({seen['version']})", rates(arguments.prompt, *seen["best"]))
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Fit the costs of tiles, by which dispatch chooses among them, to measured times.
+"""Fit the costs by which dispatch chooses among tiles and decode kernels to measured times.
 
-    build/.../time_tiles > results/h200-tile-costs.json      on the GPU
-    tools/fit_costs.py results/h200-tile-costs.json          writes csrc/dispatch/costs_sm90.inc
+    build/.../time_tiles tiles > results/h200-tile-costs.json        on the GPU
+    build/.../time_tiles decode > results/h200-decode-costs.json
+    tools/fit_costs.py                                               writes csrc/dispatch/costs_sm90.inc, decode_costs_sm90.inc
 
-A predicted time is linear in a tile's costs (csrc/dispatch/cost.cpp), so they are first a least-squares fit of relative errors.
-Then they are moved, one at a time, as long as the tiles that they choose take less time in the mean, relative to the best tile
-of each product. ``--check`` says how good the choices of the present table are, and whether the table is this script's.
+A predicted time is linear in a candidate's costs (csrc/dispatch/cost.cpp), so they are first a least-squares fit of relative
+errors. Then they are moved, one at a time, as long as the candidates that they choose take less time in the mean, relative to
+the best of each product. ``--check`` writes nothing and fails if the tables are not this script's.
 """
 
 from __future__ import annotations
@@ -15,90 +16,122 @@ import argparse
 import json
 import sys
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-TABLE = Path(__file__).parents[1] / "csrc" / "dispatch" / "costs_sm90.inc"
-KINDS = ("k4096", "row_scales", "whole_rows")
-#: Kernels whose tiles have a cost for the end of a tile besides; that of the others is in what K costs.
-WITH_ENDS = ("wgmma_gemm_a16",)
-UNITS = 320.0  # of a microsecond: predicted times are in 32nds of 0.1 us
+ROOT = Path(__file__).parents[1]
+#: Values of a candidate are compared, sorted and printed as C++ has them.
+Key = tuple[Any, ...]
+Row = dict[str, Any]
 
 
-class Key(NamedTuple):
-    """A tile of a kernel: a line of the table."""
+class Entry(NamedTuple):
+    """A candidate of a product: its time is a constant and the sum of costs[name] times terms[name]."""
 
-    kernel: str
-    bits: int
-    block_n: int
-    block_m: int
-    corrects: bool
-
-
-class Cost(NamedTuple):
     key: Key
-    name: str  #: a member of TileCost
+    us: float
+    chosen: bool
+    constant: float
+    terms: dict[str, float]
 
 
-Costs = dict[Cost, int]
+class Model(NamedTuple):
+    """What a results file is fitted to, and where the table is."""
+
+    results: Path
+    table: Path
+    heading: str
+    members: tuple[str, ...]  #: of the C++ struct
+    units: float  #: of a microsecond, that predicted times are in
+    entry: Callable[[Row, Row], Entry]  #: of a product's row and a candidate's
 
 
-def tiles_of(row: dict[str, Any]) -> list[tuple[Key, dict[str, Any]]]:
-    """The tiles of a product. Four warpgroups of the exact kernels are int4's; others are each width's own."""
-    return [
-        (Key(row["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["corrects"]), tile) for tile in row["tiles"]
-    ]
+TILE_COSTS = ("k4096", "row_scales", "whole_rows", "end")
 
 
-def least_squares(rows: list[dict[str, Any]]) -> dict[Cost, float]:
-    """Costs whose predictions have the least sum of squared relative errors."""
-    equations: dict[Key, list[tuple[str, float, float, float]]] = defaultdict(list)
-    for row in rows:
-        for key, tile in tiles_of(row):
-            want = tile["us"] * UNITS
-            equations[key].append((tile["cost"], tile["k_tiles"] / want, tile["ends"] / want, 1 - tile["constant"] / want))
-    costs: dict[Cost, float] = {}
-    for key, lines in sorted(equations.items()):
-        names = [name for name in KINDS if any(line[0] == name for line in lines)]
-        columns = [*names, "end"] if key.kernel in WITH_ENDS else names
-        matrix, target = np.zeros((len(lines), len(columns))), np.zeros(len(lines))
-        for i, (name, per_cost, per_end, rest) in enumerate(lines):
-            matrix[i, columns.index(name)], target[i] = per_cost, rest
-            if "end" in columns:
-                matrix[i, columns.index("end")] = per_end
-        solution = np.linalg.lstsq(matrix, target, rcond=None)[0]
-        if "end" in columns and solution[-1] < 0:
-            solution = np.append(np.linalg.lstsq(matrix[:, :-1], target, rcond=None)[0], 0.0)
-        costs.update({Cost(key, name): value for name, value in zip(columns, solution, strict=True)})
+def tile_entry(row: Row, tile: Row) -> Entry:
+    """Of a line of ``time_tiles tiles``."""
+    key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["corrects"])
+    terms = {tile["cost"]: tile["k_tiles"], "end": tile["ends"]}
+    return Entry(key, tile["us"], tile["chosen"], tile["constant"], terms)
+
+
+def decode_entry(row: Row, tile: Row) -> Entry:
+    """Of a line of ``time_tiles decode``."""
+    key = (tile["kernel"], tile["block_m"], tile["ctas_per_sm"], tile["quantizes"], row["bits"], tile["kind"])
+    return Entry(
+        key, tile["us"], tile["chosen"], 0, {"start": 1} | {name: tile[name] for name in ("chunk", "share", "x", "row")}
+    )
+
+
+MODELS = (
+    Model(
+        ROOT / "results" / "h200-tile-costs.json",
+        ROOT / "csrc" / "dispatch" / "costs_sm90.inc",
+        "kernel, bits, tile, whether it compensates zero points; TileCost",
+        TILE_COSTS,
+        320,  # 32nds of 0.1 us
+        tile_entry,
+    ),
+    Model(
+        ROOT / "results" / "h200-decode-costs.json",
+        ROOT / "csrc" / "dispatch" / "decode_costs_sm90.inc",
+        "kernel, rows of x, CTAs per SM, whether it quantises x, bits, kind; DecodeCost",
+        ("start", "chunk", "share", "x", "row"),
+        1000,
+        decode_entry,
+    ),
+)
+Costs = dict[tuple[Key, str], int]
+
+
+def least_squares(products: list[list[Entry]], model: Model) -> Costs:
+    """Costs whose predictions have the least sum of squared relative errors, none below zero."""
+    entries: dict[Key, list[Entry]] = defaultdict(list)
+    for product in products:
+        for entry in product:
+            entries[entry.key].append(entry)
+    costs: Costs = {}
+    for key, of_key in entries.items():
+        columns = [name for name in model.members if any(entry.terms.get(name) for entry in of_key)]
+        wanted = [entry.us * model.units for entry in of_key]
+        target = np.array([1 - entry.constant / want for entry, want in zip(of_key, wanted, strict=True)])
+        while True:
+            matrix = np.array(
+                [[entry.terms.get(name, 0) / want for name in columns] for entry, want in zip(of_key, wanted, strict=True)]
+            )
+            solution = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            if min(solution) >= 0:
+                break
+            columns.pop(int(np.argmin(solution)))
+        costs.update({(key, name): round(float(value)) for name, value in zip(columns, solution, strict=True)})
     return costs
 
 
 class Choices:
-    """What products cost by the tiles of least predicted time."""
+    """How much longer products take by the candidates of least predicted time than by the best."""
 
-    def __init__(self, rows: list[dict[str, Any]], costs: Costs) -> None:
-        self.costs = costs
-        self.products = [row for row in map(tiles_of, rows) if len(row) > 1]
-        self.users: dict[Cost, list[int]] = defaultdict(list)
-        for i, tiles in enumerate(self.products):
-            for cost in {cost for key, tile in tiles for cost in (Cost(key, tile["cost"]), Cost(key, "end"))}:
+    def __init__(self, products: list[list[Entry]], costs: Costs) -> None:
+        self.products, self.costs = products, costs
+        self.users: dict[tuple[Key, str], list[int]] = defaultdict(list)
+        for i, product in enumerate(products):
+            for cost in {(entry.key, name) for entry in product for name in entry.terms}:
                 self.users[cost].append(i)
-        self.losses = [self.loss(i) for i in range(len(self.products))]
+        self.losses = [self.loss(i) for i in range(len(products))]
 
     def loss(self, i: int) -> float:
-        """How much longer product i takes by the tile that is chosen than by the best."""
+        """Of product i."""
 
-        def predicted(entry: tuple[Key, dict[str, Any]]) -> float:
-            key, tile = entry
-            cost, end = self.costs[Cost(key, tile["cost"])], self.costs.get(Cost(key, "end"), 0)
-            return float(tile["k_tiles"] * cost + tile["ends"] * end + tile["constant"])
+        def predicted(entry: Entry) -> float:
+            return entry.constant + sum(self.costs.get((entry.key, name), 0) * count for name, count in entry.terms.items())
 
-        tiles = self.products[i]
-        return float(min(tiles, key=predicted)[1]["us"] / min(tile["us"] for _, tile in tiles) - 1)
+        product = self.products[i]
+        return min(product, key=predicted).us / min(entry.us for entry in product) - 1
 
-    def try_cost(self, cost: Cost, value: int) -> bool:
+    def try_cost(self, cost: tuple[Key, str], value: int) -> bool:
         """Take the value if the products that it concerns lose less by it."""
         users, before = self.users[cost], self.costs[cost]
         self.costs[cost] = value
@@ -110,68 +143,81 @@ class Choices:
         self.costs[cost] = before
         return False
 
-
-def improve(choices: Choices) -> None:
-    """Move costs by some percent, then by less, until no move helps."""
-    for percent in (8, 4, 2, 1):
-        moved = True
-        while moved:
-            moved = False
-            for cost in sorted(choices.costs):
-                for sign in (-1, 1):
-                    value = choices.costs[cost] + sign * max(1, round(choices.costs[cost] * percent / 100))
-                    moved |= value >= 0 and choices.try_cost(cost, value)
-
-
-def fit(rows: list[dict[str, Any]]) -> Costs:
-    choices = Choices(rows, {cost: max(0, round(value)) for cost, value in least_squares(rows).items()})
-    improve(choices)
-    return choices.costs
+    def improve(self) -> None:
+        """Move costs by some percent, then by less, until no move helps."""
+        for percent in (8, 4, 2, 1):
+            moved = True
+            while moved:
+                moved = False
+                for cost in sorted(self.costs):
+                    for sign in (-1, 1):
+                        value = self.costs[cost] + sign * max(1, round(self.costs[cost] * percent / 100))
+                        moved |= value >= 0 and self.try_cost(cost, value)
 
 
-def table(costs: Costs, source: str) -> str:
-    """The lines of csrc/dispatch/costs_sm90.inc."""
-    text = f"// Made by tools/fit_costs.py from {source}: kernel, bits, tile, whether it compensates zero points; TileCost.\n"
-    for key in sorted({cost.key for cost in costs}):
-        values = [costs.get(Cost(key, name), 0) for name in (*KINDS, "end")]
-        if values[0] == 0:  # none is of the kind that the others are special cases of
+def spelled(value: Any) -> str:
+    """As C++ writes it."""
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str):
+        return f"DecodeKind::{value}" if value.startswith("k") else f'"{value}"'
+    return str(value)
+
+
+def table(costs: Costs, model: Model) -> str:
+    """The lines of the table that C++ includes."""
+    text = f"// Made by tools/fit_costs.py from {model.results.relative_to(ROOT)}: {model.heading}.\n"
+    for key in sorted({key for key, _ in costs}):
+        values = [costs.get((key, name), 0) for name in model.members]
+        if model.members is TILE_COSTS and values[0] == 0:  # what the others are special cases of
             values[0] = max(values[1:3])
-        corrects = "true" if key.corrects else "false"
-        text += f'{{"{key.kernel}", {key.bits}, {key.block_n}, {key.block_m}, {corrects}, {{{", ".join(map(str, values))}}}}},\n'
+        text += f"{{{', '.join(map(spelled, key))}, {{{', '.join(map(str, values))}}}}},\n"
     return text
 
 
-def report(rows: list[dict[str, Any]], losses: list[list[float]], heading: str) -> None:
+def report(heading: str, formats: list[str], losses: list[float]) -> None:
+    """Print what choices lose, format by format."""
     print(heading)
     groups: dict[str, list[float]] = defaultdict(list)
-    for row, (loss,) in zip(rows, losses, strict=True):
-        groups[row["format"]].append(loss)
+    for name, loss in zip(formats, losses, strict=True):
+        groups[name].append(loss)
     for name, values in groups.items():
         print(f"  {name:18} {len(values):4} products, mean {np.mean(values):6.2%}, worst {max(values):6.1%}")
-    print(f"  all                {np.mean([loss for (loss,) in losses]):6.2%}")
+    print(f"  all {len(losses):19} products, mean {np.mean(losses):6.2%}")
+
+
+def fit(model: Model) -> str:
+    """Fit the costs, say how good they are, and return their table."""
+    results = json.loads(model.results.read_text())
+    rows = [dict(zip(results["columns"], row, strict=True)) for row in results["rows"]]
+    for row in rows:
+        row["tiles"] = [dict(zip(results["candidate_columns"], values, strict=True)) for values in row["candidates"]]
+    products = [[model.entry(row, tile) for tile in row["tiles"]] for row in rows]
+    formats = [row["format"] for row in rows]
+    before = []
+    for product in products:
+        best = min(entry.us for entry in product)
+        before.append(next((entry.us for entry in product if entry.chosen), best) / best - 1)
+    report(f"{model.results.name}: choices of the library that was measured, beyond the best:", formats, before)
+    choices = Choices(products, least_squares(products, model))
+    choices.improve()
+    report("choices by the fitted costs:", formats, choices.losses)
+    return table(choices.costs, model)
 
 
 def main() -> int:
+    """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail if the table is another than the fit's")
+    parser.add_argument("--check", action="store_true", help="write nothing; fail if a table is another than the fit's")
     args = parser.parse_args()
-    rows = [row for row in json.loads(args.results.read_text())["rows"] if len(row["tiles"]) > 1]
-
-    def measured(row: dict[str, Any]) -> float:
-        """Of the table that the measured library had."""
-        best = min(tile["us"] for tile in row["tiles"])
-        return next((tile["us"] for tile in row["tiles"] if tile["chosen"]), best) / best - 1
-
-    costs = fit(rows)
-    report(rows, [[measured(row)] for row in rows], "choices of the library that was measured, over the best tiles:")
-    choices = Choices(rows, costs)
-    report(rows, [[loss] for loss in choices.losses], "choices by the fitted costs:")
-    text = table(costs, f"results/{args.results.name}")
-    if args.check:
-        return 0 if TABLE.read_text() == text else 1
-    TABLE.write_text(text)
-    return 0
+    same = True
+    for model in MODELS:
+        text = fit(model)
+        if args.check:
+            same &= model.table.read_text() == text
+        else:
+            model.table.write_text(text)
+    return 0 if same else 1
 
 
 if __name__ == "__main__":

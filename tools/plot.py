@@ -38,16 +38,33 @@ def panels(rows: Rows) -> dict[tuple[int, int], dict[str, Rows]]:
     return found
 
 
-def draw(result: dict[str, Any], path: Path) -> None:
-    """Write the picture of ``result`` to ``path``."""
+def pyplot(salt: str, size: int) -> Any:
+    """Return matplotlib's pyplot for SVG, with this package's style."""
     import matplotlib
 
     matplotlib.use("svg")
+    matplotlib.rcdefaults()
     # Text stays text, and names of parts are not drawn by lot.
-    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "bench", "font.size": 8})
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": salt, "font.size": size})
     matplotlib.rcParams.update({"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.3})
     import matplotlib.pyplot as plt
 
+    return plt
+
+
+def save(figure: Any, path: Path) -> None:
+    """Write a picture that does not say when it was drawn."""
+    from matplotlib import pyplot as plt
+
+    figure.savefig(path, metadata={"Date": None}, facecolor="white")
+    plt.close(figure)
+    # matplotlib leaves blanks at the ends of lines, which editors and git complain of.
+    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+
+
+def draw(result: dict[str, Any], path: Path) -> None:
+    """Write the picture of ``result`` to ``path``."""
+    plt = pyplot("bench", 8)
     shapes = panels(result["rows"])
     columns = max(len(formats) for formats in shapes.values())
     figure, axes = plt.subplots(
@@ -104,10 +121,62 @@ def draw(result: dict[str, Any], path: Path) -> None:
             rate.legend(fontsize=6, loc="lower right")
     measured = f"{result['device']}, torch {result['torch']}"
     figure.suptitle(f"{measured}: time of one call in times of the floor, and its rate, over M")
-    figure.savefig(path, metadata={"Date": None})
-    plt.close(figure)
-    # matplotlib leaves blanks at the ends of lines, which editors and git complain of.
-    path.write_text("\n".join(line.rstrip() for line in path.read_text().splitlines()) + "\n")
+    save(figure, path)
+
+
+def draw_bars(bars: list[tuple[str, float, tuple[str, float]]], title: str, path: Path) -> None:
+    """Draw a pair of bars for each name: this package's microseconds, and a peer's with its name."""
+    plt = pyplot("bars", 9)
+    plt.rcParams.update({"axes.grid.axis": "x", "axes.axisbelow": True})
+    figure, axis = plt.subplots(figsize=(7, 0.6 * len(bars) + 0.8), layout="constrained")
+    peers = [f"{peer} {us:.1f}" for _, _, (peer, us) in bars]
+    for place, colour, values, texts in (
+        (-0.2, OURS, [us for _, us, _ in bars], [f"cutlass_ops {us:.1f}" for _, us, _ in bars]),
+        (0.2, PEER, [us for _, _, (_, us) in bars], peers),
+    ):
+        drawn = axis.barh([i + place for i in range(len(bars))], values, 0.38, color=colour)
+        axis.bar_label(drawn, texts, padding=3, fontsize=8)
+    axis.set_yticks(range(len(bars)), [name for name, _, _ in bars])
+    axis.invert_yaxis()
+    axis.margins(x=0.2)
+    axis.set_title(title, fontsize=9)
+    save(figure, path)
+
+
+def draw_accuracy(results: dict[str, Any], path: Path) -> None:
+    """Draw results/accuracy.json: what x's quantisation does to each kind of layer, and what all of it does to a model."""
+    plt = pyplot("accuracy", 9)
+    plt.rcParams.update({"axes.grid.axis": "y", "axes.axisbelow": True})
+    colours = {"token": "#c8553d", "block 128": "#8fb8de", "block 64": "#4a86bf", "block 32": "#1f4e79"}
+    models = results["models"]
+    figure, axes = plt.subplots(len(models), 2, figsize=(11, 3.6 * len(models)), squeeze=False, layout="constrained")
+    for (left, right), model in zip(axes, models, strict=True):
+        kinds = model["kinds"]
+        for i, (way, colour) in enumerate(colours.items()):
+            heights = [100 * kind["errors"][f"x {way}"] for kind in kinds]
+            left.bar([j + 0.2 * (i - 1.5) for j in range(len(kinds))], heights, 0.2, color=colour, label=way)
+        names = ["\n".join([*kind["kind"].rsplit(".", 1), f"{kind['median_peak_over_rms']:.0f}"]) for kind in kinds]
+        left.set_xticks(range(len(kinds)), names, fontsize=7)
+        left.set_ylabel("error of x @ W^T, %")
+        left.set_title(f"{model['model']}: int8 activations alone\n(number: median of max |x| / rms)", fontsize=9)
+        left.legend(fontsize=8, frameon=False)
+        series = {
+            "16": ("#777777", "activations not quantised"),
+            "8 token": ("#c8553d", "token"),
+            "8 block": ("#1f4e79", "block"),
+        }
+        places = [(bits, group) for bits in (8, 4) for group in (128, 64, 32)]
+        for i, (name, (colour, text)) in enumerate(series.items()):
+            rows = [row for row in model["rows"] if row.get("symmetric") and "clip" not in row and row["activations"] == name]
+            found = {(row["bits"], row["group_size"]): 100 * row["error"] for row in rows}
+            heights = [found[place] for place in places]
+            right.bar([j + 0.27 * (i - 1) for j in range(len(places))], heights, 0.27, color=colour, label=text)
+        right.set_xticks(range(len(places)), [f"W{bits}\ng{group}" for bits, group in places])
+        right.set_yscale("log")
+        right.set_ylabel(f"error of {model['compared']}, %")
+        right.set_title(f"{model['model']}: the whole model, symmetric", fontsize=9)
+        right.legend(fontsize=8, frameon=False)
+    save(figure, path)
 
 
 def main() -> None:

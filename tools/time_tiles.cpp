@@ -1,8 +1,8 @@
 // Times every tile that may compute a product, on the GPU that is there, and prints JSON, a line a product.
 //
-//   time_tiles tiles [seconds] > results.json    the persistent kernels, what tools/fit_costs.py fits the costs of tiles to: of the product alone, x was
+//   time_tiles tiles [seconds [commit]] > results.json    the persistent kernels, what tools/fit_costs.py fits the costs of tiles to: of the product alone, x was
 //                                                quantised before, column sums are there
-//   time_tiles decode [seconds] > results.json   those of few rows of x, whole calls
+//   time_tiles decode [seconds [commit]] > results.json   those of few rows of x, whole calls
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
@@ -76,11 +76,18 @@ constexpr Format kFormats[] = {
     {"w8a16-g32", 8, 32, ActQuant::kNone, true, false, false, false},
     {"w4a16-g32-offsets", 4, 32, ActQuant::kNone, true, false, true, false},
     {"nf4", 4, 64, ActQuant::kNone, true, false, false, true},
+    {"w4a8-block-g32", 4, 32, ActQuant::kBlock, true, false, false, false},
+    {"w8a8-block-g32", 8, 32, ActQuant::kBlock, true, false, false, false},
+    {"w4a8-token-g32", 4, 32, ActQuant::kToken, true, false, false, false},
+    {"w8a8-token-g32", 8, 32, ActQuant::kToken, true, false, false, false},
 };
 constexpr int kShapes[][2] = {{4096, 4096},  {6144, 4096},  {14336, 4096}, {4096, 14336}, {11008, 4096}, {28672, 4096},
                               {8192, 28672}, {18944, 3584}, {2048, 2048},  {5120, 13824}, {8192, 8192}};
 constexpr int kRowsOfX[] = {17,  24,  32,  33,  48,  64,  72,  96,   100,  128,  129,  150,
                             176, 200, 256, 320, 400, 512, 777, 1024, 1500, 2048, 3000, 4096};
+// Of DecodeKind.
+constexpr char const* kDecodeKindNames[kDecodeKinds] = {"kFloats",       "kFloatsRounded", "kCodebook",    "kBlock",
+                                                        "kBlockRounded", "kToken",         "kTokenRounded"};
 constexpr int kFewRowsOfX[] = {1, 2, 4, 7, 8, 16};
 constexpr int kMostRows = 4096, kMostK = 28672, kMostN = 28672;
 
@@ -118,11 +125,14 @@ struct Data {
   }
 };
 
+// The kernels of every architecture whose smallest tile has 16 rows of x.
+bool is_portable(KernelSpec const& spec) { return std::strncmp(spec.name, "mma_gemm", 8) == 0; }
+
 // Whether a decode kernel was compiled for the candidate, wherever it may be chosen.
 bool has_instance(KernelSpec const& spec, Candidate const& c, GemmProblem const& p) {
   bool const integers = !p.weight.book, int8_weight = p.weight.bits == 8;
-  if (std::strcmp(spec.name, "decode_gemm") == 0)
-    return c.tile.block_m == 8 || !integers || (c.tile.block_m == 16 && !int8_weight && !multiplies_int8(p));
+  if (is_portable(spec)) return c.tile.block_m == 16;
+  if (std::strcmp(spec.name, "decode_gemm") == 0) return c.tile.block_m == 8 || !integers;
   if (c.quantizes && p.act_quant != ActQuant::kBlock) return false;
   return int8_weight || c.tile.min_ctas_per_sm == 2;
 }
@@ -194,7 +204,15 @@ int main(int argc, char** argv) {
         if (decode && format.symmetric) products.push_back({&format, shape[0], shape[1], m});
     }
   std::shuffle(products.begin(), products.end(), data.random);  // so that any part of them is of all kinds
-  std::printf("{\"device\": \"%s\", \"multiprocessors\": %d, \"rows\": [", properties.name, device.multiprocessors);
+  std::printf("{\"device\": \"%s\", \"multiprocessors\": %d, \"commit\": \"%s\",\n", properties.name, device.multiprocessors,
+              argc > 3 ? argv[3] : "");
+  std::printf(
+      "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", \"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
+      decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", \"kind\", \"chunk\", \"share\", "
+               "\"x\", "
+               "\"row\""
+             : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"corrects\", \"cost\", \"k_tiles\", \"ends\", "
+               "\"constant\", \"slices\", \"tail_tiles\"");
   char const* comma = "";
   for (Product const& product : products) {
     if (std::chrono::duration<double>(std::chrono::steady_clock::now() - begin).count() > seconds) break;
@@ -226,38 +244,40 @@ int main(int argc, char** argv) {
     }
     Plan chosen;
     check(plan(p, device, &chosen));
-    if (!chosen.spec->cost != decode) continue;
-    std::printf("%s\n{\"format\": \"%s\", \"n\": %d, \"k\": %d, \"m\": %d, \"kernel\": \"%s\", \"bits\": %d, \"tiles\": [",
-                comma, f.name, p.weight.n, p.weight.k, p.m, chosen.kernel, f.bits);
+    if (!decode && chosen.spec->decodes) continue;
+    std::printf("%s\n[\"%s\", %d, %d, %d, %d, [", comma, f.name, p.weight.n, p.weight.k, p.m, f.bits);
     comma = ",";
     char const* inner = "";
     for (KernelSpec const& spec : kernel_specs()) {
-      bool const competes = decode ? spec.decodes && spec.can_implement(p, device) == Field::kNone : &spec == chosen.spec;
+      bool const competes =
+          decode ? (spec.decodes || is_portable(spec)) && spec.can_implement(p, device) == Field::kNone : &spec == chosen.spec;
       for (Candidate const& c : competes ? spec.candidates(p) : Candidates{nullptr, 0}) {
         if (p.m < c.min_m || p.m > c.max_m || (!decode && c.applies && !c.applies(p))) continue;
-        // Tiles that are mostly empty are no candidates.
-        if (c.tile.block_m > 128 && c.tile.block_m > 2 * p.m) continue;
+        if (is_mostly_empty(c.tile, p.m)) continue;
         if (decode && !has_instance(spec, c, p)) continue;
         Plan one;
         if (!plan_candidate(p, device, spec, c, &one) || one.workspace > data.workspace_bytes) continue;
-        PredictedTime const t = cut_of(p, device, spec, c).time;
-        auto const which = cost_kind(p, c);
-        char const* const kind = which == &TileCost::k4096        ? "k4096"
-                                 : which == &TileCost::row_scales ? "row_scales"
-                                                                  : "whole_rows";
         bool const is_chosen = &spec == chosen.spec && c.tile.block_m == chosen.block_m && c.tile.block_n == chosen.block_n &&
                                one.quantizes == chosen.quantizes && one.one_cta_per_sm == chosen.one_cta_per_sm;
-        std::printf(
-            "%s{\"kernel\": \"%s\", \"block_n\": %d, \"block_m\": %d, \"corrects\": %s, \"quantizes\": %s, \"one_cta\": %s, "
-            "\"cost\": \"%s\", \"k_tiles\": %lld, \"ends\": %lld, \"constant\": %lld, \"slices\": %d, \"tail_tiles\": %d, "
-            "\"chosen\": %s, \"us\": %.2f}",
-            inner, spec.name, c.tile.block_n, c.tile.block_m, c.corrects ? "true" : "false", one.quantizes ? "true" : "false",
-            one.one_cta_per_sm ? "true" : "false", kind, (long long)t.k_tiles, (long long)t.ends, (long long)t.constant,
-            one.slices, one.tail_tiles, is_chosen ? "true" : "false", time_of(p, one, data, stream));
+        std::printf("%s[\"%s\", %d, %s, %.2f, ", inner, spec.name, c.tile.block_m, is_chosen ? "true" : "false",
+                    time_of(p, one, data, stream));
+        if (decode) {
+          DecodeTerms const t = is_portable(spec) ? DecodeTerms{} : decode_terms(p, device, one);
+          std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d]", c.tile.min_ctas_per_sm, c.quantizes ? "true" : "false",
+                      kDecodeKindNames[int(decode_kind(p))], t.chunks, t.share, t.x, t.rows);
+        } else {
+          PredictedTime const t = cut_of(p, device, spec, c).time;
+          auto const which = cost_kind(p, c);
+          std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n, c.corrects ? "true" : "false",
+                      which == &TileCost::k4096        ? "k4096"
+                      : which == &TileCost::row_scales ? "row_scales"
+                                                       : "whole_rows",
+                      (long long)t.k_tiles, (long long)t.ends, (long long)t.constant, one.slices, one.tail_tiles);
+        }
         inner = ", ";
       }
     }
-    std::printf("]}");
+    std::printf("]]");
     std::fflush(stdout);
   }
   std::printf("\n]}\n");

@@ -28,6 +28,7 @@ struct CpuProduct {
   int block = 0;                     // columns of a scale block: 32, 64, or a multiple of 128
   int blocks = 0;                    // scale blocks that hold real columns
   int group_blocks = 0;              // scale blocks of a group of weights
+  bool has_floats = false;           // x is floats
   int64_t x_stride = 0;              // elements of a row of x, codes or centred
   float const* x = nullptr;          // floats, in the order of lane_column; null for integers
   int8_t const* codes = nullptr;     // integers in the order of the kernel's instruction set, or null
@@ -44,22 +45,26 @@ struct CpuProduct {
   int run() const { return block < kKPerTile ? block : kKPerTile; }  // columns whose products are summed at a time
 };
 
+// Rows of x that a kernel is given at a time.
+inline constexpr int kMostRows = 96;
+
 struct CpuKernels {
   char const* name;
-  // Integers for weights of so many bits, in what order: [0, columns) at each place, `places` a time; and whether as `centred`.
+  // A product's integers, in what order: [0, columns) at each place, `places` a time; and whether as `centred`.
   struct IntegerOrder {
     int columns, places;
     bool centred;
     int (*column)(int place);
   };
-  IntegerOrder (*integer_order)(int bits);
-  // Columns of out from 64 * panel on, of all rows.
-  void (*multiply)(CpuProduct const& product, int panel);
+  IntegerOrder (*integer_order)(CpuProduct const& product);
+  // Columns of out from 64 * panel on, of rows first .. first + rows - 1, at most kMostRows.
+  void (*multiply)(CpuProduct const& product, int panel, int first, int rows);
 };
 
 extern CpuKernels const kScalarKernels;
 #if defined(CUTLASS_OPS_AVX2)
 extern CpuKernels const kAvx2Kernels;
+extern CpuKernels const kAvx512VnniKernels;
 #endif
 
 // Writes the sums of a panel in group_row order to a row of the result, plus the bias. What is not finite becomes NaN.
@@ -79,8 +84,9 @@ inline uint32_t as_bits(float value) {
   return bits;
 }
 
-// Element `index` of fp16, bf16 or fp32 data.
+// Elements of fp16, bf16 or fp32 data: one, or `count` from `index` on.
 float load_float(void const* data, DataType type, int64_t index);
+void load_row(void const* data, DataType type, int64_t index, int count, float* out);
 
 // The nearest value of `type`, halfway between two the even one.
 void store_float(void* data, DataType type, int64_t index, float value);

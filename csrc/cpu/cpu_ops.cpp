@@ -3,11 +3,13 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <memory>
 #include <stdexcept>
 
 #include "cpu/cpu_kernels.h"
 #include "dispatch/problem.h"
 #include "host_threads.h"
+#include "host_vectors.h"
 
 namespace cutlass_ops {
 namespace {
@@ -16,7 +18,10 @@ std::vector<CpuKernels const*> const& available() {
   static std::vector<CpuKernels const*> const kernels = [] {
     std::vector<CpuKernels const*> found;
 #if defined(CUTLASS_OPS_AVX2)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) found.push_back(&kAvx2Kernels);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
+      if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
+      found.push_back(&kAvx2Kernels);
+    }
 #endif
     found.push_back(&kScalarKernels);
     return found;
@@ -73,28 +78,24 @@ void quantize_block(float const* x, int count, int8_t* codes, float* scale, int8
   }
 }
 
-// Row `row` of a matrix in fp32, columns in the order of `perm`.
-void load_row(void const* x, DataType type, int64_t start, int k, int32_t const* perm, float* out) {
-  if (perm) {
-    for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + perm[i]);
-  } else if (type == DataType::kFloat32) {
-    std::memcpy(out, static_cast<float const*>(x) + start, size_t(k) * sizeof(float));
-  } else {
-    for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + i);
-  }
+// A row in fp32, columns in the order of `perm`.
+void gather_row(void const* x, DataType type, int64_t start, int k, int32_t const* perm, float* out) {
+  if (!perm) return load_row(x, type, start, k, out);
+  for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + perm[i]);
 }
 
 // Memory for activations that a product quantises itself.
 struct Quantized {
-  std::vector<int8_t> codes, zeros;
+  std::unique_ptr<int8_t[]> codes;
+  std::vector<int8_t> zeros;
   std::vector<float> scales;
 
   QuantizedActivations make_room(int m, int k, int block, bool symmetric) {
     int64_t const k_pad = padded_k(k), blocks = block == -1 ? 1 : k_pad / block;
-    codes.resize(size_t(m * k_pad)), scales.resize(size_t(m * blocks));
+    codes.reset(new int8_t[size_t(m * k_pad)]), scales.resize(size_t(m * blocks));
     if (!symmetric) zeros.resize(size_t(m * blocks));
     QuantizedActivations out;
-    out.codes = codes.data(), out.scales = scales.data(), out.zeros = symmetric ? nullptr : zeros.data();
+    out.codes = codes.get(), out.scales = scales.data(), out.zeros = symmetric ? nullptr : zeros.data();
     out.block = block, out.stride = m;
     return out;
   }
@@ -102,9 +103,10 @@ struct Quantized {
 
 // What a product's activations are prepared in.
 struct Prepared {
-  std::vector<float> x, scales, offset_x, codebook, bias;
-  std::vector<int8_t> codes;
-  std::vector<int16_t> centred;
+  std::unique_ptr<float[]> x;
+  std::unique_ptr<int8_t[]> codes;
+  std::unique_ptr<int16_t[]> centred;
+  std::vector<float> scales, offset_x, codebook, bias;
   std::vector<int32_t> zeros;
   std::vector<int64_t> sums;
 };
@@ -120,72 +122,100 @@ float sum_run(float const* x, int first, int run) {
   return first % kLaneColumns ? high : low;
 }
 
-void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory) {
+// work(first row, last row + 1) for all rows, on threads if there is much.
+template <class Work>
+void for_rows(int m, int k_pad, int threads, Work const& work) {
+  constexpr int kElementsOfBatch = 1 << 15;
+  int const batch = std::max(1, kElementsOfBatch / k_pad);
+  for_each_index(ceil_div(m, batch), 1, threads,
+                 [&](int64_t index) { work(int(index) * batch, int(std::min<int64_t>(m, (index + 1) * batch))); });
+}
+
+void prepare_floats(GemmProblem const& problem, CpuProduct& p, Prepared& memory, int threads) {
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
   p.x_stride = k_pad;
-  memory.x.resize(size_t(p.m) * k_pad);
+  memory.x.reset(new float[size_t(p.m) * k_pad]);
   if (problem.weight.offsets) memory.offset_x.assign(size_t(p.m) * p.blocks, 0.0f);
-  std::vector<float> natural(size_t(k_pad), 0.0f);
-  for (int row = 0; row < p.m; ++row) {
-    load_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm, natural.data());
-    float* const x = memory.x.data() + size_t(row) * k_pad;
-    for (int start = 0; start < k_pad; start += kLaneColumns) {
-      for (int place = 0; place < kLaneColumns; ++place) x[start + place] = natural[size_t(start + kLaneOrder[size_t(place)])];
+  for_rows(p.m, k_pad, threads, [&](int first, int last) {
+    std::vector<float> natural(size_t(k_pad), 0.0f);
+    for (int row = first; row < last; ++row) {
+      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.weight.perm, natural.data());
+      float* const x = memory.x.get() + size_t(row) * k_pad;
+      for (int start = 0; start < k_pad; start += kLaneColumns) {
+        for (int place = 0; place < kLaneColumns; ++place)
+          x[start + place] = natural[size_t(start + kLaneOrder[size_t(place)])];
+      }
+      if (!problem.weight.offsets) continue;
+      for (int begin = 0; begin < k_pad && begin / p.block < p.blocks; begin += p.run()) {
+        memory.offset_x[size_t(row) * p.blocks + begin / p.block] += sum_run(x, begin, p.run());
+      }
     }
-    if (!problem.weight.offsets) continue;
-    for (int first = 0; first < k_pad && first / p.block < p.blocks; first += p.run()) {
-      memory.offset_x[size_t(row) * p.blocks + first / p.block] += sum_run(x, first, p.run());
-    }
-  }
-  p.x = memory.x.data();
+  });
+  p.x = memory.x.get();
   p.offset_x = memory.offset_x.data();
 }
 
-void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p, Prepared& memory) {
+// Sums of less than 2^23 codes fit.
+int32_t sum_codes(int8_t const* codes, int64_t count) {
+  int32_t sum = 0;
+  for (int64_t i = 0; i < count; ++i) sum += codes[i];
+  return sum;
+}
+
+void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, CpuProduct& p, Prepared& memory, int threads) {
   QuantizedActivations const& q = problem.quantized;
   int const k = problem.weight.k, k_pad = p.tiles * kKPerTile;
-  auto const order = kernels.integer_order(problem.weight.bits);
-  std::vector<int> positions(size_t(order.places));  // of codes in the order of QuantizedActivations
-  for (int place = 0; place < order.places; ++place) {
+  auto const order = kernels.integer_order(p);
+  int const columns = order.columns, places = order.places;
+  uint8_t positions[kLaneColumns];  // of codes in the order of QuantizedActivations; four of one word stay side by side
+  for (int place = 0; place < places; ++place) {
     int const column = order.column(place);
-    positions[size_t(place)] = column / 16 * 16 + activation_position(column);
+    positions[place] = uint8_t(column / 16 * 16 + activation_position(column));
   }
-  p.x_stride = int64_t(k_pad) / order.columns * order.places;
-  size_t const vectors = size_t(p.m) * p.blocks;
-  (order.centred ? memory.centred.resize(size_t(p.m) * p.x_stride) : memory.codes.resize(size_t(p.m) * p.x_stride));
-  memory.scales.resize(vectors), memory.sums.assign(vectors, 0);
+  int64_t const stride = p.x_stride = int64_t(k_pad) / columns * places;
+  size_t const vectors = size_t(p.m) * p.blocks, integers = size_t(p.m) * size_t(p.x_stride);
+  (order.centred ? memory.centred.reset(new int16_t[integers]) : memory.codes.reset(new int8_t[integers]));
+  memory.scales.resize(vectors), memory.sums.resize(vectors);
   if (q.zeros) memory.zeros.resize(vectors);
   if (problem.weight.offsets) memory.offset_x.resize(vectors);
-  for (int row = 0; row < p.m; ++row) {
-    int8_t const* const codes = q.codes + int64_t(row) * k_pad;
-    for (int block = 0; block < p.blocks; ++block) {
-      int64_t const from = int64_t(q.block == -1 ? 0 : block) * q.stride + row;
-      size_t const at = size_t(row) * p.blocks + block;
-      int const zero = q.zeros ? q.zeros[from] : 0;
-      // Padding holds zero points, at any position of the last sixteen columns: it adds nothing.
-      int64_t const begin = int64_t(block) * p.block, end = std::min<int64_t>(begin + p.block, (int64_t(k) + 15) / 16 * 16);
-      int64_t sum = 0;
-      for (int64_t i = begin; i < end; ++i) sum += codes[i] - zero;
-      memory.scales[at] = q.scales[from], memory.sums[at] = sum;
-      if (q.zeros) memory.zeros[at] = zero;
-      if (problem.weight.offsets) memory.offset_x[at] = q.scales[from] * float(sum);
-    }
-    for (int64_t start = 0; start < k_pad; start += order.columns) {
-      int64_t const to = row * p.x_stride + start / order.columns * order.places;
-      for (int place = 0; place < order.places; ++place) {
-        int64_t const from = start + positions[size_t(place)], block = from / p.block;
-        int8_t const code = codes[from];
-        if (!order.centred) {
-          memory.codes[size_t(to + place)] = code;
-        } else {
-          int const zero = q.zeros && block < p.blocks ? memory.zeros[size_t(row) * p.blocks + block] : 0;
-          memory.centred[size_t(to + place)] = int16_t(code - zero);
+  for_rows(p.m, k_pad, threads, [&](int first, int last) {
+    for (int row = first; row < last; ++row) {
+      int8_t const* const codes = q.codes + int64_t(row) * k_pad;
+      size_t const vector = size_t(row) * p.blocks;
+      for (int block = 0; block < p.blocks; ++block) {
+        int64_t const from = int64_t(q.block == -1 ? 0 : block) * q.stride + row;
+        size_t const at = vector + size_t(block);
+        int const zero = q.zeros ? q.zeros[from] : 0;
+        // Padding holds zero points, at any position of the last sixteen columns: it adds nothing.
+        int64_t const begin = int64_t(block) * p.block, end = std::min<int64_t>(begin + p.block, (int64_t(k) + 15) / 16 * 16);
+        int64_t const sum = sum_codes(codes + begin, end - begin) - zero * (end - begin);
+        memory.scales[at] = q.scales[from], memory.sums[at] = sum;
+        if (q.zeros) memory.zeros[at] = zero;
+        if (problem.weight.offsets) memory.offset_x[at] = q.scales[from] * float(sum);
+      }
+      int8_t const* from = codes;
+      if (!order.centred) {
+        int8_t* to = memory.codes.get() + row * stride;
+        for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
+          for (int place = 0; place < places; place += 4) std::memcpy(to + place, from + positions[place], 4);
+        }
+        continue;
+      }
+      int16_t* to = memory.centred.get() + row * stride;
+      for (int start = 0; start < k_pad; start += columns, from += columns, to += places) {
+        int zeros[2];  // of both halves of 64 columns
+        for (int half = 0; half < 2; ++half) {
+          int const block = (start + 32 * half) / p.block;
+          zeros[half] = q.zeros && block < p.blocks ? memory.zeros[vector + size_t(block)] : 0;
+        }
+        for (int place = 0; place < places; ++place) {
+          int const position = positions[place];
+          to[place] = int16_t(from[position] - zeros[position / 32]);
         }
       }
     }
-  }
-  p.codes = order.centred ? nullptr : memory.codes.data();
-  p.centred = order.centred ? memory.centred.data() : nullptr;
+  });
+  p.codes = memory.codes.get(), p.centred = memory.centred.get();
   p.scales = memory.scales.data(), p.sums = memory.sums.data();
   p.zeros = q.zeros ? memory.zeros.data() : nullptr;
   p.offset_x = memory.offset_x.data();
@@ -226,26 +256,32 @@ void use_cpu_instruction_set(std::string const& name) {
   throw std::invalid_argument("there are no kernels for the instruction set " + name + " on this machine");
 }
 
-void cpu_quantize_activations(QuantizeProblem const& problem) {
+std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }
+
+void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   QuantizedActivations const& out = problem.out;
   int const k = problem.k, k_pad = int(padded_k(k)), block = out.block == -1 ? k_pad : out.block;
-  std::vector<float> natural(size_t(k_pad), 0.0f);
-  std::vector<int8_t> codes(size_t(k_pad), 0);
   for (int index = 0; index < k_pad / block; ++index) {
     std::fill_n(out.scales + int64_t(index) * out.stride, out.stride, 1.0f);
     if (out.zeros) std::fill_n(out.zeros + int64_t(index) * out.stride, out.stride, int8_t(0));
   }
-  for (int row = 0; row < problem.m; ++row) {
-    load_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm, natural.data());
-    for (int begin = 0; begin < k; begin += block) {
-      // Zeros behind the last column widen no range, and get the zero point for a code.
-      int64_t const at = int64_t(begin / block) * out.stride + row;
-      quantize_block(natural.data() + begin, block, codes.data() + begin, out.scales + at,
-                     out.zeros ? out.zeros + at : nullptr);
+  for_rows(problem.m, k_pad, threads, [&](int first, int last) {
+    std::vector<float> natural(size_t(k_pad), 0.0f);
+    for (int row = first; row < last; ++row) {
+      gather_row(problem.x, problem.x_type, row * problem.x_stride, k, problem.perm, natural.data());
+      int8_t* const codes = out.codes + int64_t(row) * k_pad;
+      for (int begin = 0; begin < k_pad; begin += block) {
+        if (begin >= k) {
+          std::fill_n(codes + begin, block, int8_t(0));
+          continue;
+        }
+        // Zeros behind the last column widen no range, and get the zero point for a code.
+        int64_t const at = int64_t(begin / block) * out.stride + row;
+        quantize_block(natural.data() + begin, block, codes + begin, out.scales + at, out.zeros ? out.zeros + at : nullptr);
+      }
+      for (int i = 0; i < k_pad; i += 16) store(codes + i, zip_halves(load(codes + i)));
     }
-    int8_t* const to = out.codes + int64_t(row) * k_pad;
-    for (int i = 0; i < k_pad; ++i) to[i / 16 * 16 + activation_position(i)] = codes[size_t(i)];
-  }
+  });
 }
 
 void cpu_mixed_gemm(GemmProblem const& given, int threads) {
@@ -257,10 +293,11 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   if (!given.quantized.codes && given.act_quant != ActQuant::kNone) {
     problem.quantized = quantized.make_room(
         given.m, w.k, given.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size), given.act_symmetric);
-    cpu_quantize_activations({given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized});
+    cpu_quantize_activations({given.x, given.x_type, given.x_stride, given.m, w.k, w.perm, problem.quantized}, threads);
   }
   CpuProduct p;
   p.weight = w, p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
+  p.has_floats = !problem.quantized.codes;
   p.tiles = int(padded_k(w.k) / kKPerTile);
   int const k_pad = p.tiles * kKPerTile;
   int const group = w.group_size == -1 ? k_pad : std::min(w.group_size, k_pad);
@@ -270,18 +307,21 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   Prepared memory;
   if (problem.bias) {
     memory.bias.resize(size_t(w.n));
-    load_row(problem.bias, problem.bias_type, 0, w.n, nullptr, memory.bias.data());
+    load_row(problem.bias, problem.bias_type, 0, w.n, memory.bias.data());
     p.bias = memory.bias.data();
   }
   prepare_codebook(problem, p, memory);
-  problem.quantized.codes ? prepare_integers(problem, kernels, p, memory) : prepare_floats(problem, p, memory);
-  int64_t const panels = padded_rows(w.n) / kRowsPerSlab;
-  // A thread starts in less time than so many products take.
-  constexpr int64_t kProductsOfThread = 1 << 20;
-  int64_t const products = padded_size(w) * p.m;
-  int64_t const useful = std::min<int64_t>(threads, std::max<int64_t>(1, products / kProductsOfThread));
-  int64_t const batch = std::max<int64_t>(1, panels / (8 * useful));
-  for_each_index(panels, batch, int(useful), [&](int64_t panel) { kernels.multiply(p, int(panel)); });
+  problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
+                          : prepare_floats(problem, p, memory, threads);
+  // Threads are at work in less time than so many products take.
+  constexpr int64_t kProductsOfThread = 1 << 17;
+  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
+  int64_t const panels = padded_rows(w.n) / kRowsPerSlab, parts = ceil_div(p.m, kMostRows);
+  int64_t const batch = std::max<int64_t>(1, panels * parts / (8 * used));
+  for_each_index(panels * parts, batch, used, [&](int64_t index) {
+    int64_t const part = index / panels, first = p.m * part / parts;
+    kernels.multiply(p, int(index % panels), int(first), int(p.m * (part + 1) / parts - first));
+  });
 }
 
 }  // namespace cutlass_ops

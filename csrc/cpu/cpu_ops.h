@@ -10,7 +10,7 @@
 namespace cutlass_ops {
 
 // Floats to int8 codes in kernel order, with scales (and zero points). All of `out` is written.
-void cpu_quantize_activations(QuantizeProblem const& problem);
+void cpu_quantize_activations(QuantizeProblem const& problem, int threads);
 
 // y = x @ W^T + bias, quantising the activations first where the problem says so. The problem has no activation, no residual, and does not saturate.
 void cpu_mixed_gemm(GemmProblem const& problem, int threads);
@@ -18,5 +18,8 @@ void cpu_mixed_gemm(GemmProblem const& problem, int threads);
 // Instruction sets that there are kernels for and this machine has, the fastest first, and the choice of one of them.
 std::vector<std::string> cpu_instruction_sets();
 void use_cpu_instruction_set(std::string const& name);
+
+// The name of the kernels that are chosen.
+std::string cpu_kernel();
 
 }  // namespace cutlass_ops

@@ -2,18 +2,36 @@
 
 namespace cutlass_ops {
 
-float load_float(void const* data, DataType type, int64_t index) {
-  if (type == DataType::kFloat32) {
-    float value;
-    std::memcpy(&value, static_cast<char const*>(data) + 4 * index, sizeof value);
-    return value;
-  }
+namespace {
+
+float half_value(uint16_t bits) {
+  uint32_t const sign = uint32_t(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 1023;
+  uint32_t const normal = (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13;
+  return as_float(sign | (exponent == 0 ? as_bits(float(mantissa) * 0x1p-24f) : normal));
+}
+
+uint16_t load_half(void const* data, int64_t index) {
   uint16_t bits;
   std::memcpy(&bits, static_cast<char const*>(data) + 2 * index, sizeof bits);
-  if (type == DataType::kBFloat16) return as_float(uint32_t(bits) << 16);
-  uint32_t const sign = uint32_t(bits >> 15) << 31, exponent = bits >> 10 & 31, mantissa = bits & 1023;
-  if (exponent == 0) return as_float(sign | as_bits(float(mantissa) * 0x1p-24f));
-  return as_float(sign | (exponent == 31 ? 255 : exponent + 112) << 23 | mantissa << 13);
+  return bits;
+}
+
+}  // namespace
+
+float load_float(void const* data, DataType type, int64_t index) {
+  float value;
+  load_row(data, type, index, 1, &value);
+  return value;
+}
+
+void load_row(void const* data, DataType type, int64_t index, int count, float* out) {
+  if (type == DataType::kFloat32) {
+    std::memcpy(out, static_cast<char const*>(data) + 4 * index, size_t(count) * sizeof(float));
+  } else if (type == DataType::kBFloat16) {
+    for (int i = 0; i < count; ++i) out[i] = as_float(uint32_t(load_half(data, index + i)) << 16);
+  } else {
+    for (int i = 0; i < count; ++i) out[i] = half_value(load_half(data, index + i));
+  }
 }
 
 void store_float(void* data, DataType type, int64_t index, float value) {

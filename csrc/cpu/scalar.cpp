@@ -6,7 +6,7 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kMostRows = 8;  // of x that a tile is unpacked for
+constexpr int kRowsOfTile = 8;  // of x that a tile is unpacked for
 
 using Tile = int8_t[kRowsPerSlab][kKPerTile];  // centred codes, [group_row(row)][place]
 
@@ -50,8 +50,8 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * chunk_bytes(w.bits);
   int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (w.bits - 1);
   Tile tile;
-  float total[kMostRows][kRowsPerSlab] = {}, offsets[kMostRows][kRowsPerSlab] = {};
-  Wide pending[kMostRows][kRowsPerSlab] = {};  // sums of a scale block's runs
+  float total[kRowsOfTile][kRowsPerSlab] = {}, offsets[kRowsOfTile][kRowsPerSlab] = {};
+  Wide pending[kRowsOfTile][kRowsPerSlab] = {};  // sums of a scale block's runs
   for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += span) {
     if (begin % kKPerTile == 0) {
       uint8_t const* const chunk = chunks + begin / kKPerTile * int64_t(chunk_bytes(w.bits));
@@ -99,10 +99,10 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   }
 }
 
-void multiply(CpuProduct const& p, int panel) {
-  for (int m = 0; m < p.m; m += kMostRows) {
-    int const rows = std::min(kMostRows, p.m - m);
-    if (p.x) {
+void multiply(CpuProduct const& p, int panel, int first, int count) {
+  for (int m = first; m < first + count; m += kRowsOfTile) {
+    int const rows = std::min(kRowsOfTile, first + count - m);
+    if (p.has_floats) {
       multiply_rows<float, float, float>(p, p.x, panel, m, rows);
     } else {
       multiply_rows<int16_t, int32_t, int64_t>(p, p.centred, panel, m, rows);
@@ -110,7 +110,7 @@ void multiply(CpuProduct const& p, int panel) {
   }
 }
 
-CpuKernels::IntegerOrder integer_order(int) { return {kLaneColumns, kLaneColumns, true, lane_column}; }
+CpuKernels::IntegerOrder integer_order(CpuProduct const&) { return {kLaneColumns, kLaneColumns, true, lane_column}; }
 
 }  // namespace
 

@@ -58,7 +58,8 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   attributes[2].val.clusterDim.x = unsigned(cluster);
   attributes[2].val.clusterDim.y = attributes[2].val.clusterDim.z = 1;
   config.attrs = attributes;
-  config.numAttrs = device.architecture < 90 ? 0 : cluster > 1 ? 3 : 2;
+  // Clusters of one CTA, too: without the attribute compute-sanitizer's synccheck takes a cluster's barriers for the CTA's.
+  config.numAttrs = device.architecture < 90 ? 0 : 3;
   cudaError_t error = cudaLaunchKernelEx(&config, kernel, std::forward<Args>(args)...);
   if (error != cudaSuccess) {
     cudaGetLastError();  // the launch's own error is not left for the next call to find

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
@@ -72,15 +73,48 @@ int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate
 }
 
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+  if (is_mostly_empty(candidate.tile, problem.m)) return -1;
   int const cost = candidate.cost.*cost_kind(problem, candidate);
   if (!problem.batch_invariant) return time_of(stream_k_tail(problem, device, spec, candidate).time, cost, candidate.cost.end);
   int64_t const clusters = std::max(1, device.multiprocessors * candidate.tile.min_ctas_per_sm / candidate.tile.cluster_size);
   return ceil_div(tile_count(problem, candidate.tile), clusters) * cost;
 }
 
+DecodeKind decode_kind(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  if (w.book) return DecodeKind::kCodebook;
+  bool const rounded = has_short_groups(w) || w.offsets || w.e4m3;
+  if (!multiplies_int8(problem)) return rounded ? DecodeKind::kFloatsRounded : DecodeKind::kFloats;
+  bool const int8 = has_int8_products(w);
+  if (activations_have_blocks(problem)) return int8 ? DecodeKind::kBlock : DecodeKind::kBlockRounded;
+  return int8 ? DecodeKind::kToken : DecodeKind::kTokenRounded;
+}
+
+DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped) {
+  int64_t const tiles = k_tiles(problem.weight), slabs = padded_rows(problem.weight.n) / kRowsPerSlab;
+  int64_t const tiles_of_cta = ceil_div(tiles, shaped.cluster_size);
+  double of_cta = double(shaped.decode.slabs) * tiles_of_cta;
+  if (shaped.decode.cluster == 0) {
+    int const unit = WgmmaDecodeShape::unit(shaped.one_cta_per_sm);
+    int64_t const units = ceil_div(padded_rows(problem.weight.n) / unit, shaped.wgmma_decode.clusters);
+    of_cta = double(units * unit) / kRowsPerSlab * tiles_of_cta;
+  }
+  return {of_cta, double(tiles * slabs) / device.multiprocessors, double(problem.m) * tiles_of_cta / 32, problem.m};
+}
+
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+  DecodeCost const& cost = candidate.decode_costs[problem.weight.bits == 8][int(decode_kind(problem))];
+  if (cost.start == 0 && cost.chunk == 0 && cost.share == 0) return -1;
+  Plan shaped;
+  shaped.one_cta_per_sm = candidate.tile.min_ctas_per_sm == 1;
+  if (!spec.shape(problem, device, candidate, &shaped)) return -1;
+  DecodeTerms const t = decode_terms(problem, device, shaped);
+  return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x + double(cost.row) * t.rows);
+}
+
 Cut cut_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   int const slices = slice_count(problem, device, spec, candidate.tile);
-  if (!spec.cost || problem.batch_invariant) return {0, slices, {}};
+  if (!spec.cost || spec.decodes || problem.batch_invariant) return {0, slices, {}};
   Cut const tail = stream_k_tail(problem, device, spec, candidate);
   if (slices == 1) return tail;
   return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices, tail.time};

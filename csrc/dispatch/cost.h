@@ -25,8 +25,20 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 // Which of a tile's costs for K = 4096 counts.
 int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate);
 
-// KernelSpec::cost of the persistent kernels.
+// Whether most rows of a large tile would be empty. Such tiles are no choice, nor measured.
+constexpr bool is_mostly_empty(Tile const& tile, int m) { return tile.block_m > 128 && tile.block_m > 2 * m; }
+
+// KernelSpec::cost of the persistent kernels; negative for mostly empty tiles.
 int64_t predicted_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+
+// That of decode kernels: linear in their costs too.
+DecodeKind decode_kind(GemmProblem const& problem);
+struct DecodeTerms {
+  double chunks, share, x;
+  int rows;
+};
+DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped);
+int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
 
 // How K is cut for a candidate.
 Cut cut_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);

@@ -25,8 +25,8 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   at.token = shape.slice * kKPerTile * 2 + 16;
   at.x = shape.warps * shape.stages * at.stage;
   at.sums = at.x + p.m * std::max(at.token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
-  at.scales = at.sums + (w.book ? 0 : steps * (p.m <= 8 ? 8 : 16) * 4);
-  at.parts = at.scales + (int8 ? steps * (p.m <= 8 ? 8 : 16) * 4 : 0);
+  at.scales = at.sums + (w.book ? 0 : steps * 8 * 4);
+  at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
   at.slots = at.parts + (shape.slabs * 4 + 15) / 16 * 16;
   at.table = at.slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
   at.total = at.table + (w.book ? kBookTableBytes : 0);
@@ -42,10 +42,9 @@ int cluster_places(Device const& device, int cluster) {
 
 }  // namespace
 
-// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x, 26 of 9
-// to 16 rows with a code book; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a CTA without a cluster
+// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a CTA without a cluster
 // 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
-DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens) {
+DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a slab
   constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
@@ -59,22 +58,22 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device, int tokens)
     shape.clusters = cluster_places(device, cluster);
     shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
-    shape.stages = decode_stages(tokens, book);
+    shape.stages = decode_stages(book);
     auto fits = [&](int warps, int bytes) {
       shape.warps = warps;
       return decode_memory(p, shape).total <= bytes;
     };
     int const all = device.shared_memory - kStaticBytes, half = device.shared_memory / 2 - 2 * kStaticBytes;
-    bool small = tokens == 8 && shape.slabs * shape.slice <= kSmallPart && fits(8, half);
-    if (shape.slabs > 0xffff || (!small && !fits(decode_warps(tokens, book), all) && !fits(8, all))) continue;
+    bool small = shape.slabs * shape.slice <= kSmallPart && fits(8, half);
+    if (shape.slabs > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all))) continue;
     double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
-    bool beside = tokens == 8 && fits(shape.warps, half);
+    bool beside = fits(shape.warps, half);
     if (int8 && !beside && shape.slice >= kLongSlice) {
-      shape.stages += decode_more_stages(tokens, p.weight.bits);
-      if (!fits(shape.warps, all)) shape.stages = decode_stages(tokens, book);
+      shape.stages += decode_more_stages(p.weight.bits);
+      if (!fits(shape.warps, all)) shape.stages = decode_stages(book);
     }
-    double time = weights / (book ? 15 : 18) + x / (book && tokens > 8 ? 26 : 13) + 30.0 * shape.slabs * p.m;
+    double time = weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.slabs * p.m;
     if (cluster > 1) {
       time += 900;
     } else if (!book) {

@@ -104,8 +104,8 @@ bool shape_wgmma_fold16(GemmProblem const& problem, Device const& device, Candid
   return true;
 }
 
-bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
-  DecodeShape const shape = decode_shape(problem, device, std::max(8, candidate.tile.block_m));
+bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candidate const&, Plan* plan) {
+  DecodeShape const shape = decode_shape(problem, device);
   if (shape.cluster == 0) return false;
   plan->decode = shape;
   plan->decode_memory = decode_memory(problem, shape);

@@ -9,15 +9,6 @@ namespace {
 
 constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
-// The product of a few rows starts at once, to load its weights, unless its CTAs are fewer than the GPU has places for: the quantiser's would share SMs with
-// some of them alone. (W8A8, one row x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
-// Up to four are so soon quantised that its CTAs need not spread. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; but eight 32.7 and 31.6.)
-void start_quantizer(GemmProblem const& problem, Plan* plan) {
-  bool const few = problem.m <= 16, decodes = plan->spec->decodes, fills = plan->slices > 1 && plan->layout.block != -1;
-  plan->quantizer_starts_early = few && (decodes || fills);
-  plan->quantizer_spreads = !few || (decodes && !plan->one_cta_per_sm && problem.m > 4);
-}
-
 }  // namespace
 
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
@@ -56,6 +47,15 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   }
 }
 
+// The product of a few rows starts at once, to load its weights, unless its CTAs are fewer than the GPU has places for: the quantiser's would share SMs with
+// some of them alone. (W8A8, one row x 8192 x 28672: 57.2 us, 58.3 if it waits; x 28672 x 4096 31.3 and 31.1.)
+// Up to four are so soon quantised that its CTAs need not spread. (W4A8, x 8192 x 28672: 30.9 us, 31.5 if they do; but eight 32.7 and 31.6.)
+void start_quantizer(GemmProblem const& problem, Plan* plan) {
+  bool const few = problem.m <= 16, decodes = plan->spec->decodes, fills = plan->slices > 1 && plan->layout.block != -1;
+  plan->quantizer_starts_early = few && (decodes || fills);
+  plan->quantizer_spreads = !few || (decodes && !plan->one_cta_per_sm && problem.m > 4);
+}
+
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
   if (Status status = check_gemm(problem, device); !status.ok()) return status;
   *plan = {};
@@ -68,13 +68,13 @@ Status plan(GemmProblem const& problem, Device const& device, Plan* plan) {
 // In the order of mixed_gemm (ops.cpp).
 std::vector<char const*> launches(Plan const& plan) {
   std::vector<char const*> names;
-  if (plan.layout.sums) names.push_back("sum_weights");
   if (plan.layout.block) {
     names.push_back("quantize_activations");
   } else if (plan.layout.upcasts) {
     names.push_back("upcast_activations");
   }
   if (plan.layout.corrects && !plan.layout.block) names.push_back("correct_zeros");
+  if (plan.layout.sums) names.push_back("sum_weights");
   names.push_back(plan.kernel);
   if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("reduce_splits");
   return names;

@@ -9,22 +9,17 @@
 namespace cutlass_ops {
 namespace {
 
-// A kernel's best candidate, or none. `any_m`: even one that is for more rows of x. Kernels that decode say of a candidate whether it fits by filling in the
-// plan.
+// A kernel's best candidate, or none, and its time where it has one. `any_m`: even one that is for more rows of x.
 Candidate const* best_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, bool any_m,
-                                Plan* plan) {
+                                int64_t* least) {
   Candidate const* best = nullptr;
-  int64_t least = 0;
   for (Candidate const& candidate : spec.candidates(problem)) {
     bool const takes = (any_m || problem.m >= candidate.min_m) && problem.m <= candidate.max_m &&
                        (!problem.batch_invariant || candidate.max_m == kMaxM);
     if (!takes || (candidate.applies && !candidate.applies(problem))) continue;
-    if (!spec.cost) {
-      if (spec.decodes && !spec.shape(problem, device, candidate, plan)) continue;
-      return &candidate;
-    }
+    if (!spec.cost) return &candidate;
     int64_t const time = spec.cost(problem, device, spec, candidate);
-    if (!best || time < least) best = &candidate, least = time;
+    if (time >= 0 && (!best || time < *least)) best = &candidate, *least = time;
   }
   return best;
 }
@@ -59,21 +54,35 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
 }
 
+// The first kernel that has a candidate; of those that decode, the one of least time.
+KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device, Candidate const** best) {
+  KernelSpec const* chosen = nullptr;
+  int64_t least = 0;
+  for (KernelSpec const& spec : kernel_specs()) {
+    if (chosen && !spec.decodes) break;
+    if (spec.can_implement(problem, device) != Field::kNone) continue;
+    int64_t time = 0;
+    Candidate const* const candidate = best_candidate(problem, device, spec, false, &time);
+    if (!candidate || (chosen && time >= least)) continue;
+    chosen = &spec, *best = candidate, least = time;
+    if (!spec.decodes) break;
+  }
+  return chosen;
+}
+
 // The kernel and its slices of K as for `asked`.
 Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device const& device, Plan* plan) {
-  for (KernelSpec const& spec : kernel_specs()) {
-    if (spec.can_implement(asked, device) != Field::kNone) continue;
-    Candidate const* best = best_candidate(asked, device, spec, false, plan);
-    if (!best) continue;
-    Cut const cut = cut_of(asked, device, spec, *best);
-    if (problem.batch_invariant) best = best_candidate(problem, device, spec, true, plan);
-    plan->slices = cut.slices, plan->tail_tiles = int(cut.tail_tiles);
-    fill_in(spec, *best, plan);
-    plan->quantizes = best->quantizes && multiplies_int8(problem) && !problem.quantized.codes;
-    if (!spec.decodes) spec.shape(problem, device, *best, plan);
-    return {};
-  }
-  return no_kernel(asked, device);
+  Candidate const* best = nullptr;
+  KernelSpec const* const spec = best_kernel(asked, device, &best);
+  if (!spec) return no_kernel(asked, device);
+  Cut const cut = cut_of(asked, device, *spec, *best);
+  int64_t time = 0;
+  if (problem.batch_invariant) best = best_candidate(problem, device, *spec, true, &time);
+  plan->slices = cut.slices, plan->tail_tiles = int(cut.tail_tiles);
+  fill_in(*spec, *best, plan);
+  plan->quantizes = best->quantizes && multiplies_int8(problem) && !problem.quantized.codes;
+  spec->shape(problem, device, *best, plan);
+  return {};
 }
 
 }  // namespace
@@ -87,6 +96,7 @@ bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec
   plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
   if (!spec.shape(problem, device, candidate, plan)) return false;
   lay_out_workspace(problem, spec.upcasts, plan);
+  start_quantizer(problem, plan);
   return true;
 }
 

@@ -26,6 +26,20 @@ struct TileCost {
   int end = 0;         // and besides, whatever K is, where that is not in it; twice for a tile whose K is cut
 };
 
+// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is integers in groups of 128 or more (zero points of 4 bits among
+// them), another that is rounded to 16 bits, or a code book.
+enum class DecodeKind { kFloats, kFloatsRounded, kCodebook, kBlock, kBlockRounded, kToken, kTokenRounded };
+constexpr int kDecodeKinds = 7;
+
+// Measured times of a decode kernel on an H200, in nanoseconds.
+struct DecodeCost {
+  int start = 0;  // of a launch
+  int chunk = 0;  // of 64 rows x 128 columns of weights that the busiest CTA has
+  int share = 0;  // and that an SM has in the mean
+  int x = 0;      // of 4096 columns of x of a CTA
+  int row = 0;    // of a row of x
+};
+
 // One way in which a kernel may compute a product.
 struct Candidate {
   Tile tile;
@@ -35,6 +49,8 @@ struct Candidate {
   bool quantizes = false;                                 // it quantises floats itself
   bool corrects = false;      // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
+  // Of a decode kernel, for 4 and 8 bits. One whose costs are all 0 is no choice: it lost wherever it was measured, or was not compiled.
+  DecodeCost decode_costs[2][kDecodeKinds] = {};
 };
 
 struct Candidates {
@@ -75,7 +91,8 @@ struct KernelSpec {
   // kNone, or what forbids it; `device` has the architecture whose kernels are asked for.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate in 32nds of TileCost's unit; null where the first candidate that applies is the choice.
+  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which compete with one another; negative if it does not fit. Null
+  // where the first candidate that applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
   // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
@@ -110,6 +127,8 @@ constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.tail_tiles)
 
 // Where the parts of the workspace lie; plan->workspace gets its size.
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);
+// When the quantiser, if there is one, lets the product start.
+void start_quantizer(GemmProblem const& problem, Plan* plan);
 
 constexpr int kInvariantM = 128;  // rows of x for which a batch-invariant product's kernel and slices are chosen, whatever m is
 

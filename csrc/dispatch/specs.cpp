@@ -30,7 +30,7 @@ constexpr Candidates all(Candidate const (&candidates)[kCount]) {
 
 // ---- what kernels can implement
 
-constexpr int kMostDecodeRows = 16;
+constexpr int kMostDecodeRows = 16, kMostDecodeGemmRows = 8;
 
 // Code for sm_90a runs on no later GPU.
 Field needs_hopper(GemmProblem const& problem, Device const& device, int shared_memory = kHopperSharedBytes) {
@@ -95,7 +95,7 @@ Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
 
 Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  if (Field field = needs_few_rows(problem, kMostDecodeRows); field != Field::kNone) return field;
+  if (Field field = needs_few_rows(problem, kMostDecodeGemmRows); field != Field::kNone) return field;
   int64_t const groups = w.group_size == -1 ? 1 : padded_k(w.k) / w.group_size + 1;
   return first_of(needs_hopper(problem, device, kPortableSharedBytes), w.e4m3 ? Field::kCodebook : Field::kNone,
                   groups * padded_rows(w.n) < int64_t(1) << 29 ? Field::kNone : Field::kGroupVectors);
@@ -120,106 +120,78 @@ Field wgmma_decode_fold16_can(GemmProblem const& problem, Device const& device) 
                   may_round(problem) ? Field::kNone : Field::kResult);
 }
 
-// ---- where the decode kernels were measured to win, on an H200 (results/h200.json): by rows of x and by millions of weights
-
-bool has_millions(GemmProblem const& problem, int64_t least, int64_t most = int64_t(1) << 40) {
-  int64_t const size = padded_size(problem.weight);
-  return size >= least << 20 && size < most << 20;
-}
+// Millions of weights.
+bool has_millions(GemmProblem const& problem, int64_t least) { return padded_size(problem.weight) >= least << 20; }
 bool is_int8(GemmProblem const& problem) { return problem.weight.bits == 8; }
 
-// wgmma_decode can quantise x itself: by blocks of a tile's columns, rows that a tensor map describes, and scales of x's type.
+// ---- the decode kernels, by their costs
+
+// Decode kernels can quantise x themselves: by blocks of a tile's columns, rows that a tensor map describes.
 bool can_quantize_values(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kBlock && !problem.quantized.codes && problem.x_type != DataType::kFloat32 &&
          !is_irregular(problem);
 }
+// And, where products are exact, scales of x's type.
 bool can_quantize_blocks(GemmProblem const& problem) {
   return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
-// With one CTA per SM, of large weights of 8 bits. (Of a longer K clusters of two CTAs with few features take a part each, and all of these quantise all of x.)
-bool one_cta_quantizes(GemmProblem const& problem) {
-  return is_int8(problem) && can_quantize_blocks(problem) && problem.weight.k < 8192 &&
-         has_millions(problem, problem.m >= 5 ? 48 : 96);
+// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which has K in more slices than a cluster: 8192 x 28672 takes
+// 32.9 to 37 us, by the decode kernels 36 to 38 (an H200).
+bool is_long_and_quantized(GemmProblem const& problem) {
+  return quantizes_rows(problem) && !is_int8(problem) && problem.weight.k >= 16384 && has_millions(problem, 128);
 }
-// The same with x as it is, or quantised before: a long K pays from 8 rows of floats on.
-bool one_cta_decodes(GemmProblem const& problem) {
-  if (!is_int8(problem)) return false;
-  if (multiplies_int8(problem)) return has_millions(problem, 64);
-  return problem.weight.k <= 8192 ? has_millions(problem, problem.m >= 5 ? 48 : 96)
-                                  : problem.m >= 8 && has_millions(problem, 128);
-}
-// With two CTAs per SM, weights that are not large: the fewer rows, the sooner decode_gemm wins; int8 weights want several rows, or a long K.
-bool two_ctas_quantize(GemmProblem const& problem) {
-  int const m = problem.m;
-  if (!can_quantize_blocks(problem) || m < 2) return false;
-  if (is_int8(problem)) return (m >= 5 || problem.weight.k >= 8192) && has_millions(problem, 0, 96);
-  bool const zeros = activations_have_zeros(problem);
-  return has_millions(problem, 0, m > 8 ? 192 : m > 4 ? (zeros ? 96 : 128) : m == 4 ? 96 : 40);
-}
-// The same with x as it is, or quantised before: decode_gemm wins between small and large int4 weights. Where rows are quantised as a whole, which takes few
-// CTAs long, large weights do better without being in flight meanwhile.
-bool two_ctas_decode(GemmProblem const& problem) {
-  int const m = problem.m;
-  if (problem.weight.book) return m > 8;
-  bool const rows = quantizes_rows(problem);
-  if (is_int8(problem)) return (m >= 5 || (rows && m >= 2)) && has_millions(problem, 0, 32);
-  if (rows) return m >= 2 && has_millions(problem, 0, m == 2 ? 40 : 128);
-  if (m > 8) return has_millions(problem, 0, 256);
-  if (m >= 5 && !multiplies_int8(problem) && has_millions(problem, 0, 40)) return true;
-  return has_millions(problem, m >= 7 && !multiplies_int8(problem) ? 96 : 128, 256);
-}
-// decode_gemm takes int4 floats of any size, and what is not large of the others.
-bool decodes_8_rows(GemmProblem const& problem) {
-  if (problem.weight.book) return true;
-  if (is_int8(problem)) return problem.m <= 4 && has_millions(problem, 0, 64);
-  return !multiplies_int8(problem) || has_millions(problem, 0, 128);
-}
-// Of more rows a code book's where x fits in shared memory, and floats x int4 between small and large weights.
-bool decodes_16_rows(GemmProblem const& problem) {
-  return problem.weight.book || (!is_int8(problem) && !multiplies_int8(problem) && has_millions(problem, 64, 128));
-}
-bool has_codebook(GemmProblem const& problem) { return problem.weight.book; }
-
-constexpr Candidate kWgmmaDecode[] = {
-    {wgmma_decode_tile(1),
-     0,
-     16,
-     {},
-     one_cta_quantizes,
-     true,
-     false,
-     "one CTA per SM quantises its own x: large 8-bit weights"},
-    {wgmma_decode_tile(1), 0, 16, {}, one_cta_decodes, false, false, "one CTA per SM: large 8-bit weights"},
-    {wgmma_decode_tile(2), 0, 16, {}, two_ctas_quantize, true, false, "two CTAs per SM quantise their own x"},
-    {wgmma_decode_tile(2), 0, 16, {}, two_ctas_decode, false, false, "two CTAs per SM, weights by bulk copies"},
-};
-// wgmma_decode_fold16 is the choice where wgmma_decode, whose products are exact, cannot implement the weight, and decode_gemm was not measured to be faster:
-// with code books up to 8 rows, 4 bits in groups of 64 up to 4, and zero points of small 8-bit weights up to 4.
+bool is_not_long(GemmProblem const& problem) { return !is_long_and_quantized(problem); }
+// Whether wgmma_decode_fold16 is a choice: where wgmma_decode, whose products are exact, cannot implement the problem.
 bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  int const m = problem.m;
-  if (w.book) return m > 8;
-  if (w.group_size == 64 && !w.offsets && w.bits == 4) return m > 4;
-  if (multiplies_int8(problem)) return !has_int8_products(w) && (!is_int8(problem) || m > 4 || has_millions(problem, 48));
-  return has_short_groups(w) || w.offsets || w.e4m3 || w.scale_type != problem.x_type;
+  bool const own_scales = w.scale_type == problem.x_type;
+  if (w.book) return w.group_size == 32 || is_irregular(problem) || (!own_scales && w.scale_type != DataType::kFloat32);
+  if (multiplies_int8(problem)) return !has_int8_products(w);
+  return has_short_groups(w) || w.offsets || w.e4m3 || !own_scales;
 }
-// One CTA per SM, of large 8-bit weights, after the quantiser.
-bool one_cta_folds(GemmProblem const& problem) {
-  return folds_few_rows(problem) && is_int8(problem) && has_millions(problem, 48);
+bool folds_and_quantizes(GemmProblem const& problem) { return folds_few_rows(problem) && can_quantize_values(problem); }
+
+// Costs fitted by tools/fit_costs.py.
+struct MeasuredDecodeCost {
+  char const* kernel;
+  int block_m, ctas_per_sm;
+  bool quantizes;
+  int bits;
+  DecodeKind kind;
+  DecodeCost cost;
+};
+constexpr MeasuredDecodeCost kMeasuredDecodeCosts[] = {
+#include "dispatch/decode_costs_sm90.inc"
+};
+constexpr bool same(char const* a, char const* b) { return *a == *b && (*a == 0 || same(a + 1, b + 1)); }
+
+constexpr Candidate decode_candidate(char const* kernel, Tile const& tile, int max_m, bool (*applies)(GemmProblem const&),
+                                     bool quantizes, char const* why = nullptr) {
+  Candidate candidate{tile, 0, max_m, {}, applies, quantizes, false, why};
+  for (MeasuredDecodeCost const& c : kMeasuredDecodeCosts)
+    if (c.block_m == tile.block_m && c.ctas_per_sm == tile.min_ctas_per_sm && c.quantizes == quantizes &&
+        same(c.kernel, kernel))
+      candidate.decode_costs[c.bits == 8][int(c.kind)] = c.cost;
+  return candidate;
 }
-// Of a K that is not long: all clusters quantise all of x. (8192 x 28672 in groups of 32 takes 56 us, 39 after the quantiser; 18944 x 3584 17 and 16 to 20.)
-bool folds_and_quantizes(GemmProblem const& problem) {
-  return folds_few_rows(problem) && can_quantize_values(problem) && problem.weight.k < 8192;
-}
+constexpr Candidate kWgmmaDecode[] = {
+    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, can_quantize_blocks, true, "one CTA per SM quantises its own x"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(1), 16, is_not_long, false, "one CTA per SM"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, can_quantize_blocks, true,
+                     "two CTAs per SM quantise their own x"),
+    decode_candidate("wgmma_decode", wgmma_decode_tile(2), 16, is_not_long, false, "two CTAs per SM"),
+};
 constexpr Candidate kWgmmaDecodeFold16[] = {
-    {wgmma_decode_tile(1), 0, 16, {}, one_cta_folds, false, false, "one CTA per SM: large 8-bit weights, rounded to x's type"},
-    {wgmma_decode_tile(2), 0, 16, {}, folds_and_quantizes, true},
-    {wgmma_decode_tile(2), 0, 16, {}, folds_few_rows},
+    decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(1), 16, folds_few_rows, false,
+                     "one CTA per SM, weights rounded to x's type"),
+    decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(2), 16, folds_and_quantizes, true,
+                     "two CTAs per SM quantise their own x, weights rounded to its type"),
+    decode_candidate("wgmma_decode_fold16", wgmma_decode_tile(2), 16, folds_few_rows, false,
+                     "two CTAs per SM, weights rounded to x's type"),
 };
 constexpr Candidate kDecodeGemm[] = {
-    {decode_gemm_tile(4), 0, 4, {}, has_codebook, true},
-    {decode_gemm_tile(8), 0, 8, {}, decodes_8_rows, true},
-    {decode_gemm_tile(16), 9, 16, {}, decodes_16_rows, true},
+    decode_candidate("decode_gemm", decode_gemm_tile(4), 4, nullptr, true),
+    decode_candidate("decode_gemm", decode_gemm_tile(8), 8, is_not_long, true),
 };
 
 // ---- tiles of the Hopper kernels, by their costs
@@ -276,7 +248,6 @@ struct MeasuredCost {
 constexpr MeasuredCost kMeasuredCosts[] = {
 #include "dispatch/costs_sm90.inc"
 };
-constexpr bool same(char const* a, char const* b) { return *a == *b && (*a == 0 || same(a + 1, b + 1)); }
 // Does not compile for a tile that was not measured. (Four warpgroups of the exact kernels are for int4.)
 constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile, bool corrects = false) {
   for (MeasuredCost const& c : kMeasuredCosts)
@@ -359,12 +330,12 @@ constexpr Candidate kMmaGemmA8[] = {
 #define OF_ALL(candidates) [](GemmProblem const&) { return all(candidates); }
 
 constexpr KernelSpec kSpecs[] = {
-    {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), nullptr,
+    {"wgmma_decode", "few rows of x", false, false, false, true, wgmma_decode_can, OF_ALL(kWgmmaDecode), decode_time,
      shape_wgmma_decode, LAUNCHER(launch_wgmma_decode)},
     {"wgmma_decode_fold16", "few rows of x, weights rounded to its type", true, true, false, true, wgmma_decode_fold16_can,
-     OF_ALL(kWgmmaDecodeFold16), nullptr, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
+     OF_ALL(kWgmmaDecodeFold16), decode_time, shape_wgmma_decode_fold16, LAUNCHER(launch_decode_fold16)},
     {"decode_gemm", "few rows of x, a ring of weights for each warp and x in shared memory", false, false, false, true,
-     decode_gemm_can, OF_ALL(kDecodeGemm), nullptr, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
+     decode_gemm_can, OF_ALL(kDecodeGemm), decode_time, shape_decode_gemm, LAUNCHER(launch_decode_gemm)},
     {"wgmma_gemm_a8", "exact int8 products, the tile of least predicted time", false, false, false, false, wgmma_gemm_a8_can,
      wgmma_gemm_a8_candidates, predicted_time, shape_wgmma_gemm_a8, LAUNCHER(launch_wgmma_gemm_a8)},
     {"wgmma_gemm_a16", "exact products of 16-bit x, the tile of least predicted time", false, true, true, false,

@@ -21,8 +21,7 @@ __global__ void __launch_bounds__(kTokens* kWarps) correct_zeros(__grid_constant
   __shared__ float largest[kWarps][kTokens];
   int const lane = threadIdx.x % kTokens, warp = threadIdx.x / kTokens;
   int const token = blockIdx.x * kTokens + lane, row = blockIdx.y, first = row * kTilesPerZeroRow + warp * kTiles;
-  let_successor_start();  // it asks for its weights meanwhile
-  wait_alone();
+  wait_for_predecessor();  // in this order: sum_weights relies on it
   bool const there = token < p.m;
   float scales[kTiles] = {}, values[kTiles], most = 0.0f;
   int8_t zeros[kTiles] = {};
@@ -59,8 +58,7 @@ __global__ void __launch_bounds__(32 * kSumTokens) correct_zeros_of_weight(__gri
   constexpr int kPieces = kKPerTile / kLaneBytes, kAtOnce = 32 / kPieces;  // lanes of a tile; tiles that a warp loads at once
   int const lane = threadIdx.x % 32, token = blockIdx.x * kSumTokens + threadIdx.x / 32, row = blockIdx.y;
   int const first = row * kTilesPerZeroRow, tile = first + lane;
-  let_successor_start();  // it asks for its weights meanwhile
-  wait_alone();
+  wait_for_predecessor();  // in this order: sum_weights relies on it
   if (token >= p.m) return;
   uint4 const* codes = reinterpret_cast<uint4 const*>(p.x.codes) + (int64_t(token) * p.tiles + first) * kPieces + lane;
   float const scale = tile < p.tiles ? p.x.scales[int64_t(tile) * p.x.stride + token] : 0.0f;

@@ -1,4 +1,4 @@
-// A few tokens x int4, int8 or code-book weights, as while a model decodes: W4A16, W8A16, W4A8 and W8A8 for up to 16 tokens, sm_90 and later.
+// A few tokens x int4, int8 or code-book weights, as while a model decodes: W4A16, W8A16, W4A8 and W8A8 for up to 8 tokens, sm_90 and later.
 //
 // The time is that of reading the weights once, so everything else is arranged around their stream:
 //
@@ -48,7 +48,7 @@ enum class Weights {
   kBook    // codes are looked up; neither zero points nor offsets
 };
 
-// kTokens: 8 or 16, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
+// kTokens: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
 // piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every step takes a sixth of its time
 // (instructions under a predicate that is false are issued, too).
 template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
@@ -56,9 +56,9 @@ struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
-  static constexpr int kTokens = kTokens_, kBlockTokens = kTokens < 8 ? 8 : kTokens;
+  static constexpr int kTokens = kTokens_;
   static constexpr bool kPairs = kTokens == 4;  // look-ups are operands as they are
-  static constexpr int kTokenBlocks = kPairs ? 1 : kTokens / 8;
+  static constexpr int kTokenBlocks = 1;
   static constexpr int kBlockColumns = kPairs ? 4 : 8;  // tokens of an operand B
   static constexpr int kSumBlocks = kPairs ? kRowBlocks / 2 : kRowBlocks;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
@@ -68,10 +68,10 @@ struct Config {
   static constexpr bool kCorrects = kWeights == Weights::kAny;  // for zero points and offsets
   static constexpr DataType kElementType = std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kStages = decode_stages(kBlockTokens, kBook);
-  static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBlockTokens, kBits) : 0;
+  static constexpr int kStages = decode_stages(kBook);
+  static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBits) : 0;
   // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kTokens <= 8 && kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+  static constexpr int kResident = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   // Exact numbers where nothing else takes the sums of x. Beside zero points and offsets, which do, subnormal numbers: the fewest instructions. Not 8
   // bits beside floats: sums are then of products as large as their excess of 128, and lose what small weights, or values of x of one sign, leave of
@@ -1042,7 +1042,7 @@ Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream)
 
 template <class Element, int kBits, int kTokens, bool kInt8, bool kBook>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  constexpr int kMost = decode_warps(kTokens < 8 ? 8 : kTokens, kBook);
+  constexpr int kMost = decode_warps(kBook);
   return plan.decode.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, plan, stream)
                                     : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, plan, stream);
 }
@@ -1063,16 +1063,13 @@ Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream)
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float*, Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.book) {
-    return plan.block_m == 4   ? launch_input<4, 4, false, true>(problem, plan, stream)
-           : plan.block_m == 8 ? launch_input<4, 8, false, true>(problem, plan, stream)
-                               : launch_input<4, 16, false, true>(problem, plan, stream);
+    return plan.block_m == 4 ? launch_input<4, 4, false, true>(problem, plan, stream)
+                             : launch_input<4, 8, false, true>(problem, plan, stream);
   }
   if (multiplies_int8(problem)) {
     return w.bits == 4 ? launch_input<4, 8, true>(problem, plan, stream) : launch_input<8, 8, true>(problem, plan, stream);
   }
-  if (w.bits == 8) return launch_input<8, 8, false>(problem, plan, stream);
-  return plan.block_m == 8 ? launch_input<4, 8, false>(problem, plan, stream)
-                           : launch_input<4, 16, false>(problem, plan, stream);
+  return w.bits == 8 ? launch_input<8, 8, false>(problem, plan, stream) : launch_input<4, 8, false>(problem, plan, stream);
 }
 
 }  // namespace cutlass_ops

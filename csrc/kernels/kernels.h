@@ -66,7 +66,7 @@ constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// decode_gemm.cu: up to 16 rows of x, clusters that share K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
+// decode_gemm.cu: up to 8 rows of x, clusters that share K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
 constexpr Tile decode_gemm_tile(int block_m) { return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes}; }
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
 
@@ -111,8 +111,9 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
 
-// sum_weights.cu: sums of codes or, with `of_zeros`, the zero points of the weight, which has them
-Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, void* colsums, Stream stream);
+// sum_weights.cu: sums of codes or, with `of_zeros`, the zero points of the weight, which has them. `follows`: the kernel before is one of the same call that
+// starts the next when all earlier ones have ended; then this one runs beside it.
+Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

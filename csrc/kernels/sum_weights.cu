@@ -22,6 +22,7 @@ struct Params {
   void* sum_scales;
   float* row_sums;
   int tiles, windows, group_tiles, n_pad;  // group_tiles: tiles of K that share a scale
+  bool follows;                            // nothing that ran before the kernel before is still running
 };
 
 // Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four lanes of a row.
@@ -131,7 +132,8 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
   auto const place = [&](int sixteen) {
     return out + int64_t(sixteen / kSixteens) * chunk_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
   };
-  wait_for_predecessor();
+  let_successor_start();
+  if (!p.follows) wait_alone();
   Terms terms;
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     if constexpr (kOf == Of::kCodes) {
@@ -194,11 +196,12 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
           make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
     }
   }
+  wait_alone();  // or the product might start before the kernel before this one has ended
 }
 
 }  // namespace
 
-Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, void* colsums, Stream stream) {
+Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
   int const windows = correction_windows(tiles, weight.bits);
   PackedWeight at = weight;
@@ -210,7 +213,8 @@ Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, void* colsu
                  tiles,
                  windows,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
-                 n_pad};
+                 n_pad,
+                 follows};
   auto const kernel = [&] {
     if (weight.bits == 8) return of_zeros ? sum_weights_kernel<8, true, Of::kZeros> : sum_weights_kernel<8, false, Of::kCodes>;
     if (of_zeros) return sum_weights_kernel<4, true, Of::kZeros>;

@@ -1,0 +1,482 @@
+// Products of many rows of x, with AVX2. Codes of 16 rows of the weight and of one run of columns are decoded into a buffer that
+// stays in the cache while all rows of a chunk of x are multiplied by it.
+//
+// Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced. What is a lane of the sums'
+// order (lane_column) is a sum of its own here, and eight of them are added as the scalar kernel's reduce() does.
+#pragma once
+
+#include <memory>
+#include <utility>
+
+#include "cpu/avx2_vectors.h"
+
+namespace cutlass_ops {
+namespace {
+
+constexpr int kTileRows = 6;  // of x: 12 sums of eight rows of the weight, two vectors of codes and two more fill the registers
+constexpr int kVectors = kRowsPerSlab / 8;  // of a panel's rows, in their natural order
+
+// Calls use(t, j, rows 0 .. 7, rows 8 .. 15) with the words of columns 16 * j + 2 * t + {0, 8, 1, 9} of a fragment of 16 rows and
+// 64 columns. Words of four bits have other rows' codes in the high halves of their bytes.
+template <int kBits, class Use>
+void for_each_word(uint8_t const* fragment, Use const& use) {
+  for (int unit = 0; unit < kBits / 4; ++unit) {
+    for (int half = 0; half < 2; ++half) {
+      __m256 v[8];
+      for (int g = 0; g < 8; ++g) v[g] = _mm256_castsi256_ps(load(fragment + unit * kUnitBytes + g * 64 + half * 32));
+      transpose(v);
+      for (int word = 0; word < 8; ++word) {
+        __m256i const words = _mm256_castps_si256(v[word]);
+        int const t = 2 * half + word / 4;
+        if constexpr (kBits == 4) {
+          use(t, word % 4, words, _mm256_srli_epi32(words, 4));
+        } else if (word % 2 == 0) {
+          use(t, 2 * unit + word % 4 / 2, words, _mm256_castps_si256(v[word + 1]));
+        }
+      }
+    }
+  }
+}
+
+// Some columns, begin .. begin + span - 1, which are one run or two of 32, and their scale blocks' vectors in natural order.
+struct Span {
+  struct Run {
+    int block;
+    bool last, whole;  // of the scale block, all of it
+    __m256 scales[kVectors], offsets[kVectors];
+    __m256i zeros[kVectors];
+  };
+  int begin, columns, runs = 0;
+  Run run[2];
+
+  Span(CpuProduct const& p, int panel, int first) : begin(first), columns(std::max(p.run(), kLaneColumns)) {
+    PackedWeight const& w = p.weight;
+    int const end_k = p.tiles * kKPerTile;
+    for (; runs < columns / p.run(); ++runs) {
+      int const end = begin + (runs + 1) * p.run();
+      Run& r = run[runs];
+      r.block = (end - 1) / p.block, r.last = end % p.block == 0 || end == end_k;
+      r.whole = p.block == p.run();
+      if (r.block >= p.blocks) break;
+      int64_t const at = int64_t(r.block / p.group_blocks) * padded_rows(w.n) + panel * kRowsPerSlab;
+      for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, at + 8 * g);
+      transpose(r.scales);
+      if (w.offsets) {
+        for (int g = 0; g < 8; ++g) r.offsets[g] = load_floats(w.offsets, w.offset_type, at + 8 * g);
+        transpose(r.offsets);
+      }
+      __m256 zeros[8] = {};
+      if (w.zeros) {
+        for (int g = 0; g < 8; ++g) {
+          __m128i const bytes = _mm_loadl_epi64(reinterpret_cast<__m128i const*>(w.zeros + at + 8 * g));
+          zeros[g] = _mm256_castsi256_ps(_mm256_cvtepi8_epi32(bytes));
+        }
+        transpose(zeros);
+      }
+      for (int v = 0; v < kVectors; ++v) r.zeros[v] = _mm256_castps_si256(zeros[v]);
+    }
+  }
+};
+
+// Memory of one panel and one chunk of x.
+struct TileMemory {
+  static constexpr int kTileBytes = kRowsPerBlock * kKPerTile * 4;
+  alignas(64) unsigned char tile[kTileBytes];
+  alignas(64) float total[kMostRows][kRowsPerSlab];
+  alignas(64) float offsets[kMostRows][kRowsPerSlab];
+  alignas(64) int32_t pending[kMostRows][kRowsPerSlab];  // sums of a scale block's runs, floats or integers
+
+  void clear(int rows, bool with_offsets) {
+    std::memset(total, 0, size_t(rows) * sizeof total[0]);
+    std::memset(pending, 0, size_t(rows) * sizeof pending[0]);
+    if (with_offsets) std::memset(offsets, 0, size_t(rows) * sizeof offsets[0]);
+  }
+};
+
+// use(0) .. use(kCount - 1), with constants: arrays with such indices alone are kept in registers.
+template <class Use, int... kIndices>
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, kIndices...>, Use const& use) {
+  (use(std::integral_constant<int, kIndices>()), ...);
+}
+template <int kCount, class Use>
+[[gnu::always_inline]] inline void unrolled(Use const& use) {
+  unrolled(std::make_integer_sequence<int, kCount>(), use);
+}
+
+// Adds sums of a scale block: of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk, and of row block i.
+template <int kRows>
+void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, int m, int row, int i,
+               __m256 const (&sums)[kRows][2]) {
+  int64_t const stride = p.blocks, at = m * stride + run.block;
+  float const* const x_scales = p.scales;
+  __m256 const scales[2] = {run.scales[2 * i], run.scales[2 * i + 1]};
+  float* const total = memory.total[row] + 16 * i;
+  bool const integers = !p.has_floats;
+  unrolled<kRows>([&](auto r) {
+    __m256 const x_scale = integers ? _mm256_set1_ps(x_scales[at + r * stride]) : _mm256_setzero_ps();
+    for (int h = 0; h < 2; ++h) {
+      __m256 const scale = integers ? _mm256_mul_ps(x_scale, scales[h]) : scales[h];
+      float* const to = total + r * kRowsPerSlab + 8 * h;
+      _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(sums[r][h], scale)));
+    }
+  });
+  if (!p.weight.offsets) return;
+  for (int r = 0; r < kRows; ++r) {
+    __m256 const x_sum = _mm256_set1_ps(p.offset_x[at + r * stride]);
+    for (int h = 0; h < 2; ++h) {
+      float* const to = memory.offsets[row + r] + 16 * i + 8 * h;
+      _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(x_sum, run.offsets[2 * i + h])));
+    }
+  }
+}
+
+// ---- floats
+
+// Of row block i: [lane][place of the lane][two vectors of rows].
+template <class Format>
+void decode_floats(CpuProduct const& p, Format const& format, Span const& span, uint8_t const* codes, int i, float* tile) {
+  __m256 zeros[2][2];  // of words j = 0 and 1, and 2 and 3
+  for (int part = 0; part < 2; ++part) {
+    for (int h = 0; h < 2; ++h) {
+      __m256i const zero = span.run[part < span.runs ? part : 0].zeros[2 * i + h];
+      zeros[part][h] = _mm256_cvtepi32_ps(_mm256_add_epi32(zero, _mm256_set1_epi32(1 << (Format::kBits - 1))));
+    }
+  }
+  if (p.run() >= kLaneColumns) zeros[1][0] = zeros[0][0], zeros[1][1] = zeros[0][1];
+  int const places = span.columns / kLanes;
+  for (int f = 0; f < span.columns / kLaneColumns; ++f) {
+    for_each_word<Format::kBits>(codes + f * (kUnitBytes * Format::kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
+      float* const to = tile + ((4 * (t % 2) + j) * places + 8 * f + 4 * (t / 2)) * kRowsPerBlock;
+      __m256 const(&zero)[2] = zeros[j / 2];
+      _mm256_store_ps(to, format.template value<0>(low, zero[0]));
+      _mm256_store_ps(to + 8, format.template value<0>(high, zero[1]));
+      _mm256_store_ps(to + 16, format.template value<1>(low, zero[0]));
+      _mm256_store_ps(to + 24, format.template value<1>(high, zero[1]));
+      _mm256_store_ps(to + 32, format.template value<2>(low, zero[0]));
+      _mm256_store_ps(to + 40, format.template value<2>(high, zero[1]));
+      _mm256_store_ps(to + 48, format.template value<3>(low, zero[0]));
+      _mm256_store_ps(to + 56, format.template value<3>(high, zero[1]));
+    });
+  }
+}
+
+// Sums of one lane: of kRows of x, and of eight rows of the weight and the next eight.
+template <int kRows>
+[[gnu::always_inline]] inline void sum_lane(float const* tile, float const* x, int64_t stride, int places, int lane,
+                                            __m256 (&out)[kRows][2]) {
+  float const* codes = tile + lane * places * kRowsPerBlock;
+  __m256 sums[kRows][2];
+  x += lane;
+  unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = _mm256_setzero_ps(); });
+  for (int place = 0; place < places; ++place, codes += kRowsPerBlock, x += kLanes) {
+    __m256 const low = _mm256_load_ps(codes), high = _mm256_load_ps(codes + 8);
+    unrolled<kRows>([&](auto r) {
+      __m256 const value = _mm256_broadcast_ss(x + r * stride);
+      sums[r][0] = _mm256_add_ps(sums[r][0], _mm256_mul_ps(low, value));
+      sums[r][1] = _mm256_add_ps(sums[r][1], _mm256_mul_ps(high, value));
+    });
+  }
+  unrolled<2 * kRows>([&](auto i) { out[i / 2][i % 2] = sums[i / 2][i % 2]; });
+}
+
+template <int kRows>
+[[gnu::always_inline]] inline void add_to(__m256 (&sums)[kRows][2], __m256 const (&more)[kRows][2]) {
+  unrolled<2 * kRows>([&](auto i) { sums[i / 2][i % 2] = _mm256_add_ps(sums[i / 2][i % 2], more[i / 2][i % 2]); });
+}
+
+// Sums of the lanes of j = 2 * half and 2 * half + 1.
+template <int kRows>
+void sum_lanes(float const* tile, float const* x, int64_t stride, int places, int half, __m256 (&sums)[kRows][2]) {
+  __m256 lanes[kRows][2], pair[kRows][2];
+  sum_lane<kRows>(tile, x, stride, places, 2 * half, sums);
+  sum_lane<kRows>(tile, x, stride, places, 2 * half + 1, lanes);
+  add_to<kRows>(sums, lanes);
+  sum_lane<kRows>(tile, x, stride, places, 2 * half + 4, pair);
+  sum_lane<kRows>(tile, x, stride, places, 2 * half + 5, lanes);
+  add_to<kRows>(pair, lanes);
+  add_to<kRows>(sums, pair);
+}
+
+// Row block i of rows m .. m + kRows - 1 of x, which are `row` and so on of their chunk.
+template <int kRows>
+void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) {
+  auto const* const tile = reinterpret_cast<float const*>(memory.tile);
+  float const* const x = p.x + m * p.x_stride + span.begin;
+  int const places = span.columns / kLanes;
+  __m256 sums[2][kRows][2];
+  sum_lanes<kRows>(tile, x, p.x_stride, places, 0, sums[0]);
+  sum_lanes<kRows>(tile, x, p.x_stride, places, 1, sums[1]);
+  if (p.run() >= kLaneColumns) add_to<kRows>(sums[0], sums[1]);
+  for (int part = 0; part < span.runs; ++part) {
+    Span::Run const& run = span.run[part];
+    auto* const pending = reinterpret_cast<float*>(memory.pending[row]) + 16 * i;
+    if (!run.whole) {
+      unrolled<2 * kRows>([&](auto v) {
+        float* const to = pending + v / 2 * kRowsPerSlab + v % 2 * 8;
+        __m256& sum = sums[part][v / 2][v % 2];
+        sum = _mm256_add_ps(_mm256_load_ps(to), sum);
+        _mm256_store_ps(to, run.last ? _mm256_setzero_ps() : sum);
+      });
+    }
+    if (run.last) add_block<kRows>(p, memory, run, m, row, i, sums[part]);
+  }
+}
+
+template <class Format>
+struct FloatTiles {
+  static constexpr int kBits = Format::kBits;
+  Format format;
+
+  explicit FloatTiles(CpuProduct const& p) : format(p) {}
+  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes, int i) {
+    decode_floats(p, format, span, codes, i, reinterpret_cast<float*>(memory.tile));
+  }
+  template <int kRows>
+  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) const {
+    multiply_tile<kRows>(p, memory, span, i, m, row);
+  }
+};
+
+// ---- integers
+
+// Codes of 32 columns' words, in this order of (j / 2, t, j % 2).
+constexpr int kOctetWords = 8;
+
+// Bytes of codes from 0 on, times int8; Dot says how.
+template <int kCodeBits, class Dot>
+struct ByteTiles {
+  static constexpr int kBits = kCodeBits, kAbove = 1 << (kBits - 1);  // what codes are above centred ones
+  static constexpr int kVectorsOfWord = 1;
+  static constexpr bool kCentred = false;
+  static __m256i codes(__m256i words) {
+    if constexpr (kBits == 8) return _mm256_xor_si256(words, _mm256_set1_epi8(char(0x80)));
+    return _mm256_and_si256(_mm256_xor_si256(words, _mm256_set1_epi8(8)), _mm256_set1_epi8(15));
+  }
+  static void decode_word(__m256i words, __m256i* to, int) { _mm256_store_si256(to, codes(words)); }
+  using Product = Dot;
+};
+
+// Centred codes of 16 bits, times such.
+struct HalfProduct {
+  static constexpr bool kDrains = false;
+  static __m256i add(__m256i sum, __m256i a, __m256i b) {
+    __m256i const products = _mm256_madd_epi16(a, b);
+    // Compilers would reorder sums of integers, and have no registers for so many products.
+    asm("vpaddd %1, %0, %0" : "+x"(sum) : "x"(products));
+    return sum;
+  }
+};
+
+struct HalfTiles {
+  static constexpr int kBits = 8, kAbove = 0;
+  static constexpr int kVectorsOfWord = 2;
+  static constexpr bool kCentred = true;
+  static void decode_word(__m256i words, __m256i* to, int step) {
+    _mm256_store_si256(to, _mm256_srai_epi16(_mm256_slli_epi16(words, 8), 8));
+    _mm256_store_si256(to + step, _mm256_srai_epi16(words, 8));
+  }
+  using Product = HalfProduct;
+};
+
+// Sums of so many words: of kRows of x, and of eight rows of the weight and the next eight.
+template <class Dot, int kRows>
+[[gnu::always_inline]] inline void sum_words(__m256i const* codes, char const* x, int64_t stride, int words,
+                                             __m256i (&out)[kRows][2]) {
+  __m256i sums[kRows][2];
+  unrolled<kRows>([&](auto r) { sums[r][0] = sums[r][1] = _mm256_setzero_si256(); });
+#pragma GCC unroll 1
+  for (int step = 0; step < words; ++step, codes += 2, x += 4) {
+    __m256i const low = _mm256_load_si256(codes), high = _mm256_load_si256(codes + 1);
+    unrolled<kRows>([&](auto r) {
+      int32_t word;
+      std::memcpy(&word, x + r * stride, sizeof word);
+      __m256i const values = _mm256_set1_epi32(word);
+      sums[r][0] = Dot::add(sums[r][0], low, values);
+      sums[r][1] = Dot::add(sums[r][1], high, values);
+    });
+  }
+  unrolled<2 * kRows>([&](auto v) { out[v / 2][v % 2] = sums[v / 2][v % 2]; });
+}
+
+// Adds those of 32 columns. It has all registers: the sums of 32 bits are in memory meanwhile.
+template <class Dot, int kRows>
+[[gnu::noinline]] void add_octet(__m256i const* codes, char const* x, int64_t stride, __m256i (&sums)[kRows][2]) {
+  __m256i more[kRows][2];
+  sum_words<Dot, kRows>(codes, x, stride, kOctetWords, more);
+  unrolled<2 * kRows>(
+      [&](auto v) { sums[v / 2][v % 2] = _mm256_add_epi32(sums[v / 2][v % 2], Dot::words(more[v / 2][v % 2])); });
+}
+
+template <class Codes>
+struct IntegerTiles {
+  static constexpr int kBits = Codes::kBits;
+  static constexpr int kSteps = kOctetWords * Codes::kVectorsOfWord;  // of 32 columns
+  __m256i colsums[2][2];                                              // of a run's codes, where x has zero points
+  __m256i zeros[2][2];                                                // of a run, of codes as they are in the tile
+
+  explicit IntegerTiles(CpuProduct const&) {}
+
+  // [32 columns][word][vector of the word][two vectors of rows]
+  void decode(CpuProduct const& p, TileMemory& memory, Span const& span, uint8_t const* codes, int i) {
+    auto* const tile = reinterpret_cast<__m256i*>(memory.tile);
+    for (int f = 0; f < span.columns / kLaneColumns; ++f) {
+      for_each_word<kBits>(codes + f * (kUnitBytes * kBits / 4), [&](int t, int j, __m256i low, __m256i high) {
+        int const word = 8 * (2 * f + j / 2) + 2 * t + j % 2;
+        __m256i* const to = tile + word * Codes::kVectorsOfWord * 2;
+        Codes::decode_word(low, to, 2);
+        Codes::decode_word(high, to + 1, 2);
+      });
+    }
+    int const octets = std::min(p.run(), span.columns) / 32;
+    for (int part = 0; part < span.runs; ++part) {
+      for (int h = 0; h < 2; ++h) {
+        zeros[part][h] = _mm256_add_epi32(span.run[part].zeros[2 * i + h], _mm256_set1_epi32(Codes::kAbove));
+        __m256i sum = _mm256_setzero_si256();
+        if (!Codes::kCentred && p.zeros) {
+          __m256i const* const from = tile + part * octets * kSteps * 2 + h;
+          for (int step = 0; step < octets * kSteps; ++step) {
+            __m256i const pairs = _mm256_maddubs_epi16(from[2 * step], _mm256_set1_epi8(1));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+          }
+        }
+        colsums[part][h] = sum;
+      }
+    }
+  }
+
+  template <int kRows>
+  void multiply(CpuProduct const& p, TileMemory& memory, Span const& span, int i, int m, int row) const {
+    using Dot = typename Codes::Product;
+    constexpr int kBytes = Codes::kCentred ? 2 : 1;  // of an integer of x
+    auto const* codes = reinterpret_cast<__m256i const*>(memory.tile);
+    auto const* x = Codes::kCentred ? reinterpret_cast<char const*>(p.centred) : reinterpret_cast<char const*>(p.codes);
+    int64_t const stride = p.x_stride * kBytes;
+    x += m * stride + span.begin * kBytes;
+    int const octets = std::min(p.run(), span.columns) / 32;
+    for (int part = 0; part < span.runs; ++part) {
+      Span::Run const& run = span.run[part];
+      __m256i sums[kRows][2];
+      if constexpr (Dot::kDrains) {
+        unrolled<2 * kRows>([&](auto v) { sums[v / 2][v % 2] = _mm256_setzero_si256(); });
+        for (int octet = 0; octet < octets; ++octet, codes += 2 * kSteps, x += 4 * kSteps) {
+          add_octet<Dot, kRows>(codes, x, stride, sums);
+        }
+      } else {
+        sum_words<Dot, kRows>(codes, x, stride, octets * kSteps, sums);
+        codes += 2 * kSteps * octets, x += 4 * kSteps * octets;
+      }
+      int64_t const blocks = p.blocks, at = m * blocks + run.block;
+      if (!Codes::kCentred && p.zeros) {
+        int32_t const* const x_zeros = p.zeros + at;
+        __m256i const colsum[2] = {colsums[part][0], colsums[part][1]};
+        unrolled<2 * kRows>([&](auto v) {
+          __m256i const zero = _mm256_set1_epi32(x_zeros[v / 2 * blocks]);
+          sums[v / 2][v % 2] = _mm256_sub_epi32(sums[v / 2][v % 2], _mm256_mullo_epi32(zero, colsum[v % 2]));
+        });
+      }
+      if (!run.whole) {
+        unrolled<2 * kRows>([&](auto v) {
+          auto* const to = reinterpret_cast<__m256i*>(memory.pending[row + v / 2] + 16 * i + 8 * (v % 2));
+          __m256i& sum = sums[v / 2][v % 2];
+          sum = _mm256_add_epi32(_mm256_load_si256(to), sum);
+          _mm256_store_si256(to, run.last ? _mm256_setzero_si256() : sum);
+        });
+      }
+      if (!run.last) continue;
+      int64_t const* const x_sums = p.sums + at;
+      __m256i const zero[2] = {zeros[part][0], zeros[part][1]};
+      __m256 centred[kRows][2];
+      unrolled<2 * kRows>([&](auto v) {
+        __m256i const above = _mm256_mullo_epi32(zero[v % 2], _mm256_set1_epi32(int(x_sums[v / 2 * blocks])));
+        centred[v / 2][v % 2] = _mm256_cvtepi32_ps(_mm256_sub_epi32(sums[v / 2][v % 2], above));
+      });
+      add_block<kRows>(p, memory, run, m, row, i, centred);
+    }
+  }
+};
+
+// Places of words of 32 columns: bytes as they are, or pairs of bytes 0 and 2, 1 and 3.
+int octet_column(int place, int element) {
+  int const word = place / 4, j = word / 8 * 2 + word % 2, t = word % 8 / 2;
+  return 16 * j + 2 * t + element / 2 + 8 * (element % 2);
+}
+int byte_column(int place) { return octet_column(place, place % 4); }
+int half_column(int place) { return octet_column(place, place % 4 / 2 + place % 2 * 2); }
+
+// ---- a panel
+
+// Eight sums to a result's row, plus the bias; what is not finite becomes NaN.
+void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
+  __m256 const nan = _mm256_castsi256_ps(_mm256_set1_epi32(0x7fc00000));
+  __m256 const finite = _mm256_cmp_ps(_mm256_sub_ps(value, value), _mm256_setzero_ps(), _CMP_EQ_OQ);
+  value = _mm256_blendv_ps(nan, value, finite);
+  int const n = p.weight.n, count = std::min(8, n - column);
+  int64_t const at = int64_t(m) * n + column;
+  alignas(32) float values[8];
+  if (count == 8) {
+    if (p.bias) value = _mm256_add_ps(value, _mm256_loadu_ps(p.bias + column));
+    if (p.out_type == DataType::kFloat32) return _mm256_storeu_ps(static_cast<float*>(p.out) + at, value);
+    if (p.out_type == DataType::kFloat16) {
+      auto* const to = reinterpret_cast<__m128i*>(static_cast<uint16_t*>(p.out) + at);
+      return _mm_storeu_si128(to, _mm256_cvtps_ph(value, _MM_FROUND_TO_NEAREST_INT));
+    }
+    _mm256_store_ps(values, value);
+  } else {
+    _mm256_store_ps(values, value);
+    for (int i = 0; p.bias && i < count; ++i) values[i] += p.bias[column + i];
+  }
+  for (int i = 0; i < count; ++i) store_float(p.out, p.out_type, at + i, values[i]);
+}
+
+template <class Tiles>
+void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
+  constexpr int kBits = Tiles::kBits, kBlockBytes = chunk_bytes(kBits) / kRowBlocks;
+  bool const with_offsets = p.weight.offsets;
+  std::unique_ptr<TileMemory> const memory(new TileMemory);
+  memory->clear(rows, with_offsets);
+  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * chunk_bytes(kBits);
+  int const blocks = (rows + kTileRows - 1) / kTileRows;
+  Tiles tiles(p);
+  for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += std::max(p.run(), kLaneColumns)) {
+    Span const span(p, panel, begin);
+    uint8_t const* const codes =
+        chunks + int64_t(begin / kKPerTile) * chunk_bytes(kBits) + begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+    for (int i = 0; i < kRowBlocks; ++i) {
+      tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
+      for (int block = 0; block < blocks; ++block) {
+        int const row = rows * block / blocks, m = first + row;
+        switch (rows * (block + 1) / blocks - row) {
+          case 1:
+            tiles.template multiply<1>(p, *memory, span, i, m, row);
+            break;
+          case 2:
+            tiles.template multiply<2>(p, *memory, span, i, m, row);
+            break;
+          case 3:
+            tiles.template multiply<3>(p, *memory, span, i, m, row);
+            break;
+          case 4:
+            tiles.template multiply<4>(p, *memory, span, i, m, row);
+            break;
+          case 5:
+            tiles.template multiply<5>(p, *memory, span, i, m, row);
+            break;
+          case 6:
+            tiles.template multiply<6>(p, *memory, span, i, m, row);
+            break;
+        }
+      }
+    }
+  }
+  int const columns = std::min(kRowsPerSlab, p.weight.n - panel * kRowsPerSlab);
+  for (int row = 0; row < rows; ++row) {
+    for (int column = 0; column < columns; column += 8) {
+      __m256 value = _mm256_load_ps(memory->total[row] + column);
+      if (with_offsets) value = _mm256_add_ps(value, _mm256_load_ps(memory->offsets[row] + column));
+      store_vector(p, first + row, panel * kRowsPerSlab + column, value);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cutlass_ops

@@ -1,0 +1,90 @@
+"""tools/figures.py: the pages and pictures hold what results/ holds."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
+RESULT = json.loads((ROOT / "results/h200.json").read_text())
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    import figures
+
+    return figures
+
+
+def test_every_page_holds_the_results(figures: ModuleType) -> None:
+    """`tools/figures.py` writes them."""
+    filled = {page.name for page in figures.PAGES if figures.BLOCK.search(page.read_text())}
+    assert filled == {"README.md", "performance.md", "accuracy.md"}
+    for page in figures.PAGES:
+        assert figures.fill(page.read_text()) == page.read_text(), f"{page} is not what results/ says: run tools/figures.py"
+
+
+def test_the_five_numbers_of_the_readme_are_the_files() -> None:
+    """Read here without the tool's help: the shape and formats that the text names, and the picture's numbers too."""
+    lines = [
+        line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| (W\dA|NF4)[^|]* \| [\d.]+ \|", line)
+    ]
+    assert [line[0] for line in lines] == ["W4A16", "W8A16", "W4A8, scales for blocks", "W8A8, scales for blocks", "NF4"]
+    assert "28672 x 4096, one row of x" in README
+    picture = (ROOT / "results/five.svg").read_text()
+    rows = {row["format"]: row for row in RESULT["rows"] if (row["n"], row["k"], row["m"]) == (28672, 4096, 1)}
+    for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4"), strict=True):
+        peer = "bitsandbytes" if name == "nf4" else "humming"
+        us, theirs = rows[name]["us"], rows[name]["peers_us"][peer]
+        assert line[1:] == [f"{us:.1f}", f"{theirs:.1f} ({peer})", f"{theirs / us:.2f}"]
+        assert f">cutlass_ops {us:.1f}<" in picture
+        assert f">{peer} {theirs:.1f}<" in picture
+
+
+def test_the_pictures_are_those_of_the_results() -> None:
+    picture = (ROOT / "results/h200.svg").read_text()
+    for row in RESULT["rows"]:
+        if row["m"]:
+            assert f">{row['us']:.0f}<" in picture or f">{row['us']:.3g}<" in picture
+    models = json.loads((ROOT / "results/accuracy.json").read_text())["models"]
+    for model in models:
+        assert f"{model['model']}: the whole model" in (ROOT / "results/accuracy.svg").read_text()
+
+
+def test_other_results_give_other_pages(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a build of the site sees them; a file of a CPU's times has a table as soon as it is there."""
+    for path in (ROOT / "results").glob("*.json"):
+        shutil.copy(path, tmp_path)
+    other = json.loads(json.dumps(RESULT))
+    (row,) = (row for row in other["rows"] if (row["format"], row["n"], row["m"]) == ("nf4", 28672, 1))
+    row["us"] = 98.76
+    (tmp_path / "h200.json").write_text(json.dumps(other))
+    rows = [{"n": 576, "k": 192, "count": 2, "us": {"fp32": 30.0, "W4A16": 7.5}}]
+    about = {"threads": 1, "m": 1, "group_size": 128, "machine": "x86_64", "instruction_set": "avx2", "torch": "2.x"}
+    (tmp_path / "cpu.json").write_text(json.dumps(about | {"ms": {"fp32": 60.0, "W4A16": 15.0}, "rows": rows}))
+    monkeypatch.setattr(figures, "RESULTS", tmp_path)
+    assert "| NF4 | 98.8 | 52.6 (bitsandbytes) | 0.53 |" in figures.on_page_markdown(README, page=None)
+    assert "bitsandbytes in NF4, 28672 x 4096, M = 1 (46.8 %)" in figures.behind()
+    assert "| 576 x 192, us | 30.0 | 7.50 |" in figures.cpu()
+
+
+def test_an_unknown_table_is_refused(figures: ModuleType) -> None:
+    with pytest.raises(ValueError, match="there is no table 'sevn'; there are products, "):
+        figures.fill("<!-- results: sevn -->\n<!-- end -->")
+
+
+def test_the_site_draws_its_pictures(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="matplotlib, which draws, is not installed")
+    monkeypatch.delitem(figures.PICTURES, "h200.svg")  # takes seconds
+    (tmp_path / "results").mkdir()
+    figures.on_post_build(config={"site_dir": str(tmp_path)})
+    for name in ("five.svg", "accuracy.svg"):
+        drawn, kept = (folder / "results" / name for folder in (tmp_path, ROOT))
+        assert re.findall(r"<text[^>]*>([^<]+)", drawn.read_text()) == re.findall(r"<text[^>]*>([^<]+)", kept.read_text())

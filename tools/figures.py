@@ -1,0 +1,353 @@
+#!/usr/bin/env python3
+"""Write the tables and pictures of the documentation from what was measured (results/*.json).
+
+    tools/figures.py                   the tables in README.md and docs/*.md, and results/*.svg, in place
+    tools/figures.py --tables          the tables alone
+
+A table stands in a page between two comments, ``<!-- results: NAME -->`` and ``<!-- end -->``, and NAME is a function here.
+MkDocs calls this file as a hook, which fills and draws again: the site has the results' numbers whatever the pages hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import plot
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "results"
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(r"(<!-- results: (\S+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Row = dict[str, Any]
+
+#: The formats of products as README and the pages call them, in the order of the tables.
+FORMATS = {
+    "w4a16": "W4A16",
+    "w8a16": "W8A16",
+    "w4a8-block": "W4A8, scales for blocks",
+    "w8a8-block": "W8A8, scales for blocks",
+    "w4a8-token": "W4A8, scales for rows of x",
+    "w8a8-token": "W8A8, scales for rows of x",
+    "w8a8-channel": "W8A8, scales for rows of x and W",
+    "w4a8-block-asym": "W4A8, scales and zero points for blocks",
+    "w8a8-block-asym": "W8A8, scales and zero points for blocks",
+    "nf4": "NF4",
+}
+#: README's five: one row of x, which is what a chat of one user multiplies.
+FIVE = ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4")
+FIVE_SHAPE = (28672, 4096, 1)
+EXPERTS = {"qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3-tp8": "DeepSeek-V3, an eighth", "mixtral-8x7b": "Mixtral 8x7B"}
+
+
+def read(name: str) -> dict[str, Any]:
+    """Return a results file."""
+    result: dict[str, Any] = json.loads((RESULTS / name).read_text())
+    return result
+
+
+def digits(value: float) -> str:
+    """Return a time or a rate in three or more digits."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 10 else f"{value:.2f}"
+
+
+def percent(value: float) -> str:
+    """A ratio with three digits."""
+    return f"{100 * value:#.3g} %"
+
+
+def markdown(head: Iterable[object], rows: Iterable[Iterable[object]]) -> str:
+    """Return a table whose first column is words and whose others are numbers."""
+    head = [str(cell) for cell in head]
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *([str(cell) for cell in row] for row in rows)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def about(name: str) -> str:
+    """Say which file has the numbers, and what its header says of machine, versions and commit."""
+    result = read(name)
+    facts = [result["device"] + (f" at {result['clock_mhz']} MHz" if "clock_mhz" in result else "")]
+    facts += [f"{name} {result[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft") if name in result]
+    facts += [result["peers"]] if "peers" in result else []
+    commits = dict.fromkeys([result["commit"], *(row["commit"] for row in result.get("rows", []) if "commit" in row)])
+    names = [f"`{commit[:7]}`" for commit in commits]
+    return f"`results/{name}`: {', '.join(facts)}, commit{'s' if len(names) > 1 else ''} {', '.join(names)}."
+
+
+# --- products
+
+
+def peer_of_format(row: Row) -> tuple[str, float] | None:
+    """Name and microseconds of the fastest peer that multiplies the same format: torch has none of them."""
+    best = plot.best_peer(row)
+    return None if best is None or best[0].startswith("torch ") else best
+
+
+def cell(row: Row) -> str:
+    """Microseconds, and those of the best peer in brackets."""
+    peer = peer_of_format(row)
+    return digits(row["us"]) + (f" ({digits(peer[1])})" if peer else "")
+
+
+def products() -> str:
+    """Every format over M, a table a shape, with torch's products at the end."""
+    parts = [about("h200.json")]
+    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
+        if (n, k) == (576, 576):
+            continue
+        ms = [1, 16, 64, 256, 1024, 4096]
+        at = {name: {row["m"]: row for row in rows} for name, rows in formats.items() if name in FORMATS}
+        lines = [
+            [FORMATS[name], *(cell(at[name][m]) if m in at[name] else "" for m in ms)]
+            for name in FORMATS
+            if at.get(name, {}).keys() & set(ms)
+        ]
+        for name in ("torch fp16", "torch int8"):
+            # torch's time stands in every row of this M; the first is as good as the others.
+            found = [
+                [rows[m]["peers_us"][name] for rows in at.values() if m in rows and name in rows[m]["peers_us"]] for m in ms
+            ]
+            lines.append([f"{name} weight", *(digits(times[0]) if times else "" for times in found)])
+        parts.append(f"{n} x {k}, microseconds:\n\n" + markdown(["format, M =", *ms], lines))
+    return "\n\n".join(parts)
+
+
+def behind() -> str:
+    """Where a peer was faster."""
+    rows = [row for row in read("h200.json")["rows"] if row["m"] and row["format"] in FORMATS]
+    with_peer = [(row, peer) for row in rows if (peer := peer_of_format(row))]
+    lost = [(row, *peer) for row, peer in with_peer if peer[1] < row["us"]]
+    text = f"A peer multiplies the same format in {len(with_peer)} rows of the file, and was faster in {len(lost)} of them"
+    for i, (row, name, us) in enumerate(lost):
+        place = f"{FORMATS[row['format']]}, {row['n']} x {row['k']}, M = {row['m']}"
+        text += f"{'; ' if i else ': '}{name} in {place} ({percent(1 - us / row['us'])})"
+    places: dict[tuple[str, str, str], list[str]] = {}
+    for row in rows:
+        for name, us in row["peers_us"].items():
+            if name.startswith("torch ") and us is not None and us < row["us"]:
+                place = (FORMATS[row["format"]], f"{row['n']} x {row['k']}", name)
+                places.setdefault(place, []).append(f"{row['m']} ({percent(1 - us / row['us'])})")
+    table = markdown(["format", "weight", "torch's product", "M"], ([*place, ", ".join(ms)] for place, ms in places.items()))
+    return f"{text}.\n\n{table.replace('---:', '---')}"
+
+
+def copies() -> str:
+    """What only moves data, and AWQ's product, which takes tensors as AutoAWQ stores them."""
+    lines = []
+    for row in read("h200.json")["rows"]:
+        if row["m"] == 0 or row["format"] == "awq-gemm":
+            peer = peer_of_format(row)
+            name = row["format"] + (f", M = {row['m']}" if row["m"] else "")
+            lines.append([name, f"{row['n']} x {row['k']}", digits(row["us"]), digits(row["floor_us"])])
+            lines[-1] += [f"{digits(peer[1])} ({peer[0]})" if peer else ""]
+    return markdown(["operation", "weight", "us", "floor", "peer"], lines)
+
+
+def host() -> str:
+    """CPU time of eager calls."""
+    times: dict[str, dict[int, float]] = {}
+    for row in read("h200.json")["host_rows"]:
+        times.setdefault(row["call"], {})[row["m"]] = row["host_us"]
+    ms = sorted({m for by_m in times.values() for m in by_m})
+    return markdown(["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items()))
+
+
+def five_rows() -> list[Row]:
+    """The rows of README's five numbers."""
+    rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h200.json")["rows"]}
+    return [rows[(name, *FIVE_SHAPE)] for name in FIVE]
+
+
+def five() -> str:
+    """README's five numbers, with the best peer's."""
+    lines = []
+    for row in five_rows():
+        name, us = peer_of_format(row) or ("", 0.0)
+        lines.append([FORMATS[row["format"]], digits(row["us"]), f"{digits(us)} ({name})", f"{us / row['us']:.2f}"])
+    return markdown(["format", "us", "best peer", "times as fast"], lines)
+
+
+# --- models
+
+
+def generation() -> str:
+    """Tokens a second."""
+    result = read("h200-generate.json")
+    speeds: dict[tuple[str, str, str], dict[int, float]] = {}
+    for row in result["rows"]:
+        place = (row["model"], row["format"], "yes" if row["compiled"] else "no")
+        speeds.setdefault(place, {})[row["batch"]] = row["tokens_per_s"]
+    batches = sorted({batch for by_batch in speeds.values() for batch in by_batch})
+    lines = ([*place, *(digits(by_batch[batch]) for batch in batches)] for place, by_batch in speeds.items())
+    table = markdown(["model", "format", "compiled, texts =", *batches], lines)
+    return f"{about('h200-generate.json')} Tokens a second:\n\n{table}"
+
+
+def training() -> str:
+    """A step of QLoRA."""
+    rows = read("training_h200.json")["rows"]
+    lines = ([row["name"], f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}"] for row in rows)
+    return f"{about('training_h200.json')}\n\n{markdown(['weights', 'ms a step', 'peak memory, MB'], lines)}"
+
+
+def experts() -> str:
+    """Whole layers of experts."""
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("experts_h200.json")["rows"]:
+        times.setdefault(row["shape"], {}).setdefault(row["m"], {})[row["peer"]] = row["us"]
+    ms = sorted({m for by_m in times.values() for m in by_m})
+    lines = []
+    ahead = 0
+    for shape, by_m in times.items():
+        lines.append([EXPERTS[shape]])
+        for m in ms:
+            ours = by_m[m].pop("ours")
+            ahead += ours < min(by_m[m].values())
+            lines[-1].append(f"{digits(ours)} ({digits(min(by_m[m].values()))})")
+    text = f"{about('experts_h200.json')} Microseconds; ahead in {ahead} of {len(ms) * len(times)} cells:"
+    return f"{text}\n\n{markdown(['layer, M =', *ms], lines)}"
+
+
+def cpu() -> str:
+    """The products of one token on a CPU: a section for each file of tools/bench_cpu.py."""
+    parts = []
+    for path in sorted(RESULTS.glob("cpu*.json")):
+        result = json.loads(path.read_text())
+        threads, rows = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}", result["rows"]
+        facts = f"{result['machine']} ({result['instruction_set']}), {threads}, torch {result['torch']}, M = {result['m']}"
+        modes = list(result["ms"])
+        lines = [[f"{row['n']} x {row['k']}, us", *(digits(row["us"][mode]) for mode in modes)] for row in rows]
+        lines.append(["all, ms", *(digits(result["ms"][mode]) for mode in modes)])
+        text = f"`results/{path.name}`: {facts}, groups of {result['group_size']}."
+        parts.append(f"{text}\n\n{markdown(['product', *modes], lines)}")
+    return "\n\n".join(parts) or "Not in `results/` yet."
+
+
+# --- accuracy
+
+
+def label(row: Row) -> str:
+    """The weights of a row of tools/accuracy.py in words."""
+    if "bits" not in row:
+        return str(row["weights"])
+    if "book" in row:
+        return f"{row['book'].upper()}, groups of {row['group_size']}"
+    symmetric = "symmetric" if row["symmetric"] else "asymmetric"
+    return f"{row['bits']} bits, {symmetric}, {'searched range, ' if 'clip' in row else ''}groups of {row['group_size']}"
+
+
+def models() -> list[dict[str, Any]]:
+    """The models of results/accuracy.json."""
+    found: list[dict[str, Any]] = read("accuracy.json")["models"]
+    return found
+
+
+def accuracy() -> str:
+    """Perplexity and error of a whole causal model, a line for each kind of weights."""
+    parts = [about("accuracy.json")]
+    for model in models():
+        if model["compared"] != "logits":
+            continue
+        cells: dict[str, dict[str, str]] = {}
+        for row in model["rows"]:
+            way, _, asymmetric = row["activations"].partition(", ")
+            name = label(row) + (", x asymmetric" if asymmetric and "bits" not in row else "")
+            cells.setdefault(name, {})[way] = f"{row['perplexity']:.3f} ({percent(row['error'])})"
+        (plain,) = cells.pop("fp32").values()
+        lines = ([name, *(found.get(way, "") for way in ("16", "8 token", "8 block"))] for name, found in cells.items())
+        tokens = model["windows"] * model["tokens_a_window"]
+        text = f"{model['model']}, {tokens} tokens, {model['layers']} layers; in fp32 {plain}:"
+        parts.append(f"{text}\n\n{markdown(['weights', 'x as it is', 'x int8, token', 'x int8, block'], lines)}")
+    return "\n\n".join(parts)
+
+
+def four_bits() -> str:
+    """KL divergence from fp32 of the ways to store 4 bits, x as it is."""
+    (model,) = (model for model in models() if model["compared"] == "logits")
+    found: dict[str, dict[int, float]] = {}
+    for row in model["rows"]:
+        if row.get("bits") == 4 and row["activations"] == "16":
+            found.setdefault(label(row).rpartition(", groups of ")[0], {})[row["group_size"]] = row["divergence"]
+    groups = sorted({group for by_group in found.values() for group in by_group})
+    lines = ([name, *(f"{by_group[group]:.2f}" for group in groups)] for name, by_group in found.items())
+    return markdown(["weights, groups of", *groups], lines)
+
+
+def layers() -> str:
+    """What int8 activations alone do to each kind of layer."""
+    parts = []
+    for model in models():
+        ways = [way for way in model["kinds"][0]["errors"] if way.startswith("x ")]
+        lines = (
+            [kind["kind"], digits(kind["median_peak_over_rms"]), *(percent(kind["errors"][way]) for way in ways)]
+            for kind in model["kinds"]
+        )
+        heads = [way.removeprefix("x ") for way in ways]
+        parts.append(f"{model['model']}:\n\n{markdown(['layers', 'peak / rms', *heads], lines)}")
+    return "\n\n".join(parts)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    function.__name__: function
+    for function in (products, behind, copies, host, five, generation, training, experts, cpu, accuracy, four_bits, layers)
+}
+
+
+def fill(text: str) -> str:
+    """Return a page with the tables of what results/ holds now."""
+
+    def table(match: re.Match[str]) -> str:
+        if match[2] not in TABLES:
+            raise ValueError(f"there is no table {match[2]!r}; there are {', '.join(TABLES)}")
+        return f"{match[1]}{TABLES[match[2]]()}\n{match[3]}"
+
+    return BLOCK.sub(table, text)
+
+
+# --- pictures
+
+PICTURES: dict[str, Callable[[Path], None]] = {
+    "h200.svg": lambda path: plot.draw(read("h200.json"), path),
+    "five.svg": lambda path: plot.draw_bars(
+        [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in five_rows()],
+        f"{read('h200.json')['device']}, {FIVE_SHAPE[0]} x {FIVE_SHAPE[1]}, M = {FIVE_SHAPE[2]}: microseconds of one call",
+        path,
+    ),
+    "accuracy.svg": lambda path: plot.draw_accuracy(read("accuracy.json"), path),
+}
+
+
+# --- MkDocs
+
+
+def on_page_markdown(markdown: str, **_: object) -> str:
+    """Fill a page of the site."""
+    return fill(markdown)
+
+
+def on_post_build(config: dict[str, Any], **_: object) -> None:
+    """Draw the site's pictures."""
+    for name, draw in PICTURES.items():
+        draw(Path(config["site_dir"]) / "results" / name)
+
+
+def main() -> None:
+    """Write the tables and pictures."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tables", action="store_true", help="draw no pictures")
+    arguments = parser.parse_args()
+    for page in PAGES:
+        page.write_text(fill(page.read_text()))
+    for name, draw in {} if arguments.tables else PICTURES.items():
+        draw(RESULTS / name)
+
+
+if __name__ == "__main__":
+    main()
