@@ -11,7 +11,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
 #include "cpu/cpu_ops.h"
 #include "cutlass_ops/corrections.h"
 #include "cutlass_ops/experts.h"
@@ -26,6 +25,19 @@ namespace py = pybind11;
 using namespace cutlass_ops;
 
 namespace {
+
+using Pointer = std::uintptr_t;  // 0 is null
+
+template <class T>
+T* as(Pointer pointer) {
+  return reinterpret_cast<T*>(pointer);
+}
+
+void check(Status const& status) {
+  if (status.ok()) return;
+  if (status.code == Status::kCuda) throw std::runtime_error(status.text);
+  throw std::invalid_argument(status.text);  // ValueError
+}
 
 // A weight with what `product` wants to know beside it.
 struct Weight : PackedWeight {
@@ -686,8 +698,6 @@ PYBIND11_MODULE(_C, m) {
       "Write the layer's result, as `plan` says, in a workspace of its size.");
   m.attr("most_experts") = kMostExperts;
   m.attr("most_positions") = kMostPositions;
-
-  register_conv(m);
 
   m.def(
       "rows_of",
