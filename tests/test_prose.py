@@ -13,13 +13,13 @@ SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".in", ".md", ".py", ".py
 # Regular expressions between word boundaries, and what to write instead. A blank also matches a line break and comment marks.
 WORDS = {
     r"beside (int\d+|x|floats?|results of|outliers|such tiles|few \w+)": "with int8 weights; together with x",
-    r"ask(s|ed)? for": "issue (copies), request",
+    r"ask(s|ed) for": "issue (copies), request",
     r"under way": "in flight",
     r"ma(kes?|de) good": "compensates",
     r"the way out": "epilogue store",
     r"anew": "again, or leave out",
     r"likewise": "also, or leave out",
-    r"told": "say by whom and what",
+    r"(is|are|was|were|been|be|where|has|have) told( apart)?": "knows; distinct",
     r"of (its|their) own": "separate, or leave out",
     r"at that(?=[.,;:)])": "leave out",
     r"ha(s|ve|d) them": "say what has what",
@@ -27,7 +27,6 @@ WORDS = {
     r"cut tiles?|tiles? (is|are) cut": "split-K tiles",
     r"dealt out": "partitioned",
     r"partials": "split-K workspace",
-    r"excess": "bias of the decoded code",
     r"slabs?": "row panel (the file layout is slab64)",
     r"widen(s|ed|ing)?": "upcast",
     r"let_successor_start|wait_for_predecessor|wait_alone": "pdl_launch_dependents, pdl_wait",
@@ -41,6 +40,7 @@ WORDS = {
 # Words that are the language of Python, C++ or another field elsewhere, and private in kernels.
 KERNEL_WORDS = {
     r"tokens": "rows of x, BLOCK_M",
+    r"excess": "bias of the decoded code",
     r"Place|Feed|Cursor|Shares": "ThreadCoord, WeightLoader, TileIterator, EvenPartition",
     r"chunks?": "K tile",
     r"pieces?": "fragment vector",
