@@ -31,9 +31,9 @@ class Explanation:
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set.
-        launches: the files in ``csrc/kernels`` of the kernels that run, in order: sum_weights (where the weight's column sums
-            are wanted and not kept), quantize_activations (unless `kernel` quantises x itself), upcast_activations or
-            correct_zeros before `kernel`, reduce_splits after it. Empty without rows of x.
+        launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
+            quantises x itself), upcast_activations or correct_zeros, sum_weights (where terms of zero points are wanted and
+            not kept), `kernel`, reduce_splits. Empty without rows of x.
         tile: output features and rows of x that a cluster (a CTA, where there are no clusters) computes at a time.
         grid: CTAs along x and y.
         cluster: CTAs of a cluster.

@@ -50,7 +50,7 @@ PROBLEMS: dict[str, tuple[Callable[[int, int], co.QuantizedWeight], int, int, in
     "wgmma_decode": (plain(), 16, 4096, 4096, {}),
     "wgmma_decode, code book": (book, 16, 4096, 4096, {}),
     "wgmma_decode quantises": (plain(4, "zeros"), 16, 4096, 4096, {"act_quant": "block", "act_symmetric": False}),
-    "wgmma_decode, one CTA per SM": (plain(8), 8, 14336, 4096, {}),
+    "wgmma_decode, one CTA per SM": (plain(8), 16, 14336, 4096, {}),
     "wgmma_decode after the quantiser": (plain(), 8, 4096, 4096, {"act_quant": "token"}),
     "wgmma_gemm_a16": (plain(), 64, 4096, 4096, {}),
     "wgmma_gemm_a16, four warpgroups": (plain(), 64, 28672, 4096, {}),

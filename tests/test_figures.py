@@ -66,13 +66,13 @@ def test_other_results_give_other_pages(figures: ModuleType, tmp_path: Path, mon
     (row,) = (row for row in other["rows"] if (row["format"], row["n"], row["m"]) == ("nf4", 28672, 1))
     row["us"] = 98.76
     (tmp_path / "h200.json").write_text(json.dumps(other))
-    rows = [{"n": 576, "k": 192, "count": 2, "us": {"fp32": 30.0, "W4A16": 7.5}}]
-    about = {"threads": 1, "m": 1, "group_size": 128, "machine": "x86_64", "instruction_set": "avx2", "torch": "2.x"}
-    (tmp_path / "cpu.json").write_text(json.dumps(about | {"ms": {"fp32": 60.0, "W4A16": 15.0}, "rows": rows}))
+    rows = [{"threads": 2, "name": "int4 A8", "prompt_tokens_per_s": 384.1, "tokens_per_s": 33.87}]
+    about = {"machine": "x86_64", "cores": 2, "load_average": 0.1, "kernels": "avx2", "torch": "2.x", "model": "m", "prompt": 9}
+    (tmp_path / "cpu.json").write_text(json.dumps(about | {"rows": rows}))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
     assert "| NF4 | 98.8 | 52.6 (bitsandbytes) | 0.53 |" in figures.on_page_markdown(README, page=None)
     assert "bitsandbytes in NF4, 28672 x 4096, M = 1 (46.8 %)" in figures.behind()
-    assert "| 576 x 192, us | 30.0 | 7.50 |" in figures.cpu()
+    assert "| int4 A8 | 2 | 384 | 33.9 |" in figures.cpu()
 
 
 def test_an_unknown_table_is_refused(figures: ModuleType) -> None:

@@ -1514,7 +1514,7 @@ def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
         needed = torch.cuda.max_memory_allocated() - before
         assert needed <= y.nbytes + co.explain(m, packed, act_quant).workspace + 2 * 512  # rounded up to 512 each
         torch.cuda.synchronize()
-        if cached_allocator():
+        if cached_allocator() and "PYTEST_XDIST_WORKER" not in os.environ:  # other workers take memory meanwhile
             assert torch.cuda.mem_get_info()[0] == free
 
 

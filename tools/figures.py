@@ -216,17 +216,18 @@ def experts() -> str:
 
 
 def cpu() -> str:
-    """The products of one token on a CPU: a section for each file of tools/bench_cpu.py."""
+    """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
     for path in sorted(RESULTS.glob("cpu*.json")):
         result = json.loads(path.read_text())
-        threads, rows = f"{result['threads']} thread{'s' if result['threads'] > 1 else ''}", result["rows"]
-        facts = f"{result['machine']} ({result['instruction_set']}), {threads}, torch {result['torch']}, M = {result['m']}"
-        modes = list(result["ms"])
-        lines = [[f"{row['n']} x {row['k']}, us", *(digits(row["us"][mode]) for mode in modes)] for row in rows]
-        lines.append(["all, ms", *(digits(result["ms"][mode]) for mode in modes)])
-        text = f"`results/{path.name}`: {facts}, groups of {result['group_size']}."
-        parts.append(f"{text}\n\n{markdown(['product', *modes], lines)}")
+        facts = f"{result['model']}, a prompt of {result['prompt']} tokens; {result['machine']}, {result['cores']} cores"
+        facts += f" (load {result['load_average']}), {result['kernels']}, torch {result['torch']}"
+        lines = [
+            [row["name"], row["threads"], digits(row["prompt_tokens_per_s"]), digits(row["tokens_per_s"])]
+            for row in result["rows"]
+        ]
+        heads = ["weights, activations", "threads", "prompt, tokens a second", "decoding"]
+        parts.append(f"`results/{path.name}`: {facts}.\n\n{markdown(heads, lines)}")
     return "\n\n".join(parts) or "Not in `results/` yet."
 
 

@@ -34,6 +34,7 @@ class Entry(NamedTuple):
     key: Key
     us: float
     chosen: bool
+    applies: bool  #: whether it may be chosen; other candidates are fitted for problems where they may
     constant: float
     terms: dict[str, float]
 
@@ -56,14 +57,19 @@ def tile_entry(row: Row, tile: Row) -> Entry:
     """Of a line of ``time_tiles tiles``."""
     key = (tile["kernel"], row["bits"], tile["block_n"], tile["block_m"], tile["corrects"])
     terms = {tile["cost"]: tile["k_tiles"], "end": tile["ends"]}
-    return Entry(key, tile["us"], tile["chosen"], tile["constant"], terms)
+    return Entry(key, tile["us"], tile["chosen"], True, tile["constant"], terms)
 
 
 def decode_entry(row: Row, tile: Row) -> Entry:
     """Of a line of ``time_tiles decode``."""
     key = (tile["kernel"], tile["block_m"], tile["ctas_per_sm"], tile["quantizes"], row["bits"], tile["kind"])
     return Entry(
-        key, tile["us"], tile["chosen"], 0, {"start": 1} | {name: tile[name] for name in ("chunk", "share", "x", "row")}
+        key,
+        tile["us"],
+        tile["chosen"],
+        tile["applies"],
+        0,
+        {"start": 1} | {name: tile[name] for name in ("chunk", "share", "x", "row")},
     )
 
 
@@ -193,13 +199,15 @@ def fit(model: Model) -> str:
     for row in rows:
         row["tiles"] = [dict(zip(results["candidate_columns"], values, strict=True)) for values in row["candidates"]]
     products = [[model.entry(row, tile) for tile in row["tiles"]] for row in rows]
+    every = products
+    products = [[entry for entry in product if entry.applies] for product in products]
     formats = [row["format"] for row in rows]
     before = []
     for product in products:
         best = min(entry.us for entry in product)
         before.append(next((entry.us for entry in product if entry.chosen), best) / best - 1)
     report(f"{model.results.name}: choices of the library that was measured, beyond the best:", formats, before)
-    choices = Choices(products, least_squares(products, model))
+    choices = Choices(products, least_squares(every, model))
     choices.improve()
     report("choices by the fitted costs:", formats, choices.losses)
     return table(choices.costs, model)

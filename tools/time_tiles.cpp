@@ -210,7 +210,7 @@ int main(int argc, char** argv) {
       "\"columns\": [\"format\", \"n\", \"k\", \"m\", \"bits\", \"candidates\"],\n\"candidate_columns\": [%s],\n\"rows\": [",
       decode ? "\"kernel\", \"block_m\", \"chosen\", \"us\", \"ctas_per_sm\", \"quantizes\", \"kind\", \"chunk\", \"share\", "
                "\"x\", "
-               "\"row\""
+               "\"row\", \"applies\""
              : "\"kernel\", \"block_m\", \"chosen\", \"us\", \"block_n\", \"corrects\", \"cost\", \"k_tiles\", \"ends\", "
                "\"constant\", \"slices\", \"tail_tiles\"");
   char const* comma = "";
@@ -263,8 +263,9 @@ int main(int argc, char** argv) {
                     time_of(p, one, data, stream));
         if (decode) {
           DecodeTerms const t = is_portable(spec) ? DecodeTerms{} : decode_terms(p, device, one);
-          std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d]", c.tile.min_ctas_per_sm, c.quantizes ? "true" : "false",
-                      kDecodeKindNames[int(decode_kind(p))], t.chunks, t.share, t.x, t.rows);
+          std::printf("%d, %s, \"%s\", %.1f, %.2f, %.2f, %d, %s]", c.tile.min_ctas_per_sm, c.quantizes ? "true" : "false",
+                      kDecodeKindNames[int(decode_kind(p))], t.chunks, t.share, t.x, t.rows,
+                      !c.applies || c.applies(p) ? "true" : "false");
         } else {
           PredictedTime const t = cut_of(p, device, spec, c).time;
           auto const which = cost_kind(p, c);

@@ -146,6 +146,8 @@ bool folds_few_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const own_scales = w.scale_type == problem.x_type;
   if (w.book) return w.group_size == 32 || is_irregular(problem) || (!own_scales && w.scale_type != DataType::kFloat32);
+  // decode_gemm takes a group of 64 at a time, and was faster up to four rows; its costs are those of groups of 32.
+  if (w.group_size == 64 && w.bits == 4 && !w.offsets) return problem.m > 4;
   if (multiplies_int8(problem)) return !has_int8_products(w);
   return has_short_groups(w) || w.offsets || w.e4m3 || !own_scales;
 }

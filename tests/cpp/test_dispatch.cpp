@@ -637,6 +637,8 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p = few;
   p.weight.group_size = 64;
   EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
+  p.m = 4;
+  EXPECT_EQ(kernel(p), "decode_gemm");
   p = few;
   p.weight.scale_type = DataType::kBFloat16;  // x is fp16
   EXPECT_EQ(kernel(p), "wgmma_decode_fold16");
