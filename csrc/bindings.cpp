@@ -39,7 +39,7 @@ void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-// A weight with what `product` wants to know beside it.
+// A weight with the properties that `product` needs.
 struct Weight : PackedWeight {
   void const* bias;
   DataType bias_type;
@@ -63,7 +63,7 @@ QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride, rows};
 }
 
-// What happens to a sum on its way out, as GemmProblem has it.
+// The epilogue's fields of GemmProblem.
 struct Epilogue {
   void const* bias;
   DataType bias_type;
@@ -82,8 +82,8 @@ struct Epilogue {
   }
 };
 
-// ---- mixed_gemm: asks tensors itself, and is called as CPython's own functions are. Python code around it, and pybind11's unpacking of as many
-// arguments, take longer than all it does but the launch.
+// ---- mixed_gemm: reads tensors' attributes itself, with CPython's calling convention. Python code around it, and pybind11's unpacking of as many
+// arguments, take longer than everything but the launch.
 
 py::object checked(PyObject* result) {
   if (!result) throw py::error_already_set();
@@ -91,7 +91,7 @@ py::object checked(PyObject* result) {
 }
 
 struct Name {
-  PyObject* const text;  // kept for good: to make it anew takes as long as the call
+  PyObject* const text;  // never freed: creating it takes as long as the call
   explicit Name(char const* name) : text(PyUnicode_InternFromString(name)) {}
 };
 
@@ -102,7 +102,7 @@ Pointer data_ptr(py::handle tensor) {
   return call(tensor, name).cast<Pointer>();
 }
 
-// An uninitialised tensor beside `like`, of another dtype if one is given. By the tensor's method, of numbers: half the time of torch.empty.
+// An uninitialised tensor on the device of `like`, of another dtype if one is given. By the tensor's method, of numbers: half the time of torch.empty.
 py::object new_empty(py::handle like, py::handle shape, py::handle dtype) {
   static Name const name("new_empty");
   static py::handle const keyword = py::make_tuple("dtype").release();
@@ -114,21 +114,21 @@ py::object new_empty(py::handle like, py::handle shape, py::handle dtype) {
   return checked(PyObject_VectorcallMethod(name.text, arguments.data(), 1 + dimensions, dtype ? keyword.ptr() : nullptr));
 }
 
-// At least so many bytes, as a tensor of the same dtype: of another it takes longer.
+// At least so many bytes, as a tensor of the same dtype: another dtype takes longer.
 py::object new_scratch(py::handle like, size_t bytes) {
   static Name const name("itemsize");
   auto const size = checked(PyObject_GetAttr(like.ptr(), name.text)).cast<size_t>();
   return new_empty(like, py::make_tuple((bytes + size - 1) / size), {});
 }
 
-// Choose a kernel and start it, with scratch memory beside `like`.
+// Choose a kernel and launch it, with a workspace on the device of `like`.
 void run(GemmProblem const& problem, py::handle like, Pointer stream) {
   Device device;
   Plan chosen;
   check(current_device(&device));
   check(plan(problem, device, &chosen));
   Workspace workspace;
-  // Handed back to torch's allocator at once, which keeps it for this stream until the kernels are done with it.
+  // Freed at once: torch's allocator reuses it only on this stream, after the kernels.
   py::object scratch;
   if (chosen.workspace) {
     scratch = new_scratch(like, chosen.workspace);
@@ -177,10 +177,10 @@ py::object mixed_gemm(PyObject* const* arguments) {
   return out;
 }
 
-// ---- product: the same where no more is asked for, as layers do. It looks at its arguments itself: in Python that takes longer than all of this but the
+// ---- product: the same without optional arguments, for layers. It checks its arguments itself: in Python that takes longer than everything here but the
 // launch.
 
-// Of torch, kept for good.
+// Objects of torch, never freed.
 struct Torch {
   PyObject *current_stream, *none, *token, *block;
   std::array<std::pair<PyObject*, DataType>, 3> types;
@@ -200,7 +200,7 @@ struct Torch {
       if (dtype.ptr() == object) return type;
     return DataType::kNone;
   }
-  // Whether act_quant is one of those that there are.
+  // Whether act_quant is valid.
   bool find(PyObject* act_quant, ActQuant* found) const {
     if (!PyUnicode_Check(act_quant)) return false;
     for (auto const& [text, mode] :
@@ -223,7 +223,7 @@ struct Rows {
     };
     if (last < 0 || at(shape, last) != k || (k > 1 && at(strides, last) != 1)) return;
     std::int64_t rows = 1;
-    // Of one row the kernels see what they would see of a matrix.
+    // A single row has the stride of a matrix.
     stride = last > 0 ? at(strides, last - 1) : k;
     for (Py_ssize_t i = last; i-- > 0;) {
       std::int64_t const size = at(shape, i);
@@ -236,7 +236,7 @@ struct Rows {
   }
 };
 
-// For so many rows host time is nothing.
+// From so many rows on, host time does not matter.
 constexpr std::int64_t kMostRows = 1 << 20;
 
 py::object product(PyObject* const* arguments) {
@@ -441,7 +441,7 @@ PYBIND11_MODULE(_C, m) {
             weight.sums = nullptr, weight.sum_scales = nullptr, weight.row_sums = nullptr;
             if (colsums) place_colsums(&weight, as<void>(colsums));
           },
-          py::arg("colsums_ptr"), "Give it what sum_weights made, or 0: then products make it.");
+          py::arg("colsums_ptr"), "Attach the output of sum_weights; 0: products compute it.");
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),

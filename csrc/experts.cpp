@@ -65,7 +65,7 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   return at;
 }
 
-// Rows of x to a tile: the fewer of an expert, the fewer are multiplied for nothing; the more, the seldomer its weights are decoded.
+// BLOCK_M: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
 int tile_height(RouteProblem const& r) {
   int64_t const touched = std::min<int64_t>(r.experts, r.positions());
   double const rows = touched ? double(r.positions()) / touched : 0;
@@ -91,7 +91,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
   return check_route(p.route);
 }
 
-// The plan of one product, whose grid is for all tiles that there may be, and its shape for those that are expected.
+// The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
 bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int tiles, int expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
   *plan = {};
@@ -134,7 +134,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   plan->slots = padded_slots(r), plan->block_m = tile_height(r);
   auto const fill_in = [&] {
     plan->tiles = most_tiles(r, plan->block_m);
-    // With more experts than positions nearly every position has its own.
+    // With more experts than positions nearly every position has a different expert.
     int64_t const touched = std::min<int64_t>(r.experts, r.positions());
     int const expected = int(std::min<int64_t>(plan->tiles, touched));
     return plan_product(product_of(problem.gate_up, true), device, plan->block_m, plan->tiles, expected, &plan->gate_up) &&
@@ -210,7 +210,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
-  // x: quantised, then gathered, which is less work; but an act order is an expert's own, and comes before.
+  // x: quantised, then gathered, which is less work; but an act order differs by expert and comes first.
   GatherProblem gather;
   gather.x = p.x, gather.x_stride = p.x_stride, gather.perm = p.gate_up.perm, gather.k = hidden;
   gather.out = base + at.x, gather.out_stride = padded_k(hidden);

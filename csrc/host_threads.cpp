@@ -9,8 +9,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Threads that wait for work. A helper that comes when the caller has done all work has none, and is not waited for: where other
-// processes have the cores, work takes no longer than on the caller's thread.
+// A pool of threads. A helper that starts after the caller has finished all work is not waited for: when other
+// processes occupy the cores, work takes no longer than on the caller's thread.
 class Helpers {
  public:
   void run(int wanted, void (*work)(void*), void* data) {

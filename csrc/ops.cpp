@@ -123,7 +123,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   }
   if (layout.upcasts) {
     ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type, ready.x_stride = padded_k(problem.weight.k);
-    if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values have them
+    if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values include them
   }
   if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
   if (status.ok() && layout.sums) {

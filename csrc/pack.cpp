@@ -15,9 +15,9 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int64_t kBatch = 64;  // chunks that a thread takes at a time
+constexpr int64_t kBatch = 64;  // K tiles that a thread takes at a time
 
-// One chunk in natural order: 64 rows of 128 codes.
+// One K tile of a row panel in natural order: 64 rows of 128 codes.
 using Tile = std::array<uint8_t, kRowsPerSlab * kKPerTile>;
 
 // Stored codes are centred, in two's complement; subtracting 2^(bits-1) modulo 2^bits is inverting
@@ -96,7 +96,7 @@ void read_chunk(uint8_t const* chunk, uint8_t* codes, int64_t stride) {
   }
 }
 
-// The part of an n x k matrix that chunk number `index` covers.
+// The part of an n x k matrix that K tile number `index` covers.
 struct Window {
   int64_t first_row, first_k;
   int rows, columns;

@@ -81,7 +81,7 @@ void expand_run(uint32_t const* words, uint8_t* codes, int64_t k) {
   }
 }
 
-// Words that do not lie side by side along K are turned a tile at a time: 512 rows by 64 codes, one cache line of the result
+// Words that are not adjacent along K are transposed a tile at a time: 512 rows by 64 codes, one cache line of the result
 // each. Measured: longer pieces of the result are slower, as are fewer rows, whose words are shorter pieces of the source.
 constexpr int kTileRows = 512;
 constexpr int kTileK = 64;

@@ -1,4 +1,4 @@
-// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights that are packed as one. As ops.h has it, every call returns at
+// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights that are packed as one. As in ops.h, every call returns at
 // once, works on the stream and device it is given, allocates nothing and never synchronises: it can be captured, and replayed with other routings.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace cutlass_ops {
 struct PackedExperts {
   PackedWeight stack;
   int experts = 0;
-  int n = 0;                      // output features of one
+  int n = 0;                      // output features of one expert
   int32_t const* perm = nullptr;  // [experts][k]: each expert's act order, or null
   void const* bias = nullptr;     // [experts][padded_rows(n)] of bias_type, or null
   DataType bias_type = DataType::kNone;

@@ -3,10 +3,10 @@
 //
 // Weights are operand A of every matrix instruction (rows of W are the instruction's M), so that a
 // lane's fragment of weights goes from memory to registers by one 16-byte load, without shared
-// memory, and the tokens' tile can be any N the instruction has.
+// memory, and the tile of x can have any N of the instruction.
 //
-//   packed = [n_pad / 64 slabs][k_pad / 128 tiles][chunk]
-//   chunk  = 64 rows x 128 k      = [4 row blocks][2 units at 4 bits | 4 at 8]: 4096 | 8192 B
+//   packed = [n_pad / 64 row panels][k_pad / 128 K tiles][block]
+//   block  = 64 rows x 128 k      = [4 row blocks][2 units at 4 bits | 4 at 8]: 4096 | 8192 B
 //   unit   = 16 rows x 64 | 32 k  = [32 lanes][16 B]: one coalesced 16-byte load of a warp
 //
 //                  k 0            16           32           48          63
@@ -31,18 +31,18 @@
 //                    +-------------------+-------------------+
 //
 // The reason of each order:
-//   - Slabs outermost: 64 rows are what one wgmma (or four mma.sync) covers, so a thread block can
-//     own one slab, and N is padded to 64 only.
-//   - Tiles of 128 k next: a block walking along K reads one contiguous stream, one bulk copy
-//     a step.
+//   - Row panels outermost: one wgmma (or four mma.sync) covers 64 rows, so a CTA can compute one
+//     row panel, and N is padded to 64 only.
+//   - K tiles (128 columns) next: a CTA that advances along K reads one contiguous stream, one
+//     bulk copy a tile.
 //   - Row blocks before k: warp w of a warpgroup owns rows 16w .. 16w+15 of a wgmma fragment, hence
-//     one contiguous quarter of the chunk.
+//     one contiguous quarter of the K tile.
 //   - Lane = 4*g + t with rows g and g+8: the A fragment of mma.sync and of wgmma, fp16 and int8
 //     alike (PTX ISA, "Matrix Fragments for mma.m16n8k16" and "Register Fragments for wgmma").
 //   - The k 2t, 2t+1, 2t+8, 2t+9: what that lane holds of a 16 x 16 fp16 fragment. An int8 fragment
-//     wants 4t .. 4t+3 of each 16. It gets the same bytes, because the int8 activations are stored
-//     in that order too (activation_position): a sum over k does not care in which order both
-//     operands are walked. So one order serves fp16, bf16 and int8 activations.
+//     needs 4t .. 4t+3 of each 16. It gets the same bytes, because the int8 activations are stored
+//     in that order too (activation_position): the order of k does not change an integer sum as long
+//     as both operands share it. So one order serves fp16, bf16 and int8 activations.
 //   - Rows interleaved inside a byte, g low and g+8 high: w & 0xf0f0f0f0 is row g+8 and
 //     (w << 4) & 0xf0f0f0f0 row g, both as int8 bytes 16 * c. And 2t+8 stands between 2t and 2t+1,
 //     which so lie sixteen bits apart: one AND makes a half2 of them (device/decode.cuh).
@@ -67,7 +67,7 @@ inline constexpr int kRowsPerBlock = 16;
 inline constexpr int kLaneBytes = 16;
 inline constexpr int kUnitBytes = 32 * kLaneBytes;
 
-// Bytes of one chunk of 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
+// Bytes of one row panel's K tile, 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
 CUTLASS_OPS_HD constexpr int chunk_bytes(int bits) { return kRowsPerSlab * kKPerTile * bits / 8; }
 
 CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) { return (n + kRowsPerSlab - 1) / kRowsPerSlab * kRowsPerSlab; }
@@ -105,9 +105,9 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
 }
 
-// Position of a row inside its slab of 64 in the group vectors (scales, zeros, offsets): an 8 x 8
+// Position of a row inside its row panel in the group vectors (scales, zeros, offsets): an 8 x 8
 // transposition. Row 16*i + 8*h + g stands at 8*g + 2*i + h, so that the eight rows of a lane group g
-// lie side by side: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
+// are adjacent: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
 // warpgroup takes its two rows, g and g+8, by one 4-byte load.
 CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + row % kRowsPerSlab / 8; }
 

@@ -30,7 +30,7 @@ class DeviceGuard {
   DeviceGuard(DeviceGuard const&) = delete;
   DeviceGuard& operator=(DeviceGuard const&) = delete;
 
-  // What CUDA said to it: nothing may be launched unless it is ok.
+  // CUDA's answer: nothing may be launched unless it is ok.
   Status const& status() const { return status_; }
 
  private:
@@ -38,25 +38,25 @@ class DeviceGuard {
   int previous_ = -1;  // to go back to, or -1
 };
 
-// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for what was launched before them: what writes
-// a weight must have ended (the stream synchronised) when a product of it is launched. x, bias and residual are waited for.
+// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for earlier kernels of the stream: a kernel that
+// writes a weight must have ended (the stream synchronised) before a product of it is launched. x, bias and residual are read after the wait.
 
-// Choose a kernel. Needs no GPU: `device` may describe one that is not there.
+// Choose a kernel. Needs no GPU: `device` may describe an absent one.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
 
 // The kernels that a plan's product starts, in order: files of csrc/kernels.
 std::vector<char const*> launches(Plan const& plan);
 
 // y = epilogue(x @ W^T), quantising the activations first where problem.act_quant says so. `plan` is what plan() chose for this
-// problem on the current device; without it, mixed_gemm asks itself.
+// problem on the current device; without it, mixed_gemm calls plan().
 Status mixed_gemm(GemmProblem const& problem, Plan const& plan, Workspace workspace, Stream stream);
 Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream);
 
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
-// The column sums of a weight (corrections.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which place_colsums() then gives it: so
-// products need not make them. Of groups of 128 or more, without offsets or a code book, and without zero points at 8 bits.
+// The column sums of a weight (corrections.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which place_colsums() then attaches to the weight, so
+// that products need not compute them. Of groups of 128 or more, without offsets or a code book, and without zero points at 8 bits.
 Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream);
 
 // Codes to the order of layout.h, all of packed_bytes(n, k, bits) written and padding zero, and back. The bits are those of

@@ -1,4 +1,4 @@
-// How a product is launched, in plain data: what plan() decides and mixed_gemm() follows.
+// The launch of a product as plain data: computed by plan(), executed by mixed_gemm().
 #pragma once
 
 #include <cstddef>
@@ -14,20 +14,20 @@ struct WorkspaceLayout {
   int rows = 0;           // QuantizedActivations::rows
   int block = 0;          // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;   // x is made rows of 16-bit floats that a tensor map describes
-  bool corrects = false;  // zero points of x, or of W, are made operands of a product (corrections.h)
-  bool sums = false;      // the weight's column sums are made: it has none
+  bool corrects = false;  // zero points of x, or of W, become operands of a product (corrections.h)
+  bool sums = false;      // the weight's column sums are computed: it has none
 };
 
-// The stream-K tail of a product: how clusters share the K of the tiles that whole waves over the GPU leave over. The K of each tile is cut into `parts`, and
-// each part but the last has a cluster of its own. Where the clusters that remain are fewer than the tiles, each takes the last parts of `gathered` tiles, one
-// after another, and these are so much shorter.
+// The stream-K tail of a product: how clusters share the tiles that remain after full waves over the GPU. The K of each tile is split into `parts` slices, and
+// each slice but the last has a separate cluster. Where fewer clusters remain than tiles, each computes the last slices of `gathered` tiles, one after another,
+// and these slices are shorter in proportion.
 struct CutTiles {
-  // To begin with one more last part costs a cluster some 4 us (measured on an H200 with 128 to 176 rows of x): so many tiles of K.
+  // Starting another last slice costs a cluster as much as so many K tiles, some 4 us (measured on an H200 with 128 to 176 rows of x).
   static constexpr int kStart = 6;
 
   int parts = 1, gathered = 1;
-  int last = 0;               // clusters that take last parts
-  int dealt = 0, pieces = 1;  // part i of K begins with tile dealt * i / pieces
+  int last = 0;               // clusters that compute last slices
+  int dealt = 0, pieces = 1;  // slice i of K begins with K tile dealt * i / pieces
 
   constexpr CutTiles() = default;
   constexpr CutTiles(int tiles, int count, int clusters, int k_tiles)
@@ -36,17 +36,17 @@ struct CutTiles {
         last((tiles - 1) / gathered + 1),
         dealt((k_tiles + (gathered > 1 ? kStart : 0)) * gathered),
         pieces(gathered * (count - 1) + 1) {}
-  // Of tiles whose parts reduce_splits adds up; of none, with one part.
+  // Tiles whose slices reduce_splits adds; one slice: no split.
   constexpr CutTiles(int tiles, int count, int k_tiles)
       : parts(count), gathered(1), last(tiles), dealt(k_tiles), pieces(count) {}
 };
 
-// How decode_gemm divides a product: clusters of CTAs that share K.
+// How decode_gemm divides a product: clusters of CTAs that split K.
 struct DecodeShape {
-  int cluster = 0;   // CTAs that share K; 0: none fits
+  int cluster = 0;   // CTAs that split K; 0: none fits
   int clusters = 0;  // of which each has whole row panels of 64 features
   int slabs = 0;     // row panels of a cluster, at most
-  int slice = 0;     // tiles of K of a CTA, at most
+  int slice = 0;     // K tiles of a CTA, at most
   int warps = 0;     // of a CTA
   int stages = 0;    // of each warp's ring
 };
@@ -56,12 +56,12 @@ struct DecodeMemory {
   int stage = 0;               // bytes of a stage of a warp's ring
   int zeros = 0, offsets = 0;  // where in a stage those vectors begin, behind codes and scales
   int token = 0;               // bytes of a row of x: 16 more than a multiple of 128, so that eight rows meet every bank
-  int x = 0;                   // and, when x has been used, what other CTAs send
+  int x = 0;                   // and, once x has been read, the sums that other CTAs send
   int sums = 0, scales = 0, parts = 0, slots = 0;
   int table = 0, total = 0;  // of a code book's values; all
 };
 
-// How wgmma_decode divides a product: likewise.
+// How wgmma_decode divides a product.
 struct WgmmaDecodeShape {
   static constexpr int kTokens = 16;
   static constexpr int kMostStages = 16;
@@ -69,10 +69,10 @@ struct WgmmaDecodeShape {
   static constexpr int warpgroups(bool alone) { return alone ? 4 : 3; }
   // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x has zero points.
   static constexpr int most_slabs_of(bool alone, bool token_zeros) { return alone || token_zeros ? 2 : 3; }
-  // Output features that clusters are given whole.
+  // Output features that are never divided between clusters.
   static constexpr int unit(bool alone) { return alone ? 32 : 64; }
 
-  int cluster = 0;       // CTAs that share K; 0: none fits
+  int cluster = 0;       // CTAs that split K; 0: none fits
   int clusters = 0;      // of which each has whole units
   int most_slabs = 0;    // of a cluster, wholly or in part
   int sets = 1;          // of warpgroups that take turns at tiles of K; with one, they share the row panels
@@ -82,12 +82,12 @@ struct WgmmaDecodeShape {
   int scales = 0;        // where in those begin scales, offsets and zero points
   int offsets = 0;
   int zeros = 0;
-  int token_scales = 0;  // of int8 x, likewise, and then zero points
+  int token_scales = 0;  // of int8 x, followed by its zero points
   int table = 0;         // of a code book's values: behind the stages
   int shared_bytes = 0;
 };
 
-// A product's launch, complete: mixed_gemm() computes none of it again.
+// The complete launch of a product: mixed_gemm() recomputes none of it.
 struct Plan {
   KernelSpec const* spec = nullptr;
   char const* kernel = nullptr;  // the kernel's name, and in csrc/kernels its file's
@@ -100,7 +100,7 @@ struct Plan {
   int shared_bytes = 0;          // dynamic shared memory of a CTA
   int stages = 0;                // tiles of K, of weights, that are in flight
   int slices = 1;                // of K: of all tiles (split-K), or of the stream-K tail's
-  int tail_tiles = 0;            // the last tiles of y, where K of these alone is cut and the kernel adds up itself
+  int tail_tiles = 0;            // the last tiles of y, if only their K is split and the kernel adds the slices itself
   CutTiles tail;
 
   bool rounds = false;                  // weights, and values of quantised activations, are rounded to 16 bits
@@ -111,7 +111,7 @@ struct Plan {
   bool quantizer_spreads = true;  // few CTAs of the quantiser take shared memory that they do not use, to spread over the GPU
 
   DecodeShape decode;             // decode_gemm's
-  DecodeMemory decode_memory;     // likewise
+  DecodeMemory decode_memory;     // decode_gemm's
   WgmmaDecodeShape wgmma_decode;  // wgmma_decode's
 
   WorkspaceLayout layout;

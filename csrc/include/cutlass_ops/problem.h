@@ -28,9 +28,9 @@ struct PackedWeight {
   uint8_t const* codes = nullptr;  // centred codes, packed_bytes(n, k, bits)
   void const* scales = nullptr;    // [groups][n_pad] of scale_type
   int8_t const* zeros = nullptr;   // [groups][n_pad], zero point - 2^(bits - 1), or null
-  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never beside zeros
+  void const* offsets = nullptr;   // [groups][n_pad] of offset_type, or null; never together with zeros
   int32_t const* perm = nullptr;   // [k]: packed column j multiplies input feature perm[j]; or null
-  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or null. 4 bits alone
+  float const* book = nullptr;     // [16]: the value of code q (not centred) is scale * book[q]; or null. Only with 4 bits
   int n = 0;
   int k = 0;
   int bits = 4;
@@ -41,7 +41,7 @@ struct PackedWeight {
 
   // Zero-point terms, for products with int8 activations where either side has zero points (corrections.h): each row's sums of 128 weights, or its zero points
   // of 8 bits, the scales of these, and the sums of all.
-  // Null: mixed_gemm makes them in its workspace, with the same bits, wherever a product is to have them. What is given must be of the codes, scales and zeros
+  // Null: mixed_gemm computes them in its workspace, with the same bits, where a product needs them. Given ones must belong to the codes, scales and zeros
   // as they are now.
   uint8_t const* sums = nullptr;
   void const* sum_scales = nullptr;  // [n_pad] of scale_type
@@ -49,13 +49,13 @@ struct PackedWeight {
 };
 
 // int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
-// [blocks][stride] with the tokens of one block side by side. What quantize_activations writes.
+// [blocks][stride] with the rows of x of one block adjacent. Written by quantize_activations.
 struct QuantizedActivations {
   int8_t* codes = nullptr;
   float* scales = nullptr;
   int8_t* zeros = nullptr;  // null when symmetric
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
-  int stride = 0;           // tokens from one block's scales to the next's; a multiple of 16
+  int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // of codes that there is memory for, if more than m: a kernel may read what lies there
 
   // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values, [m][k_pad] in the order of
@@ -79,7 +79,7 @@ struct QuantizeProblem {
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
 
-  void const* up = nullptr;  // [m][k], or null; never beside norm_weight
+  void const* up = nullptr;  // [m][k], or null; never together with norm_weight
   int64_t up_stride = 0;
 
   void const* norm_weight = nullptr;  // [k], or null

@@ -1,4 +1,4 @@
-// Codes as checkpoints have them, several in a 32-bit word or two in a byte, to one code a byte.
+// Codes as checkpoints store them, several in a 32-bit word or two in a byte, to one code a byte.
 #pragma once
 
 #include <cstdint>
