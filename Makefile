@@ -1,10 +1,10 @@
-# Everything here runs in a virtual environment of its own (.venv) and builds in build/. It needs Python >= 3.10 with
-# venv, a C++ compiler and make; nvcc, when it is there, makes it build CUDA; a GPU makes it use it.
+# All targets use the virtual environment .venv and build in build/. They need Python >= 3.10 with venv, a C++ compiler
+# and make. CUDA is built where nvcc is installed, and used where there is a GPU.
 #
 #   make test     build, then every C++ and Python test          make lint     ruff, clang-format, mypy
-#   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's order
+#   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's formatting
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
-#   make wheel    a wheel that needs no compiler, in dist/       make oldest   tests with the oldest dependencies allowed
+#   make wheel    a wheel, in dist/                              make oldest   tests with the oldest dependencies allowed
 #   make clean    remove what these made
 #
 # `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
@@ -13,27 +13,27 @@
 PYTHON ?= python3
 VENV ?= .venv
 CUDA ?= AUTO
-# A build folder of one kind keeps its objects when the other kind is built.
+# CPU and CUDA builds have separate folders, so that neither discards the other's objects.
 KIND := $(if $(filter OFF,$(CUDA)),cpu,$(if $(filter ON,$(CUDA))$(shell command -v nvcc),cuda,cpu))
 BUILD ?= build/make-$(KIND)
-# What is installed when the environment has no torch.
+# Installed when the environment has no torch.
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
-# On a CPU the reference multiplies, at one to three tokens a second, four times over.
+# A CPU generates few tokens a second, and the demo generates four times.
 DEMO_ARGS ?= $(if $(filter OFF,$(DEMO_CUDA)),--tokens 16)
 
 PY := $(VENV)/bin/python
-# What pip and CMake run must be this environment's: cmake, ninja, clang-format.
+# pip and CMake must find this environment's cmake, ninja and clang-format.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
-# Python compiles what it imports; pip would compile everything.
+# Python compiles modules when they are imported; pip would compile all of them.
 export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp tools -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: build test oldest wheel demo lint format docs clean
 .DELETE_ON_ERROR:
 
-# What the package and the given extras ask for, from pyproject.toml.
+# The requirements of the package and of the given extras, from pyproject.toml.
 define REQUIREMENTS
 import sys
 try: import tomllib
@@ -44,8 +44,8 @@ print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or e
 endef
 export REQUIREMENTS
 
-# $(call install,EXTRAS): the requirements of the package and of these extras, or of all. CUTLASS is wanted for its headers
-# alone, so its package comes without dependencies.
+# $(call install,EXTRAS): the requirements of the package and of these extras, or of all. Only the headers of CUTLASS are needed,
+# so its package is installed without dependencies.
 define install
 	$(PY) -c "$$REQUIREMENTS" $(1) > $(VENV)/requirements.txt
 	$(PY) -m pip install -q -r $(VENV)/requirements.txt
@@ -53,7 +53,7 @@ endef
 CUTLASS = if [ -z "$$CUTLASS_PATH" ] && command -v nvcc >/dev/null; then \
 	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
 
-# $(call compile,PIP,FOLDER,CUDA,OPTIONS): what pip is told to make, editable or a wheel. The build folder keeps its objects, so
+# $(call compile,PIP,FOLDER,CUDA,OPTIONS): an editable install or a wheel, by pip. The build folder keeps its objects, so
 # this compiles only what changed.
 define compile
 	@$(PY) -m pip $(1) --no-build-isolation --no-deps -v --config-settings=build-dir=$(2) \
@@ -69,8 +69,8 @@ $(VENV)/.base: pyproject.toml Makefile
 	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
 	touch $@
 
-# GoogleTest's files come without dependencies too. Its package has no wheel for some platforms: CMake then takes an installed
-# one or says what is missing.
+# GoogleTest is installed without dependencies, too. Its package has no wheel for some platforms: CMake then uses an installed
+# one or reports what is missing.
 $(VENV)/.ready: $(VENV)/.base
 	$(call install)
 	$(if $(filter OFF,$(CUDA)),,$(CUTLASS))
@@ -84,7 +84,7 @@ test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
 	$(PY) -m pytest $(PYTEST_ARGS)
 
-# The lower bounds of pyproject.toml, which come first on the path; but torch's: its old releases take gigabytes.
+# The lower bounds of pyproject.toml, first on the path, except torch's, whose old releases take gigabytes.
 define BOUNDS
 from importlib.metadata import requires
 print(*(line.replace(">=", "==") for line in requires("cutlass_ops") if "extra ==" not in line and not line.startswith("torch")), sep="\n")

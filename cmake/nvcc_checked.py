@@ -1,7 +1,7 @@
 """Run nvcc (or ccache nvcc) and fail when a kernel spills registers or loses operands, or ptxas warns that it serialised wgmma.
 
 CMake puts this in front of every nvcc call (`CUDA_COMPILER_LAUNCHER`). nvcc is called with `-Xptxas -v`; what
-ptxas says of every kernel goes to a file beside the object, `NAME.cu.o.ptxas.txt`, and one line of it to the
+ptxas says of every kernel goes to a file next to the object, `NAME.cu.o.ptxas.txt`, and one line of it to the
 terminal.
 
 wgmma reads operands in registers while the warp goes on. ptxas 13.0 was seen to take such registers for free once the
@@ -20,7 +20,7 @@ import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-# ptxas -v names a kernel, then its properties, then its registers, each on a line of its own.
+# ptxas -v names a kernel, then its properties, then its registers, each on a separate line.
 FUNCTION = re.compile(r"Function properties for '?([\w$.]+)")
 ARCHITECTURE = re.compile(r" for '(sm_\w+)'")
 SPILL = re.compile(r"(\d+) bytes spill (?:stores|loads)")
@@ -46,7 +46,7 @@ def demangle(text: str) -> str:
 
 
 def faults(report: str) -> list[str]:
-    """Return a line for each register spill and each C75xx warning in what ptxas printed."""
+    """Return a line for each register spill and each C75xx warning in ptxas's output."""
     found = []
     function = architecture = "?"
     for line in report.splitlines():
@@ -116,7 +116,7 @@ def lost_operands(body: list[tuple[int, str]]) -> list[str]:
 
 
 def operand_faults(output: Path, compiler: list[str]) -> list[str]:
-    """Return a line for each kernel that loses operands; none without cuobjdump on PATH or beside the compiler."""
+    """Return a line for each kernel that loses operands; none without cuobjdump on PATH or next to the compiler."""
     folders = os.pathsep.join(str(Path(part).parent) for part in compiler)
     tool = shutil.which("cuobjdump") or shutil.which("cuobjdump", path=folders)
     if not tool:

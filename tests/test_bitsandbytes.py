@@ -142,7 +142,7 @@ def quantised(bnb: Any, n: int, k: int, blocksize: int, kind: str, nested: bool,
 
 
 def dequantised(bnb: Any, packed: Tensor, state: Any) -> Tensor:
-    """By the package, as one row: its CPU kernel of 0.50 takes blocks to begin anew in every row."""
+    """By the package, as one row: its CPU kernel of 0.50 starts a new block in every row."""
     shape, state.shape = state.shape, torch.Size((1, state.shape.numel()))
     values: Tensor = bnb.functional.dequantize_4bit(packed, state).view(shape)
     state.shape = shape

@@ -184,7 +184,7 @@ def test_verify_reports_what_is_not_finite(tmp_path: Path) -> None:
     as_version_1(path)
     tensors, whole = load_file(path), path.read_bytes()
     facts = json.loads(whole[8 : 8 + header_length(whole)])["__metadata__"]
-    tensors["w.scales"][1, 16] = math.nan  # position 16 of a slab holds row 2
+    tensors["w.scales"][1, 16] = math.nan  # position 16 of a row panel holds row 2
     save_file(tensors, path, facts)
     assert isinstance(load_packed(path)["w"], PackedWeight)  # values are not read
     assert verify_packed(path).problems == ["w: scales[2, 1] is nan"]

@@ -259,7 +259,7 @@ def test_diff(model: Path, tmp_path: Path) -> None:
         (["nothing"], "nothing"),
     ],
 )
-def test_bad_input_is_told_in_a_line(model: Path, tmp_path: Path, args: list[str], message: str) -> None:
+def test_bad_input_is_reported_in_a_line(model: Path, tmp_path: Path, args: list[str], message: str) -> None:
     for suffix in ("gguf", "safetensors"):
         (tmp_path / f"noise.{suffix}").write_bytes(b"noise")
     result = run(*(arg.format(dir=tmp_path) for arg in args))

@@ -51,7 +51,7 @@ def seen_by_kernels(weight: co.PackedWeight) -> int | None:
 
 
 def reads(weight: co.PackedWeight) -> int | None:
-    """The same, once a product was asked for."""
+    """The same after a product."""
     co.mixed_gemm(torch.zeros(1, weight.k).half(), weight, **ASYMMETRIC)
     return seen_by_kernels(weight)
 
@@ -183,7 +183,7 @@ def test_the_kernel_does_not_depend_on_what_is_kept(made: list[int], act_quant: 
 
 
 def stored_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """The sums that a weight keeps, as corrections.h has them: fp16 parts, scales and sums of rows."""
+    """The stored column sums in the order of corrections.h: fp16 parts, scales and the sum over all of K."""
     assert packed._sums is not None
     memory, n_pad = packed._sums.memory, formats.padded_rows(packed.n)
     size = n_pad * packed.scales.element_size()
@@ -217,19 +217,19 @@ def expected_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
     half = packed.scales.dtype == HALF
     exponent = (sums.abs().amax(1).view(torch.int32) >> 23) - 127 - 13
     exponent = exponent.clamp(-24 if half else -126, 15 if half else 126)
-    row_sums = ((0.0 - sums.double().sum(1)) / unit).float()
+    total = ((0.0 - sums.double().sum(1)) / unit).float()
     window = 4 * bits
     windows = -(-tiles // window)
     scaled = torch.zeros(n_pad, windows * window, device=GPU)
     scaled[:, :tiles] = sums * power_of_two(-exponent)[:, None]
     first = scaled.half()
     second = (scaled - first.float()).half()
-    # Rows are 16 * warp + 8 * h + g, tiles 16 * sixteen + 8 * a + 2 * t + b; lane 4 * g + t has them in the order a, h, b.
+    # Rows are 16 * warp + 8 * h + g, tiles 16 * sixteen + 8 * a + 2 * t + b; lane 4 * g + t holds these in the order a, h, b.
     parts = torch.stack((first, second)).view(2, n_pad // 64, 4, 2, 8, windows, window // 16, 2, 4, 2)
     parts = parts.permute(1, 5, 2, 6, 0, 4, 8, 7, 3, 9).reshape(-1)
     by_position = torch.empty_like(position).scatter_(0, position, rows)
     powers = power_of_two(exponent).to(packed.scales.dtype)
-    return parts, powers[by_position], row_sums[by_position]
+    return parts, powers[by_position], total[by_position]
 
 
 WEIGHTS = [
@@ -288,7 +288,7 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
     assert same_bits(first, y)
     assert fresh._sums is None
     assert same_bits(co.mixed_gemm(x, fresh, **options), y)
-    torch._dynamo.reset()  # graphs of the other formats count, since the function is compiled anew for each
+    torch._dynamo.reset()  # graphs of the other formats count, since the function is compiled again for each
     compiled = torch.compile(lambda x: co.mixed_gemm(x, fresh, **options), fullgraph=True, backend="aot_eager")
     assert same_bits(compiled(x), y)
     for _ in range(20):  # neither the quantiser nor the conversion of zero points lets the product overtake the sums

@@ -23,7 +23,7 @@ SHAPES = [(5, 40, 3), (70, 130, 3, 2), (64, 128, 1, 1), (3, 300, 2, 1, 3), (8, 1
 
 
 def values_by_tap(weight: torch.Tensor, **options: Any) -> torch.Tensor:
-    """Each tap quantised as a matrix of its own."""
+    """Each tap quantised as a separate matrix."""
     flat = weight.flatten(2)
     taps = [co.dequantize(co.quantize(flat[:, :, tap].contiguous(), **options), torch.float32) for tap in range(flat.shape[2])]
     return torch.stack(taps, 2).view(weight.shape)
@@ -172,7 +172,7 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     expected = co.quantize(state["conv.weight"], bits=8, group_size=64)
     assert torch.equal(co.dequantize(loaded["conv"], torch.float32), co.dequantize(expected, torch.float32))  # type: ignore[arg-type]
     assert torch.equal(loaded["conv"].bias, state["conv.bias"])  # type: ignore[union-attr, arg-type]
-    # 128 columns a tap for one channel are no gain, but may be asked for.
+    # 128 columns a tap for one channel are no gain, but --include accepts them.
     assert torch.equal(loaded["depthwise.weight"], state["depthwise.weight"])  # type: ignore[arg-type]
     asked = ["reorder", str(source), "-o", str(tmp_path / "all.safetensors"), "--bits", "8", "--include", "."]
     assert run(app, asked).exit_code == 0

@@ -52,7 +52,7 @@ GEMMA = {**HEAD, "query_pre_attn_scalar": 32, "sliding_window": 8, "tie_word_emb
 BLOOM = {"n_layer": 2, "n_head": 4, "tie_word_embeddings": True}
 ROPE = {"rope_theta": 20000.0, "rope_type": "default"}
 FACTORS = [1.0, 1.5, 2.0, 4.0, 4.5, 5.0, 6.0, 8.0]
-#: transformers' configuration of each architecture, and keys of the file beside the common ones.
+#: transformers' configuration of each architecture, and keys of the file in addition to the common ones.
 MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "llama": ("LlamaConfig", {"rope_parameters": ROPE}, {}),
     "llama tied": (
@@ -301,7 +301,7 @@ def test_a_byte_level_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(tokenizer("ab\n 你").input_ids) == "ab\n 你"
 
 
-def test_a_tokenizer_that_autotokenizer_would_change_is_told(tmp_path: Path) -> None:
+def test_a_tokenizer_that_autotokenizer_would_change_is_reported(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "qwen2", add_sentencepiece)
     (warning,) = reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed").warnings
     assert "Qwen2Tokenizer" in warning
@@ -331,7 +331,7 @@ def test_the_command_line_tells_of_a_missing_tokenizer(tmp_path: Path) -> None:
 
 
 def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
-    """llama 3.1's files have them as a tensor; transformers' own reader leaves it out."""
+    """llama 3.1's files store the divisors as a tensor, which transformers' reader ignores."""
     rope = {
         "rope_type": "longrope", "rope_theta": 20000.0, "short_factor": FACTORS, "long_factor": FACTORS,
         "attention_factor": 1.0, "original_max_position_embeddings": 128, "factor": 1.0,

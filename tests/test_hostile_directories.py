@@ -210,7 +210,7 @@ def test_a_config_that_is_any_text(tmp_path: Path, text: str) -> None:
 
 
 def sharded(folder: Path, name: str) -> dict[str, Any]:
-    """The model with each tensor in a shard of its own; returns the index."""
+    """The model with each tensor in a separate shard; returns the index."""
     tensors, config = MODELS[name]
     weight_map = {}
     for number, (key, tensor) in enumerate(tensors.items()):

@@ -46,16 +46,16 @@ def stated_order(codes: Codes, bits: int) -> Codes:
     n_pad, k_pad = -(-n // 64) * 64, -(-k // 128) * 128
     centred = np.zeros((n_pad, k_pad), np.int16)  # padding is code 0 after centring
     centred[:n, :k] = codes.astype(np.int16) - 2 ** (bits - 1)
-    slabs, tiles = n_pad // 64, k_pad // 128
+    panels, tiles = n_pad // 64, k_pad // 128
     if bits == 4:
-        # memory: slab, tile, row block, 64 k, lane group, lane in it, word, nibble
-        slab, tile, block, unit, g, t, word, nibble = np.indices((slabs, tiles, 4, 2, 8, 4, 4, 8))
-        row = 64 * slab + 16 * block + g + NIBBLE_ROW[nibble]
+        # memory: panel, tile, row block, 64 k, lane group, lane in it, word, nibble
+        panel, tile, block, unit, g, t, word, nibble = np.indices((panels, tiles, 4, 2, 8, 4, 4, 8))
+        row = 64 * panel + 16 * block + g + NIBBLE_ROW[nibble]
         column = 128 * tile + 64 * unit + 16 * word + 2 * t + NIBBLE_K[nibble]
         nibbles = (centred[row, column].reshape(-1, 2) & 15).astype(np.uint8)
         return nibbles[:, 0] | nibbles[:, 1] << 4
-    slab, tile, block, unit, g, t, word, byte = np.indices((slabs, tiles, 4, 4, 8, 4, 4, 4))
-    row = 64 * slab + 16 * block + g + WORD_ROW[word]
+    panel, tile, block, unit, g, t, word, byte = np.indices((panels, tiles, 4, 4, 8, 4, 4, 4))
+    row = 64 * panel + 16 * block + g + WORD_ROW[word]
     column = 128 * tile + 32 * unit + WORD_K[word] + 2 * t + BYTE_K[byte]
     return (centred[row, column].reshape(-1) & 255).astype(np.uint8)
 
@@ -89,7 +89,7 @@ def test_the_order_is_the_stated_one(n: int, k: int, bits: int, seed: int) -> No
 
 @pytest.mark.parametrize("bits", formats.BITS)
 def test_a_single_code_by_hand(bits: int) -> None:
-    # Row 77 is slab 1, row 13 of its block 0: g = 5, the upper half. Column 147 is k 19 of tile 1: the second
+    # Row 77 is panel 1, row 13 of its block 0: g = 5, the upper half. Column 147 is k 19 of tile 1: the second
     # 16 k, 3 = 2 * 1 + 1 of them, so t = 1 and element 2 (after 2t and 2t + 8). Lane 4 * 5 + 1 = 21.
     codes = np.full((128, 256), 2 ** (bits - 1), np.uint8)
     codes[77, 147] += 1

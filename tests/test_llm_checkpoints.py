@@ -412,7 +412,7 @@ def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
 
 
 def test_gptq_dynamic_overrides(tmp_path: Path) -> None:
-    """Bits and groups of each module are those of its own tensors; a skipped one stays what it is."""
+    """Bits and groups of each module are those of its tensors; a skipped module stays unchanged."""
     one = (randint(16, 32, 64), randint(16, 32, 2, seed=3) // 2, randn(32, 2).half())
     two = (randint(256, 32, 320), randint(256, 32, 3, seed=3) // 2, randn(32, 3).half())
     tensors = gptq(*one, 4, 1) | {k.replace("m.", "n."): v for k, v in gptq(*two, 8, 1).items()}

@@ -381,7 +381,7 @@ def test_the_shared_weight_is_that_of_reorder(kind: str, rows: tuple[int, ...]) 
         assert torch.equal(tensors(model.qkv_proj)[name], tensor)
 
 
-def test_weights_of_whole_slabs_that_differ_are_told_so() -> None:
+def test_weights_of_whole_panels_that_differ_are_refused() -> None:
     weights = {name: co.quantize(activations(64, K), 4, 32) for name in PROJECTIONS}
     other = {"group_size": co.quantize(activations(64, K), 4, 64), "bits": co.quantize(activations(64, K), 8, 32)}
     other["dtype"] = co.quantize(activations(64, K).half(), 4, 32)

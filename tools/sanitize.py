@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Run the GPU tests under NVIDIA's compute-sanitizer and sum up what it found.
+"""Run the GPU tests under NVIDIA's compute-sanitizer and summarise the findings.
 
     tools/sanitize.py                                    every tool, C++ tests and Python tests
     tools/sanitize.py --tool racecheck --only python -k one_hot      some of pytest's alone
@@ -85,7 +85,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a run came to. `findings` is None when the tool printed no summary."""
+    """The outcome of a run. `findings` is None when the tool printed no summary."""
 
     run: Run
     status: int
@@ -121,7 +121,7 @@ def runs(tool: str, only: str | None, select: str) -> list[Run]:
         pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", "-k"]
         select = f"({select}) and {FIT}" if select else FIT
         if tool == "memcheck":
-            # Without torch's cache each tensor is an allocation of its own, so a byte too far is seen. A
+            # Without torch's cache each tensor is a separate allocation, so an access one byte out of bounds is found. A
             # CUDA graph cannot be captured that way; those tests run with the cache.
             uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
             planned.append(Run(tool, "Python", [*pytest, f"{select} and not graph"], uncached))
@@ -132,10 +132,10 @@ def runs(tool: str, only: str | None, select: str) -> list[Run]:
 
 
 def main() -> int:
-    """Run what the command line asks for and print a table."""
+    """Run the selected tools and print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tool", action="append", choices=TOOLS, help="one of the tools; may be repeated")
-    parser.add_argument("--only", choices=("cpp", "python"), help="the C++ or the Python tests alone")
+    parser.add_argument("--only", choices=("cpp", "python"), help="only the C++ or only the Python tests")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="of the Python tests, those that pytest -k selects")
     arguments = parser.parse_args()
     if not shutil.which("compute-sanitizer"):

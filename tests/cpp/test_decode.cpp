@@ -67,7 +67,7 @@ TEST(Decode, FourBitsToHalf) {
   });
 }
 
-// Subnormal numbers: units of the code plus an excess, row g+8's kUpper times as large.
+// Subnormal numbers: units of the code plus a bias, row g+8's kUpper times as large.
 TEST(Decode, FourBitsToSubnormalHalf) {
   for_each_word([](uint32_t word) {
     uint32_t out[4];
@@ -165,9 +165,9 @@ TEST(Decode, EightBitsToBfloat16) {
 
 TEST(Decode, FourBitsByCodeBook) {
   std::vector<uint8_t> table(Int4Book::kTableBytes);
-  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };  // 16 values, told apart by either byte
+  auto value_bits = [](int code) { return 0x3c00 + 257 * code; };  // 16 values that differ in either byte
   for (int i = 0; i < Int4Book::kEntries * 32; ++i) {
-    uint32_t const entry = Int4Book::entry(i / 32, value_bits) + (i % 32 << 16);  // and lanes told apart
+    uint32_t const entry = Int4Book::entry(i / 32, value_bits) + (i % 32 << 16);  // and differ by lane
     std::memcpy(&table[i * 4], &entry, 4);
   }
   for (int lane : {0, 5, 31}) {

@@ -61,7 +61,7 @@ Plan planned(GemmProblem const& p, Device const& device = kHopper) {
   return chosen;
 }
 
-// Of a kernel with tiles of 48 rows that leaves its slices to reduce_splits.
+// Of a kernel with BLOCK_N = 48 whose split-K slices are added by reduce_splits.
 Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false, bool corrects = false) {
   Plan chosen;
   chosen.slices = slices;
@@ -77,7 +77,7 @@ struct Named {
   bool int8;
 };
 
-// Every kind of activation that is supported beside a weight.
+// Every kind of activation that is supported with a weight.
 std::vector<Named> inputs(GemmProblem const& p) {
   std::vector<Named> all;
   for (DataType type : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32}) {
@@ -169,20 +169,20 @@ TEST(Dispatch, GivesTheTileThatFitsTheTokens) {
   for (Device const& device : {kDevices[0], kDevices[1], kDevices[2]})
     for (int bits : {4, 8})
       for (bool int8 : {false, true})
-        for (auto const& [m, tokens] :
+        for (auto const& [m, block_m] :
              std::vector<std::pair<int, int>>{{1, 16}, {16, 16}, {17, 32}, {33, 64}, {64, 64}, {65, 64}}) {
           GemmProblem p = problem(m, 192, 576, bits);
           if (int8) p.act_quant = ActQuant::kBlock;
           Plan chosen;
           ASSERT_TRUE(plan(p, device, &chosen).ok());
           EXPECT_STREQ(chosen.kernel, int8 ? "mma_gemm_a8" : "mma_gemm_a16");
-          EXPECT_EQ(chosen.block_m, tokens);
+          EXPECT_EQ(chosen.block_m, block_m);
         }
 }
 
-// Where int32 sums run over all of K the tiles have costs of their own, and 256 tokens are one.
+// Where int32 sums run over all of K the tiles have separate costs, and BLOCK_M = 256 is available.
 TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
-  auto const tokens = [](int m, int n, int k, int bits, bool symmetric = true, int group_size = -1) {
+  auto const block_m = [](int m, int n, int k, int bits, bool symmetric = true, int group_size = -1) {
     Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits, group_size), ActQuant::kToken, symmetric));
     return std::string(chosen.kernel) == "wgmma_gemm_a8" ? chosen.block_m : 0;
   };
@@ -191,19 +191,19 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
       // One wave over 66 clusters; waves and a cut rest; fewer tiles than clusters.
       for (auto const& [m, n, k] : {std::tuple(200, 16832, 392), std::tuple(256, 16832, 392), std::tuple(1000, 17000, 4104),
                                     std::tuple(200, 4060, 28680), std::tuple(4096, 4096, 4096)})
-        EXPECT_EQ(tokens(m, n, k, bits, symmetric), 256) << m << " x " << n << " x " << k;
-      EXPECT_EQ(tokens(1280, 4096, 4096, bits, symmetric), 176);  // two waves, three of 256
-      EXPECT_EQ(tokens(512, 4096, 4096, bits, symmetric), 128);
-      // Few tokens in the last tile.
-      EXPECT_NE(tokens(4096 + 63, 28672, 4096, bits, symmetric), 256);
-      EXPECT_EQ(tokens(4096 + 64, 28672, 4096, bits, symmetric), 256);
+        EXPECT_EQ(block_m(m, n, k, bits, symmetric), 256) << m << " x " << n << " x " << k;
+      EXPECT_EQ(block_m(1280, 4096, 4096, bits, symmetric), 176);  // two waves, three of 256
+      EXPECT_EQ(block_m(512, 4096, 4096, bits, symmetric), 128);
+      // Few rows of x in the last tile.
+      EXPECT_NE(block_m(4096 + 63, 28672, 4096, bits, symmetric), 256);
+      EXPECT_EQ(block_m(4096 + 64, 28672, 4096, bits, symmetric), 256);
       // Longer rows could overflow, and groups have scales.
       int const longest = symmetric ? 131071 : 65535;
-      EXPECT_EQ(tokens(1024, 4096, longest, bits, symmetric), 256);
-      EXPECT_NE(tokens(1024, 4096, longest + 1, bits, symmetric), 256);
-      EXPECT_NE(tokens(1024, 4096, 4096, bits, symmetric, 128), 256);
+      EXPECT_EQ(block_m(1024, 4096, longest, bits, symmetric), 256);
+      EXPECT_NE(block_m(1024, 4096, longest + 1, bits, symmetric), 256);
+      EXPECT_NE(block_m(1024, 4096, 4096, bits, symmetric, 128), 256);
     }
-  // A batch-invariant product has one kernel and as many parts of K for every m, whichever tile m chooses.
+  // A batch-invariant product has the same kernel and number of split-K slices for every m, whichever tile is chosen.
   std::set<std::pair<std::string, int>> kept;
   for (int m : {1, 100, 256, 300, 1000, 4096}) {
     GemmProblem p = quantized_on_the_way(problem(m, 8192, 28672, 8, -1), ActQuant::kToken, true);
@@ -215,15 +215,15 @@ TEST(Dispatch, GivesLargeTilesToSumsOverAllOfK) {
   EXPECT_EQ(kept.size(), 1u);
 }
 
-// The tiles that whole waves leave over have their K cut by as many clusters as go round, where that is worth the exchange.
-TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
+// The tail after full waves is split along K over the idle clusters, where that is faster.
+TEST(Splits, SplitTheTailAfterFullWaves) {
   struct Case {
     int m, n, k, tail_tiles, slices;
   };
-  for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles of 128 tokens
-                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are cut, and reduce_splits adds up
-                        Case{4096, 28672, 4096, 0, 1},     // 40 x 66 + 48 tiles of 176 tokens: no two clusters for each
-                        Case{4224, 11264, 4096, 0, 1}}) {  // 16 x 66 tiles of 176 tokens
+  for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles, BLOCK_M = 128
+                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are split, and reduce_splits adds
+                        Case{4096, 28672, 4096, 0, 1},     // 40 x 66 + 48 tiles, BLOCK_M = 176: no two clusters for each
+                        Case{4224, 11264, 4096, 0, 1}}) {  // 16 x 66 tiles, BLOCK_M = 176
     SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k));
     GemmProblem p = already_quantized(problem(c.m, c.n, c.k), 128);
     Plan chosen;
@@ -240,14 +240,14 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
   }
   // Beside floats and a long K clusters take the last parts of several tiles where there are too few of them.
   for (auto const& [m, tail_tiles, slices] :
-       {std::tuple(1024, 28, 3),   // of 208 tokens: two parts each, and 10 clusters with three last ones
+       {std::tuple(1024, 28, 3),   // BLOCK_M = 208: two slices each, and 10 clusters with the last slices of three
         std::tuple(512, 0, 1)}) {  // 62 of 128, for four with sixteen: these would take too long
     Plan chosen;
     ASSERT_TRUE(plan(problem(m, 8192, 28672, 8), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.tail_tiles, tail_tiles) << m;
     EXPECT_EQ(chosen.slices, slices) << m;
   }
-  // All tiles where they fill no wave, K is long and floats meet 8 bits: 32 of 128 tokens.
+  // All tiles where they fill no wave, K is long and x has 16 bits and the weight 8: 32 with BLOCK_M = 128.
   for (auto const& [bits, k, tail_tiles] : {std::tuple(8, 28672, 32), std::tuple(4, 28672, 0), std::tuple(8, 8192, 0)}) {
     Plan chosen;
     ASSERT_TRUE(plan(problem(128, 8192, k, bits), kHopper, &chosen).ok());
@@ -257,7 +257,7 @@ TEST(Splits, CutTheTilesThatWholeWavesLeaveOver) {
 }
 
 // Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact products is as fast, the result has the type of x, and
-// exactness is not asked for.
+// exact=True is not set.
 TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   auto const choice = [](GemmProblem const& p) {
     Plan chosen;
@@ -340,7 +340,7 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
         bool corrected;
       };
       for (Change const& change :
-           {Change{"few tokens", [](GemmProblem& p) { p.m = 128; }, false},
+           {Change{"few rows", [](GemmProblem& p) { p.m = 128; }, false},
             Change{"symmetric", [](GemmProblem& p) { p.act_symmetric = true; }, false},
             Change{"fp32", [](GemmProblem& p) { p.out_type = DataType::kFloat32; }, false},
             Change{"bf16", [](GemmProblem& p) { p.out_type = DataType::kBFloat16; }, true},
@@ -366,7 +366,7 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
     }
 }
 
-// Zero points of weights are compensated likewise, where x is symmetric and has a scale a block, by terms that are of no other use. Otherwise those of 4 bits are
+// Zero points of weights are compensated in the same way, where x is symmetric and has a scale a block, by terms that are of no other use. Otherwise those of 4 bits are
 // taken from the codes, and those of 8 are wgmma_fold16's or a portable kernel's.
 TEST(Dispatch, CompensatesZeroPointsOfWeights) {
   for (int group_size : {-1, 128, 512}) {
@@ -437,7 +437,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
   EXPECT_EQ(stages(8, 28672, 4096, ActQuant::kBlock), 3);
 }
 
-// Where it was measured to lose, another kernel decodes: int8 activations and more than 8 tokens beside large weights.
+// Where it was measured to lose, another kernel decodes: int8 activations and M > 8 with large weights.
 TEST(Dispatch, DecodesUpTo16Rows) {
   auto const kernel = [](GemmProblem const& p) { return std::string(planned(p).kernel); };
   auto const decodes = [&](GemmProblem const& p) { return planned(p).spec->decodes; };
@@ -484,7 +484,7 @@ TEST(Dispatch, UpcastsFewRowsOnlyWhereItMust) {
   EXPECT_FALSE(chosen.quantizes);
 }
 
-// 9 to 16 tokens: stages are the ring's alone, and a stage always the same set of warpgroups'.
+// M = 9 to 16: only the ring has stages, and a stage always belongs to the same set of warpgroups.
 TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
   struct Case {
     int n, k, bits, cluster, sets;
@@ -512,8 +512,8 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
   }
 }
 
-// Blocks that are alone have halves of slabs, so that their shares are equal, and stages for each of their four warpgroups.
-TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
+// With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the four warpgroups has its stages.
+TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   struct Case {
     int n, k, cluster, clusters, slabs, sets;
     bool quantizes = false, zeros = false;
@@ -537,7 +537,7 @@ TEST(Dispatch, CutsLargeWeightsIntoHalvesOfSlabs) {
     }
     EXPECT_GE(shape.stages, 4);
     EXPECT_LE(shape.shared_bytes + 1024, kHopper.shared_memory);
-    // No cluster's halves touch more slabs than it has room for.
+    // No cluster's halves touch more row panels than it has room for.
     int const units = (c.n + kRowsPerSlab - 1) / kRowsPerSlab * 2, base = units / shape.clusters, rest = units % shape.clusters;
     for (int i = 0; i < shape.clusters; ++i) {
       int const first = base * i + std::min(i, rest), past = first + base + (i < rest);
@@ -604,7 +604,7 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   };
   p.x_type = DataType::kFloat16;
   EXPECT_TRUE(quantizes(p));
-  p.x_type = DataType::kBFloat16;  // beside scales in fp16
+  p.x_type = DataType::kBFloat16;  // with scales in fp16
   EXPECT_FALSE(quantizes(p));
   p.weight.scale_type = DataType::kBFloat16;
   EXPECT_TRUE(quantizes(p));
@@ -848,7 +848,7 @@ TEST(Dispatch, HasKernelsThatMakeSense) {
   }
 }
 
-// What is launched says how much shared memory and how many threads it takes; a few of each kernel, as their files have them.
+// A launch states its shared memory and threads: a few of each kernel, with the values of their files.
 TEST(Launch, HasTheThreadsAndTheSharedMemoryOfTheKernel) {
   struct Case {
     GemmProblem problem;
@@ -947,8 +947,8 @@ TEST(Splits, AndTheKernelOfABatchInvariantProductAreThoseOf128Tokens) {
       }
 }
 
-// 17 to 32 int8 tokens: wgmma_gemm_a8 beside weights as large as it was measured to win with.
-TEST(Dispatch, GivesFewInt8TokensTilesOf32BesideLargeWeights) {
+// M = 17 to 32, int8: wgmma_gemm_a8 for weights of the sizes at which it was measured to win.
+TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
   auto rows = [](int m, int n, int k, int bits, ActQuant act_quant, bool symmetric = true) {
     Plan const chosen = planned(quantized_on_the_way(problem(m, n, k, bits), act_quant, symmetric));
     bool const wgmma = std::string(chosen.kernel) == "wgmma_gemm_a8";
@@ -1078,7 +1078,7 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
                 int const block = group_size == -1 || group_size > 128 ? 128 : group_size;
                 EXPECT_EQ(layout.block, act_quant == ActQuant::kToken ? -1 : block);
                 EXPECT_EQ(layout.stride, (m + 15) / 16 * 16);
-                EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);  // whole tiles of few tokens may be read
+                EXPECT_EQ(layout.rows, m > 512 ? m : (m + 47) / 48 * 48);  // whole tiles of few rows may be read
                 size_t const blocks = act_quant == ActQuant::kToken ? 1 : size_t(padded_k(k) / block);
                 if (!upcasts) parts.push_back({layout.codes, size_t(layout.rows) * size_t(padded_k(k))});
                 parts.push_back({layout.scales, blocks * size_t(layout.stride) * 4});
@@ -1124,7 +1124,7 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(colsum_bytes(p.weight), 4 * windows * 4096 + 256 * 2 + 256 * 4);
       EXPECT_EQ(layout.partials, layout.colsums + 4 * windows * 4096 + 256 * 2 + 256 * 4);
       EXPECT_EQ(plan.workspace, layout.partials + 3u * 129 * 256 * 4);
-      // The weight may have them already.
+      // The weight may hold its column sums already.
       p.weight.sums = &some_byte;
       EXPECT_FALSE(laid_out(p, 3, false, true).layout.sums);
       EXPECT_EQ(laid_out(p, 3, false, true).layout.partials, layout.colsums);

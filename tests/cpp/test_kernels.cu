@@ -435,7 +435,7 @@ class Products : public Kernels, public testing::WithParamInterface<std::tuple<i
   int const bits = std::get<0>(GetParam());
   Input const input = std::get<1>(GetParam());
 
-  // Every format with a number of tokens for every height of tile.
+  // Every format with an M for every BLOCK_M.
   void multiply_all(bool exact) {
     for (Format const& format : kFormats) {
       Weight const w(kN, kK, bits, format, exact);
@@ -479,7 +479,7 @@ TEST_P(Products, OfTinyAndOddShapes) {
   }
 }
 
-// Few tokens of 17 tiles of K on any GPU are few enough blocks to split K.
+// Few rows of x and 17 K tiles give few enough CTAs on any GPU to split K.
 TEST_P(Products, SplitK) {
   Weight const w(kN, 2100, bits, kFormats[0], true);
   DeviceWeight const packed(w);
@@ -495,7 +495,7 @@ TEST_P(Products, SplitK) {
   }
 }
 
-// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The counts of tokens reach each of their tiles, on 66
+// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The values of M reach each of their tiles, on 66
 // clusters with K split or not; elsewhere the portable kernels answer.
 TEST_P(Products, OfTheShapesThatHopperTakes) {
   struct Case {
@@ -520,12 +520,12 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
     multiply(w, packed, x, c.m, true);
     if (HasFatalFailure()) return;
   }
-  // Of 64, 128 and 160 or 176 tokens, and 96 for int8.
+  // BLOCK_M = 64, 128 and 160 or 176, and 96 for int8.
   if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric) EXPECT_GE(tiles.size(), 3u);
 }
 
-// The shapes that reach every cluster of decode_gemm: blocks of their own, and 2, 4 and 8 that share K; x copied as it is (K is a multiple of 8), and not;
-// slabs that several warps share, that one has to itself, and fewer than the clusters. It is called by itself, whatever the choice is.
+// The shapes that reach every cluster of decode_gemm: single CTAs, and 2, 4 and 8 that split K; x copied unchanged (K is a multiple of 8), and not;
+// row panels shared by several warps, one per warp, and fewer than the clusters. The kernel is called directly, whatever dispatch chooses.
 TEST_P(Products, OfTheShapesThatDecodeTakes) {
   struct Case {
     int n, k, m, cluster;
@@ -611,7 +611,7 @@ TEST_P(Products, AreTheSameBitsOnAnotherStreamAndOfActivationsQuantizedBefore) {
   EXPECT_EQ(first.read<uint32_t>(), second.read<uint32_t>());
 }
 
-// Zero points of x, beside results of 16 bits, take column sums of the weight: its own, or the product makes them.
+// Zero points of x with 16-bit results need column sums of the weight: stored ones, or sums made by the product.
 TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   Weight const w(4160, 2200, bits, kFormats[0], false);
   DeviceWeight const packed(w);

@@ -20,7 +20,7 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
   std::array<int, 4> const ks = {0, 8, 1, 9};  // + 2t: the elements of a word
   int const k_per_unit = bits == 4 ? 64 : 32;
   int64_t bit = 0;
-  for (int slab = 0; slab < n_pad / 64; ++slab)
+  for (int panel = 0; panel < n_pad / 64; ++panel)
     for (int tile = 0; tile < k_pad / 128; ++tile)
       for (int block = 0; block < 4; ++block)
         for (int unit = 0; unit < 128 / k_per_unit; ++unit)
@@ -31,7 +31,7 @@ void walk(int bits, int n_pad, int k_pad, Check const& check) {
                 int const half = bits == 4 ? i % 2 : word % 2;   // row g or row g + 8
                 int const column = bits == 4 ? word : word / 2;  // which 16 k
                 int const element = bits == 4 ? i / 2 : i;
-                check(bit, Coordinate{64 * slab + 16 * block + g + 8 * half,
+                check(bit, Coordinate{64 * panel + 16 * block + g + 8 * half,
                                       128 * tile + k_per_unit * unit + 16 * column + 2 * t + ks[element]});
                 bit += bits;
               }
@@ -88,7 +88,7 @@ TEST(Layout, GroupRows) {
         ++used.at(group_row(16 * i + 8 * h + g));
       }
   for (int count : used) EXPECT_EQ(count, 1);
-  EXPECT_EQ(group_row(64 + 9), group_row(9));  // the position inside a slab
+  EXPECT_EQ(group_row(64 + 9), group_row(9));  // the position inside a row panel
 }
 
 TEST(Layout, ActivationPositions) {

@@ -74,7 +74,7 @@ TEST_P(Pack, UnpackIgnoresThePadding) {
   EXPECT_TRUE(unpacked == codes);
 }
 
-// Sizes below, at and beyond one slab and one tile; the last has more chunks than a thread takes at
+// Sizes below, at and beyond one row panel and one K tile; the last has more tiles than a thread handles at
 // a time.
 INSTANTIATE_TEST_SUITE_P(Shapes, Pack,
                          testing::Combine(testing::Values(4, 8),

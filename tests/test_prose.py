@@ -1,0 +1,109 @@
+"""Words: the repository's prose and names keep to the field's terms, so that no private ones come back."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+SUFFIXES = {".c", ".cpp", ".cu", ".cuh", ".h", ".inc", ".in", ".md", ".py", ".pyi", ".txt", ".cmake", ".toml", ""}
+
+# Regular expressions between word boundaries, and what to write instead. A blank also matches a line break and comment marks.
+WORDS = {
+    r"beside (int\d+|x|floats?|results of|outliers|such tiles|few \w+)": "with int8 weights; together with x",
+    r"ask(s|ed) for": "issue (copies), request",
+    r"under way": "in flight",
+    r"ma(kes?|de) good": "compensates",
+    r"the way out": "epilogue store",
+    r"anew": "again, or leave out",
+    r"likewise": "also, or leave out",
+    r"(is|are|was|were|been|be|where|has|have) told( apart)?": "knows; distinct",
+    r"of (its|their) own": "separate, or leave out",
+    r"at that(?=[.,;:)])": "leave out",
+    r"ha(s|ve|d) them": "say what has what",
+    r"parts of K|pieces of K": "split-K slices",
+    r"cut tiles?|tiles? (is|are) cut": "split-K tiles",
+    r"dealt out": "partitioned",
+    r"partials": "split-K workspace",
+    r"slabs?": "row panel (the file layout is slab64)",
+    r"widen(s|ed|ing)?": "upcast",
+    r"let_successor_start|wait_for_predecessor|wait_alone": "pdl_launch_dependents, pdl_wait",
+    r"reduce_splits": "splitk_reduce",
+    r"leave_tile": "store_tile",
+    r"row_sums|sum_weights": "weight_colsum",
+    r"kBook\w*": "codebook",
+    r"kStart|kShift|kWindows?": "the algorithm's name in words",
+}
+
+# Words that are the language of Python, C++ or another field elsewhere, and private in kernels.
+KERNEL_WORDS = {
+    r"tokens": "rows of x, BLOCK_M",
+    r"excess": "bias of the decoded code",
+    r"Place|Feed|Cursor|Shares": "ThreadCoord, WeightLoader, TileIterator, EvenPartition",
+    r"chunks?": "K tile",
+    r"pieces?": "fragment vector",
+}
+KERNELS = ("csrc/device/", "csrc/dispatch/", "csrc/kernels/")
+
+PENDING = ("CMakeLists.txt", "Makefile", "cmake/", "csrc/", "cutlass_ops/", "tests/", "tools/")
+
+# (path or its beginning, what was found): why it may stand there.
+EXCEPTIONS: dict[tuple[str, str], str] = {}
+
+FOLDERS = ("csrc", "cutlass_ops", "tests", "tools", "docs", "examples", "cmake")
+FILES = ("README.md", "CHANGELOG.md", "Makefile", "CMakeLists.txt")
+
+
+def sources() -> list[Path]:
+    inside = [path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*"))]
+    files = [path for path in inside + [ROOT / name for name in FILES] if path.is_file() and path.suffix in SUFFIXES]
+    return [path for path in files if path != Path(__file__).resolve() and "results" not in path.parts]
+
+
+def expression(words: dict[str, str]) -> re.Pattern[str]:
+    alternatives = "|".join(rf"(?:{word})" for word in words)
+    return re.compile(rf"(?<![A-Za-z0-9])(?:{alternatives})(?![A-Za-z0-9])".replace(" ", r"(?:\s|[#*/|])+"))
+
+
+PROSE, PROSE_OF_KERNELS = expression(WORDS), expression(WORDS | KERNEL_WORDS)
+
+
+def findings(name: str, text: str) -> list[str]:
+    """``file:line: what`` for each word of ``text`` that has no exception."""
+    found = []
+    for match in (PROSE_OF_KERNELS if name.startswith(KERNELS) else PROSE).finditer(text):
+        what = " ".join(re.sub(r"[#*/|]", " ", match.group()).split())
+        if not any(name.startswith(path) and what == phrase for path, phrase in EXCEPTIONS):
+            found.append(f"{name}:{text.count(chr(10), 0, match.start()) + 1}: {what}")
+    return found
+
+
+def test_words_of_the_field() -> None:
+    found = []
+    for path in sources():
+        name = path.relative_to(ROOT).as_posix()
+        if not name.startswith(PENDING):
+            found += findings(name, path.read_text())
+    assert not found, "\n".join(found)
+
+
+def test_exceptions_are_used() -> None:
+    for path, phrase in EXCEPTIONS:
+        files = [file for file in sources() if file.relative_to(ROOT).as_posix().startswith(path)]
+        assert any(phrase in " ".join(file.read_text().split()) for file in files), (path, phrase)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "found"),
+    [
+        ("docs/a.md", "copies are under\nway", ["docs/a.md:1: under way"]),
+        ("csrc/kernels/a.cu", "// what is asked\n  // for here\n", ["csrc/kernels/a.cu:1: asked for"]),
+        ("tools/a.py", "mask for\nslab64, beside the point", []),
+        ("tools/a.py", "tokens", []),
+        ("csrc/device/a.cuh", "\nTile::tokens", ["csrc/device/a.cuh:2: tokens"]),
+    ],
+)
+def test_findings(name: str, text: str, found: list[str]) -> None:
+    assert findings(name, text) == found
