@@ -16,7 +16,6 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 struct MoeLayout {
   size_t x = 0, x_values = 0, x_scales = 0, hidden = 0, hidden_gathered = 0, hidden_values = 0, outputs = 0, total = 0;
   int64_t hidden_stride = 0;  // of rows, in elements

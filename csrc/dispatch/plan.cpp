@@ -5,12 +5,6 @@
 #include "dispatch/select.h"
 
 namespace cutlass_ops {
-namespace {
-
-constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
-
-}  // namespace
-
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   PackedWeight const& w = problem.weight;
   WorkspaceLayout layout;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 
 #include "cutlass_ops/layout.h"
@@ -10,6 +11,8 @@
 namespace cutlass_ops {
 
 constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+// Where the next part of a workspace begins.
+constexpr size_t align_256(size_t bytes) { return (bytes + 255) / 256 * 256; }
 
 // The activation block for weights in groups of group_size.
 constexpr int activation_block(int group_size) { return group_size == -1 || group_size > 128 ? 128 : group_size; }
