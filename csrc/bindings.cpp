@@ -12,12 +12,12 @@
 #include <vector>
 
 #include "cpu/cpu_ops.h"
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
 #include "cutlass_ops/words.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"
 #include "dispatch/problem.h"
 
@@ -438,10 +438,10 @@ PYBIND11_MODULE(_C, m) {
       .def(
           "set_sums",
           [](Weight& weight, Pointer colsums) {
-            weight.sums = nullptr, weight.sum_scales = nullptr, weight.row_sums = nullptr;
+            weight.sums = nullptr, weight.sum_scales = nullptr, weight.total_colsum = nullptr;
             if (colsums) place_colsums(&weight, as<void>(colsums));
           },
-          py::arg("colsums_ptr"), "Attach the output of sum_weights; 0: products compute it.");
+          py::arg("colsums_ptr"), "Attach the output of weight_colsum; 0: products compute it.");
 
   py::class_<QuantizedActivations>(m, "QuantizedActivations", "int8 activations in kernel order; the tensors must outlive it.")
       .def(py::init(&make_quantized), py::arg("codes_ptr"), py::arg("scales_ptr"), py::arg("zeros_ptr"), py::arg("block"),
@@ -459,15 +459,15 @@ PYBIND11_MODULE(_C, m) {
 
   m.def(
       "colsum_bytes", [](Weight const& weight) { return colsum_bytes(weight); }, py::arg("weight"),
-      "Bytes that sum_weights writes.");
+      "Bytes that weight_colsum writes.");
   m.def(
-      "sum_weights",
+      "weight_colsum",
       [](Weight const& weight, Pointer colsums, Pointer stream) {
         DeviceGuard guard(weight.gpu);
         check(guard.status());
-        check(sum_weights(weight, as<void>(colsums), as<void>(stream)));
+        check(weight_colsum(weight, as<void>(colsums), as<void>(stream)));
       },
-      py::arg("weight"), py::arg("colsums_ptr"), py::arg("stream"), "The weight's column sums (corrections.h).");
+      py::arg("weight"), py::arg("colsums_ptr"), py::arg("stream"), "The weight's column sums (zero_compensation.h).");
   m.def(
       "quantize_activations",
       [](Pointer x, DataType type, std::int64_t x_stride, int rows, int k, Pointer perm, Pointer codes, Pointer scales,
@@ -604,7 +604,7 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("tail_tiles", &Plan::tail_tiles)
       .def_readonly("rounds", &Plan::rounds)
       .def_readonly("quantizes", &Plan::quantizes)
-      .def_readonly("corrects", &Plan::corrects)
+      .def_readonly("corrects", &Plan::compensates)
       .def_property_readonly("launches", &launches)
       .def_readonly("workspace", &Plan::workspace);
   m.def(

@@ -84,7 +84,7 @@ Status check_moe(MoeProblem const& p, Device const& device) {
     return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
   if (device.shared_memory < kHopperSharedBytes) return unsupported_experts("too little shared memory");
   if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16) return unsupported_experts("x is of fp16 or bf16");
-  if (p.down.stack.k % kRowsPerSlab)
+  if (p.down.stack.k % kRowsPerPanel)
     return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
   if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
   return check_route(p.route);
@@ -95,12 +95,12 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int
   PackedWeight const& w = gemm.weight;
   *plan = {};
   plan->block_m = height;
-  if (height == WgmmaDecodeShape::kTokens) {
+  if (height == WgmmaDecodeShape::kBlockM) {
     plan->kernel = "wgmma_decode_fold16";
     plan->wgmma_decode = grouped_decode_shape(gemm, device, expected);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
-    plan->block_n = shape.most_slabs * kRowsPerSlab, plan->cluster_size = shape.cluster;
+    plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
     plan->grid_x = tiles * shape.clusters * shape.cluster;
     plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
@@ -109,7 +109,7 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int
   Tile const tile = wgmma_fold16_grouped_tile(height, w.bits);
   plan->kernel = "wgmma_fold16";
   plan->block_n = tile.block_n, plan->cluster_size = tile.cluster_size, plan->stages = tile.stages;
-  int64_t const pairs = ceil_div(int64_t(gemm.groups.slabs) * kRowsPerSlab, tile.block_n);
+  int64_t const pairs = ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, tile.block_n);
   plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) * tile.cluster_size;
   plan->threads = tile.block_n + 128, plan->shared_bytes = kHopperSharedBytes;
   return true;
@@ -118,7 +118,7 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int
 GroupedGemm product_of(PackedExperts const& experts, bool gated) {
   GroupedGemm gemm;
   gemm.weight = experts.stack, gemm.experts = experts.experts;
-  gemm.groups.slabs = int(padded_rows(experts.n) / kRowsPerSlab), gemm.groups.gated = gated;
+  gemm.groups.row_panels = int(padded_rows(experts.n) / kRowsPerPanel), gemm.groups.gated = gated;
   gemm.groups.bias = experts.bias, gemm.groups.bias_type = experts.bias_type;
   gemm.n = gated ? experts.n / 2 : experts.n;
   return gemm;
@@ -159,7 +159,7 @@ Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) 
 
 // Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
 DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
-  return plan.block_m == WgmmaDecodeShape::kTokens ? DataType::kFloat32 : p.x_type;
+  return plan.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
 }
 
 // Rows of 16-bit floats to the values of their int8 codes, in 16 bits; a scale a row, where it has one, is left to the product.

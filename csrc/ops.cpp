@@ -1,8 +1,8 @@
 // The operators: choose a kernel, lay out the workspace, launch. Host code; without CUDA every call says so.
 #include "cutlass_ops/ops.h"
 
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/checks.h"
 #include "dispatch/problem.h"
 #include "kernels/kernels.h"
@@ -93,7 +93,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(chosen.workspace) + " are needed" + shape(problem)};
   }
-  if (chosen.corrects && !chosen.layout.sums && !problem.weight.sums) {
+  if (chosen.compensates && !chosen.layout.sums && !problem.weight.sums) {
     return {Status::kInvalid, "the plan is for a weight that has its column sums; this one has none" + shape(problem)};
   }
   WorkspaceLayout const& layout = chosen.layout;
@@ -108,7 +108,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        layout.rows};
   }
   if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
-  if (layout.corrects) {
+  if (layout.compensates) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
   }
@@ -125,14 +125,15 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
     ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type, ready.x_stride = padded_k(problem.weight.k);
     if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values include them
   }
-  if (status.ok() && layout.corrects && !layout.block) status = launch_correct_zeros(ready, stream);
+  if (status.ok() && layout.compensates && !layout.block) status = launch_compensate_zeros(ready, stream);
   if (status.ok() && layout.sums) {
-    bool const follows = layout.block || layout.corrects;
-    status = launch_sum_weights(problem.weight, compensates_weight_zeros(problem), follows, base + layout.colsums, stream);
+    bool const follows = layout.block || layout.compensates;
+    status = launch_weight_colsum(problem.weight, compensates_weight_zeros(problem), follows, base + layout.colsums, stream);
   }
-  float* partials = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.partials) : nullptr;
-  if (status.ok()) status = chosen.spec->launch(ready, chosen, partials, stream);
-  if (status.ok() && partials && chosen.tail_tiles == 0) status = launch_reduce_splits(ready, chosen.slices, partials, stream);
+  float* splitk_workspace = chosen.slices > 1 ? reinterpret_cast<float*>(base + layout.splitk_workspace) : nullptr;
+  if (status.ok()) status = chosen.spec->launch(ready, chosen, splitk_workspace, stream);
+  if (status.ok() && splitk_workspace && chosen.tail_tiles == 0)
+    status = launch_splitk_reduce(ready, chosen.slices, splitk_workspace, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;
 }
@@ -142,9 +143,9 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   return launch_quantize_activations(problem, stream);
 }
 
-Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream) {
+Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream) {
   if (Status status = check_sums(weight); !status.ok()) return status;
-  return launch_sum_weights(weight, false, false, colsums, stream);
+  return launch_weight_colsum(weight, false, false, colsums, stream);
 }
 
 Status pack(PackProblem const& problem, Stream stream) {
@@ -205,7 +206,7 @@ DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
-Status sum_weights(PackedWeight const&, void*, Stream) { return no_cuda(); }
+Status weight_colsum(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }
 Status unpack(PackProblem const&, Stream) { return no_cuda(); }
 Status dequantize(DequantizeProblem const&, Stream) { return no_cuda(); }

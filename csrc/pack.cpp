@@ -18,7 +18,7 @@ namespace {
 constexpr int64_t kBatch = 64;  // K tiles that a thread takes at a time
 
 // One K tile of a row panel in natural order: 64 rows of 128 codes.
-using Tile = std::array<uint8_t, kRowsPerSlab * kKPerTile>;
+using Tile = std::array<uint8_t, kRowsPerPanel * kKPerTile>;
 
 // Stored codes are centred, in two's complement; subtracting 2^(bits-1) modulo 2^bits is inverting
 // the top bit, either way.
@@ -34,7 +34,7 @@ constexpr uint8_t kSignBit = uint8_t(1 << (kBits - 1));
 template <int kBits>
 void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
   Bytes const flip = splat(kSignBit<kBits>);
-  for (int row = 0; row < kRowsPerSlab; row += row % 8 == 7 ? 9 : 1) {
+  for (int row = 0; row < kRowsPerPanel; row += row % 8 == 7 ? 9 : 1) {
     uint8_t const* low = codes + row * stride;
     uint8_t const* high = low + 8 * stride;
     // The next tile's, of two cache lines each: 64 rows are more streams than processors foresee. Measured: a quarter less
@@ -67,7 +67,7 @@ void write_chunk(uint8_t const* codes, int64_t stride, uint8_t* chunk) {
 template <int kBits>
 void read_chunk(uint8_t const* chunk, uint8_t* codes, int64_t stride) {
   Bytes const flip = splat(kSignBit<kBits>);
-  for (int row = 0; row < kRowsPerSlab; row += row % 8 == 7 ? 9 : 1) {
+  for (int row = 0; row < kRowsPerPanel; row += row % 8 == 7 ? 9 : 1) {
     uint8_t* low = codes + row * stride;
     uint8_t* high = low + 8 * stride;
     uint8_t const* lanes = chunk + row / kRowsPerBlock * (kRowsPerBlock * kKPerTile * kBits / 8) + row % 8 * 4 * kLaneBytes;
@@ -103,20 +103,20 @@ struct Window {
 
   Window(int64_t index, int64_t n, int64_t k) {
     int64_t const tiles = padded_k(k) / kKPerTile;
-    first_row = index / tiles * kRowsPerSlab;
+    first_row = index / tiles * kRowsPerPanel;
     first_k = index % tiles * kKPerTile;
-    rows = int(std::min<int64_t>(kRowsPerSlab, n - first_row));
+    rows = int(std::min<int64_t>(kRowsPerPanel, n - first_row));
     columns = int(std::min<int64_t>(kKPerTile, k - first_k));
   }
 
-  bool full() const { return rows == kRowsPerSlab && columns == kKPerTile; }
+  bool full() const { return rows == kRowsPerPanel && columns == kKPerTile; }
 };
 
 template <int kBits>
 void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
   Window const window(index, n, k);
   uint8_t const* source = codes + window.first_row * k + window.first_k;
-  uint8_t* chunk = packed + index * chunk_bytes(kBits);
+  uint8_t* chunk = packed + index * k_tile_bytes(kBits);
   if (window.full()) return write_chunk<kBits>(source, k, chunk);
   Tile tile;
   tile.fill(kSignBit<kBits>);  // codes of value zero
@@ -130,7 +130,7 @@ template <int kBits>
 void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int64_t index) {
   Window const window(index, n, k);
   uint8_t* destination = codes + window.first_row * k + window.first_k;
-  uint8_t const* chunk = packed + index * chunk_bytes(kBits);
+  uint8_t const* chunk = packed + index * k_tile_bytes(kBits);
   if (window.full()) return read_chunk<kBits>(chunk, destination, k);
   Tile tile;
   read_chunk<kBits>(chunk, tile.data(), kKPerTile);
@@ -152,7 +152,7 @@ void check(int64_t n, int64_t k, int bits, int threads) {
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
 }
 
-int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerSlab * (padded_k(k) / kKPerTile); }
+int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerPanel * (padded_k(k) / kKPerTile); }
 
 }  // namespace
 

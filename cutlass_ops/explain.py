@@ -32,8 +32,8 @@ class Explanation:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
-            quantises x itself), upcast_activations or correct_zeros, sum_weights (where terms of zero points are wanted and
-            not kept), `kernel`, reduce_splits. Empty without rows of x.
+            quantises x itself), upcast_activations or compensate_zeros, weight_colsum (where terms of zero points are needed
+            and not kept), `kernel`, splitk_reduce. Empty without rows of x.
         tile: output features and rows of x that a cluster (a CTA, where there are no clusters) computes at a time.
         grid: CTAs along x and y.
         cluster: CTAs of a cluster.
@@ -42,7 +42,7 @@ class Explanation:
         stages: tiles of K, of weights, that are in flight.
         slices: slices that K is cut into.
         tail_tiles: the last tiles of the result, where K of these alone is cut and the kernel adds up the slices itself; 0
-            where that of all tiles is, and reduce_splits adds up.
+            where that of all tiles is, and splitk_reduce adds up.
         workspace: bytes of scratch memory.
         exact: whether neither weights nor quantised activations are rounded to 16 bits.
         why: the reason for the kernel.

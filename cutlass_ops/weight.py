@@ -352,7 +352,7 @@ class ColumnSums:
     It holds those tensors: while it lives, others cannot lie at their addresses, by which weights of the same tensors find it.
 
     Attributes:
-        memory: uint8, in the order of ``corrections.h``.
+        memory: uint8, in the order of ``zero_compensation.h``.
         parts: codes, scales and, if there are any, zero points.
         versions: theirs, when they were summed.
     """
@@ -552,7 +552,7 @@ class PackedWeight:
         if not sums.current():
             versions = sums.now()
             stream = torch.cuda.current_stream(self.device)
-            _C.sum_weights(native, sums.memory.data_ptr(), stream.cuda_stream)
+            _C.weight_colsum(native, sums.memory.data_ptr(), stream.cuda_stream)
             stream.synchronize()  # other streams may read them
             sums.versions = versions
         _kept[self._key()] = sums

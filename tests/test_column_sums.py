@@ -33,7 +33,7 @@ def small_weight(bits: int = 8, seed: int = 0) -> co.PackedWeight:
 def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """CPU weights that take sums, and the addresses that sums are written to, in order."""
     addresses: list[int] = []
-    monkeypatch.setattr(_C, "sum_weights", lambda _, address, stream: addresses.append(address))
+    monkeypatch.setattr(_C, "weight_colsum", lambda _, address, stream: addresses.append(address))
     stream = type("Stream", (), {"cuda_stream": 0, "synchronize": lambda self: None})()
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: stream)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -170,20 +170,20 @@ def test_the_kernel_does_not_depend_on_what_is_kept(made: list[int], act_quant: 
     read = co.explain(200, packed, **options)
     assert "correction" in makes.why
     quantizer, *rest = read.launches
-    assert makes.launches == (quantizer, "sum_weights", *rest)
+    assert makes.launches == (quantizer, "weight_colsum", *rest)
     assert makes.workspace > read.workspace
     assert replace(makes, launches=read.launches, workspace=read.workspace) == read
     packed.scales.mul_(2)
     assert co.explain(200, packed, **options) == makes
     few = co.explain(128, packed, **options)
-    assert "sum_weights" not in few.launches
+    assert "weight_colsum" not in few.launches
 
 
 # ---- on a GPU
 
 
 def stored_sums(packed: co.PackedWeight) -> tuple[Tensor, Tensor, Tensor]:
-    """The stored column sums in the order of corrections.h: fp16 parts, scales and the sum over all of K."""
+    """The stored column sums in the order of zero_compensation.h: fp16 parts, scales and the sum over all of K."""
     assert packed._sums is not None
     memory, n_pad = packed._sums.memory, formats.padded_rows(packed.n)
     size = n_pad * packed.scales.element_size()

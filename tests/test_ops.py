@@ -671,7 +671,7 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
         itself = explanation.kernel == "decode_gemm" or (decodes and act_quant == "block")
         quantizes = act_quant != "none" and not itself
         launches = ["quantize_activations"] * quantizes + [explanation.kernel]
-        launches += ["reduce_splits"] * (explanation.slices > 1 and explanation.tail_tiles == 0)
+        launches += ["splitk_reduce"] * (explanation.slices > 1 and explanation.tail_tiles == 0)
         assert explanation.launches == (tuple(launches) if m else ())
         assert min(explanation.tile) >= 8
         assert explanation.slices >= 1

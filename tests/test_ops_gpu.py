@@ -549,7 +549,7 @@ def test_zero_points_keep_small_values_next_to_outliers(fmt: Format, act_quant: 
     assert_close(y, oracle(x, qw, act_quant, False))
 
 
-# ---- zero points that are corrected for many blocks at once (csrc/include/cutlass_ops/corrections.h)
+# ---- zero points that are corrected for many blocks at once (csrc/include/cutlass_ops/zero_compensation.h)
 
 
 @pytest.fixture
@@ -1253,7 +1253,7 @@ def test_runs_on_the_current_stream(activations: str) -> None:
 
 
 # decode_gemm (3) and wgmma_decode (16) read weights before they wait for their predecessor, and the quantiser of 16 tokens lets
-# its successor start before it waits itself; M = 40 has split-K slices and reduce_splits.
+# its successor start before it waits itself; M = 40 has split-K slices and splitk_reduce.
 @pytest.mark.parametrize(
     ("m", "act_quant"),
     [(3, "block"), (16, "none"), (16, "block"), (16, "token"), (17, "block"), (40, "block"), (40, "none")],
@@ -1498,7 +1498,7 @@ def test_explain_tells_what_runs() -> None:
             if ran:  # a profiler that another tool (compute-sanitizer) keeps out sees nothing
                 assert any(here.kernel in name for name in ran), ran
                 assert any("quantize_" in name for name in ran) == ("quantize_activations" in here.launches), ran
-                assert any("reduce_splits" in name for name in ran) == ("reduce_splits" in here.launches), ran
+                assert any("splitk_reduce" in name for name in ran) == ("splitk_reduce" in here.launches), ran
 
 
 def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:

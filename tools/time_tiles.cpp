@@ -16,9 +16,9 @@
 #include <thread>
 #include <vector>
 
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/cost.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
@@ -238,7 +238,7 @@ int main(int argc, char** argv) {
       check(quantize_activations(q, stream));
       p.quantized = q.out;
       if (!f.symmetric) {
-        check(sum_weights(p.weight, data.colsums, stream));
+        check(weight_colsum(p.weight, data.colsums, stream));
         place_colsums(&p.weight, data.colsums);
       }
     }
@@ -267,9 +267,9 @@ int main(int argc, char** argv) {
                       kDecodeKindNames[int(decode_kind(p))], t.chunks, t.share, t.x, t.rows,
                       !c.applies || c.applies(p) ? "true" : "false");
         } else {
-          PredictedTime const t = cut_of(p, device, spec, c).time;
+          PredictedTime const t = tail_split_of(p, device, spec, c).time;
           auto const which = cost_kind(p, c);
-          std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n, c.corrects ? "true" : "false",
+          std::printf("%d, %s, \"%s\", %lld, %lld, %lld, %d, %d]", c.tile.block_n, c.compensates ? "true" : "false",
                       which == &TileCost::k4096        ? "k4096"
                       : which == &TileCost::row_scales ? "row_scales"
                                                        : "whole_rows",

@@ -61,13 +61,13 @@ void add_products(Format const& format, __m256i words, __m256 zero, float const*
 
 // What a scale block's sums become.
 struct Totals {
-  alignas(32) float total[kRowsPerSlab] = {};
-  alignas(32) float offsets[kRowsPerSlab] = {};
+  alignas(32) float total[kRowsPerPanel] = {};
+  alignas(32) float offsets[kRowsPerPanel] = {};
 
   // Lane group g of row m: sums of block `block`, times a scale, and the offsets' part.
   void add(CpuProduct const& p, int m, int block, int panel, int g, __m256 sums, bool integers) {
     PackedWeight const& w = p.weight;
-    int64_t const vector = block / p.group_blocks * padded_rows(w.n) + panel * kRowsPerSlab + 8 * g;
+    int64_t const vector = block / p.group_blocks * padded_rows(w.n) + panel * kRowsPerPanel + 8 * g;
     int64_t const at = int64_t(m) * p.blocks + block;
     __m256 scale = load_floats(w.scales, w.scale_type, vector);
     if (integers) scale = _mm256_mul_ps(_mm256_set1_ps(p.scales[at]), scale);
@@ -81,7 +81,7 @@ struct Totals {
 
   void store(CpuProduct const& p, int panel, int m) {
     if (p.weight.offsets) {
-      for (int i = 0; i < kRowsPerSlab; ++i) total[i] += offsets[i];
+      for (int i = 0; i < kRowsPerPanel; ++i) total[i] += offsets[i];
     }
     store_panel(p, panel, m, total);
   }
@@ -108,18 +108,18 @@ struct ZeroPoints {
 template <class Format>
 void multiply_floats(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
-  constexpr int kBits = Format::kBits, kBlockBytes = chunk_bytes(kBits) / kRowBlocks;
+  constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   int64_t const n_pad = padded_rows(w.n);
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * chunk_bytes(kBits);
+  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   Format const format(p);
   Totals totals;
-  alignas(32) float pending[kRowsPerSlab] = {};  // sums of a scale block's runs
+  alignas(32) float pending[kRowsPerPanel] = {};  // sums of a scale block's runs
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
-    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * chunk_bytes(kBits);
+    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
     int const first_block = begin / p.block;
     for (int g = 0; g < kGroups; ++g) {
-      int64_t const vector = first_block / p.group_blocks * n_pad + panel * kRowsPerSlab + 8 * g;
+      int64_t const vector = first_block / p.group_blocks * n_pad + panel * kRowsPerPanel + 8 * g;
       __m256 lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
         ZeroPoints const zeros(p, first_block, vector + 2 * i, 1 << (kBits - 1));
@@ -128,9 +128,9 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
         float const* x = p.x + m * p.x_stride + begin;
         uint8_t const* bytes = chunk + i * kBlockBytes + begin % kKPerTile / 64 * (kUnitBytes * kBits / 4) + g * 64;
         for (int column = 0; column < span; column += kLaneColumns, bytes += kUnitBytes * kBits / 4) {
-          _mm_prefetch(reinterpret_cast<char const*>(bytes) + chunk_bytes(kBits), _MM_HINT_T0);
+          _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
           if constexpr (kBits == 8)
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + chunk_bytes(kBits) + kUnitBytes, _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits) + kUnitBytes, _MM_HINT_T0);
           for (int half = 0; half < 2; ++half, x += 32) {
             __m256i a = load(bytes + 32 * half), b;
             if constexpr (kBits == 4) {
@@ -168,18 +168,18 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
 template <int kBits>
 void multiply_integers(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
-  constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = chunk_bytes(kBits) / kRowBlocks;
+  constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   int64_t const n_pad = padded_rows(w.n);
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * chunk_bytes(kBits);
+  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
   __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
   Totals totals;
-  alignas(32) int32_t pending[kRowsPerSlab] = {};
-  int64_t wide[kRowsPerSlab] = {};
+  alignas(32) int32_t pending[kRowsPerPanel] = {};
+  int64_t wide[kRowsPerPanel] = {};
   bool const overflows = p.block > kColumnsOf32Bits;
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
-    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * chunk_bytes(kBits);
+    uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
     int const first_block = begin / p.block;
     for (int g = 0; g < kGroups; ++g) {
       __m256i lanes[kRowVectors];
@@ -191,7 +191,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
         if constexpr (kBits == 4) {
           __m256i codes_low = _mm256_setzero_si256(), codes_high = codes_low;
           for (int column = 0; column < span; column += kColumns, bytes += kUnitBytes, at += 64) {
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + chunk_bytes(kBits), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
             for (int half = 0; half < 2; ++half) {
               __m256i const words = _mm256_xor_si256(load(bytes + 32 * half), flip);
               __m256i const a = _mm256_and_si256(words, nibbles);
@@ -220,7 +220,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           // Fragments of the first 32 columns of each 64, and of the others: in lanes j = 0 and 1, and 2 and 3.
           __m256i sums[2][2] = {};
           for (int column = 0; column < span; column += kColumns, bytes += kUnitBytes, at += 64) {
-            _mm_prefetch(reinterpret_cast<char const*>(bytes) + chunk_bytes(kBits), _MM_HINT_T0);
+            _mm_prefetch(reinterpret_cast<char const*>(bytes) + k_tile_bytes(kBits), _MM_HINT_T0);
             int const f = column / kColumns % 2;
             for (int half = 0; half < 2; ++half) {
               __m256i const words = load(bytes + 32 * half);
@@ -257,7 +257,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           for (int j = 0; j < 8; ++j) large[j] += values[j];
         }
         if (!last) continue;
-        int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerSlab + 8 * g;
+        int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerPanel + 8 * g;
         int64_t const x_sum = p.sums[int64_t(m) * p.blocks + block];
         __m256i zero = _mm256_set1_epi32(kBits == 4 ? 8 : 0);  // what the codes above are above centred ones
         if (w.zeros) {

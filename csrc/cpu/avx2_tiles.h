@@ -14,7 +14,7 @@ namespace cutlass_ops {
 namespace {
 
 constexpr int kTileRows = 6;  // of x: 12 sums of eight rows of the weight, two vectors of codes and two more fill the registers
-constexpr int kVectors = kRowsPerSlab / 8;  // of a panel's rows, in their natural order
+constexpr int kVectors = kRowsPerPanel / 8;  // of a panel's rows, in their natural order
 
 // Calls use(t, j, rows 0 .. 7, rows 8 .. 15) with the words of columns 16 * j + 2 * t + {0, 8, 1, 9} of a fragment of 16 rows and
 // 64 columns. Words of four bits have other rows' codes in the high halves of their bytes.
@@ -58,7 +58,7 @@ struct Span {
       r.block = (end - 1) / p.block, r.last = end % p.block == 0 || end == end_k;
       r.whole = p.block == p.run();
       if (r.block >= p.blocks) break;
-      int64_t const at = int64_t(r.block / p.group_blocks) * padded_rows(w.n) + panel * kRowsPerSlab;
+      int64_t const at = int64_t(r.block / p.group_blocks) * padded_rows(w.n) + panel * kRowsPerPanel;
       for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, at + 8 * g);
       transpose(r.scales);
       if (w.offsets) {
@@ -82,9 +82,9 @@ struct Span {
 struct TileMemory {
   static constexpr int kTileBytes = kRowsPerBlock * kKPerTile * 4;
   alignas(64) unsigned char tile[kTileBytes];
-  alignas(64) float total[kMostRows][kRowsPerSlab];
-  alignas(64) float offsets[kMostRows][kRowsPerSlab];
-  alignas(64) int32_t pending[kMostRows][kRowsPerSlab];  // sums of a scale block's runs, floats or integers
+  alignas(64) float total[kMostRows][kRowsPerPanel];
+  alignas(64) float offsets[kMostRows][kRowsPerPanel];
+  alignas(64) int32_t pending[kMostRows][kRowsPerPanel];  // sums of a scale block's runs, floats or integers
 
   void clear(int rows, bool with_offsets) {
     std::memset(total, 0, size_t(rows) * sizeof total[0]);
@@ -116,7 +116,7 @@ void add_block(CpuProduct const& p, TileMemory& memory, Span::Run const& run, in
     __m256 const x_scale = integers ? _mm256_set1_ps(x_scales[at + r * stride]) : _mm256_setzero_ps();
     for (int h = 0; h < 2; ++h) {
       __m256 const scale = integers ? _mm256_mul_ps(x_scale, scales[h]) : scales[h];
-      float* const to = total + r * kRowsPerSlab + 8 * h;
+      float* const to = total + r * kRowsPerPanel + 8 * h;
       _mm256_store_ps(to, _mm256_add_ps(_mm256_load_ps(to), _mm256_mul_ps(sums[r][h], scale)));
     }
   });
@@ -212,7 +212,7 @@ void multiply_tile(CpuProduct const& p, TileMemory& memory, Span const& span, in
     auto* const pending = reinterpret_cast<float*>(memory.pending[row]) + 16 * i;
     if (!run.whole) {
       unrolled<2 * kRows>([&](auto v) {
-        float* const to = pending + v / 2 * kRowsPerSlab + v % 2 * 8;
+        float* const to = pending + v / 2 * kRowsPerPanel + v % 2 * 8;
         __m256& sum = sums[part][v / 2][v % 2];
         sum = _mm256_add_ps(_mm256_load_ps(to), sum);
         _mm256_store_ps(to, run.last ? _mm256_setzero_ps() : sum);
@@ -430,17 +430,17 @@ void store_vector(CpuProduct const& p, int m, int column, __m256 value) {
 
 template <class Tiles>
 void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
-  constexpr int kBits = Tiles::kBits, kBlockBytes = chunk_bytes(kBits) / kRowBlocks;
+  constexpr int kBits = Tiles::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   bool const with_offsets = p.weight.offsets;
   std::unique_ptr<TileMemory> const memory(new TileMemory);
   memory->clear(rows, with_offsets);
-  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * chunk_bytes(kBits);
+  uint8_t const* const chunks = p.weight.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   int const blocks = (rows + kTileRows - 1) / kTileRows;
   Tiles tiles(p);
   for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += std::max(p.run(), kLaneColumns)) {
     Span const span(p, panel, begin);
     uint8_t const* const codes =
-        chunks + int64_t(begin / kKPerTile) * chunk_bytes(kBits) + begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
+        chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits) + begin % kKPerTile / kLaneColumns * (kUnitBytes * kBits / 4);
     for (int i = 0; i < kRowBlocks; ++i) {
       tiles.decode(p, *memory, span, codes + i * kBlockBytes, i);
       for (int block = 0; block < blocks; ++block) {
@@ -468,12 +468,12 @@ void multiply_tiles(CpuProduct const& p, int panel, int first, int rows) {
       }
     }
   }
-  int const columns = std::min(kRowsPerSlab, p.weight.n - panel * kRowsPerSlab);
+  int const columns = std::min(kRowsPerPanel, p.weight.n - panel * kRowsPerPanel);
   for (int row = 0; row < rows; ++row) {
     for (int column = 0; column < columns; column += 8) {
       __m256 value = _mm256_load_ps(memory->total[row] + column);
       if (with_offsets) value = _mm256_add_ps(value, _mm256_load_ps(memory->offsets[row] + column));
-      store_vector(p, first + row, panel * kRowsPerSlab + column, value);
+      store_vector(p, first + row, panel * kRowsPerPanel + column, value);
     }
   }
 }

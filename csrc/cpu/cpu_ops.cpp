@@ -316,7 +316,7 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   // Threads are at work in less time than so many products take.
   constexpr int64_t kProductsOfThread = 1 << 17;
   int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, padded_size(w) * p.m / kProductsOfThread)));
-  int64_t const panels = padded_rows(w.n) / kRowsPerSlab, parts = ceil_div(p.m, kMostRows);
+  int64_t const panels = padded_rows(w.n) / kRowsPerPanel, parts = ceil_div(p.m, kMostRows);
   int64_t const batch = std::max<int64_t>(1, panels * parts / (8 * used));
   for_each_index(panels * parts, batch, used, [&](int64_t index) {
     int64_t const part = index / panels, first = p.m * part / parts;

@@ -8,12 +8,12 @@ namespace {
 
 constexpr int kRowsOfTile = 8;  // of x that a tile is unpacked for
 
-using Tile = int8_t[kRowsPerSlab][kKPerTile];  // centred codes, [group_row(row)][place]
+using Tile = int8_t[kRowsPerPanel][kKPerTile];  // centred codes, [group_row(row)][place]
 
 template <int kBits>
 void unpack_tile(uint8_t const* chunk, Tile& tile) {
   constexpr int kUnits = kKPerTile * kBits * kRowsPerBlock / 8 / kUnitBytes;
-  for (int unit = 0; unit < kRowsPerSlab / kRowsPerBlock * kUnits; ++unit) {
+  for (int unit = 0; unit < kRowsPerPanel / kRowsPerBlock * kUnits; ++unit) {
     int const i = unit / kUnits, first = unit % kUnits * (kKPerTile / kUnits);
     for (int lane = 0; lane < 32; ++lane) {
       int const g = lane / 4, t = lane % 4;
@@ -47,17 +47,17 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   constexpr bool kFloats = sizeof(X) == 4;
   PackedWeight const& w = p.weight;
   int64_t const n_pad = padded_rows(w.n);
-  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * chunk_bytes(w.bits);
+  uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(w.bits);
   int const run = p.run(), span = std::max(run, kLaneColumns), middle = 1 << (w.bits - 1);
   Tile tile;
-  float total[kRowsOfTile][kRowsPerSlab] = {}, offsets[kRowsOfTile][kRowsPerSlab] = {};
-  Wide pending[kRowsOfTile][kRowsPerSlab] = {};  // sums of a scale block's runs
+  float total[kRowsOfTile][kRowsPerPanel] = {}, offsets[kRowsOfTile][kRowsPerPanel] = {};
+  Wide pending[kRowsOfTile][kRowsPerPanel] = {};  // sums of a scale block's runs
   for (int begin = 0; begin < p.tiles * kKPerTile && begin / p.block < p.blocks; begin += span) {
     if (begin % kKPerTile == 0) {
-      uint8_t const* const chunk = chunks + begin / kKPerTile * int64_t(chunk_bytes(w.bits));
+      uint8_t const* const chunk = chunks + begin / kKPerTile * int64_t(k_tile_bytes(w.bits));
       w.bits == 4 ? unpack_tile<4>(chunk, tile) : unpack_tile<8>(chunk, tile);
     }
-    for (int row = 0; row < kRowsPerSlab; ++row) {
+    for (int row = 0; row < kRowsPerPanel; ++row) {
       X values[kKPerTile];
       for (int place = 0; place < span; ++place) {
         int const code = tile[row][begin % kKPerTile + place];
@@ -66,7 +66,7 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
         if (kFloats && p.codebook) {
           values[place] = X(p.codebook[code + middle]);
         } else {
-          values[place] = X(code - (w.zeros ? w.zeros[block / p.group_blocks * n_pad + panel * kRowsPerSlab + row] : 0));
+          values[place] = X(code - (w.zeros ? w.zeros[block / p.group_blocks * n_pad + panel * kRowsPerPanel + row] : 0));
         }
       }
       for (int r = 0; r < rows; ++r) {
@@ -82,7 +82,7 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
           pending[r][row] += sums[part];
           if (end % p.block != 0 && end != p.tiles * kKPerTile) continue;
           int64_t const at = int64_t(m + r) * p.blocks + block;
-          int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerSlab + row;
+          int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerPanel + row;
           float const scale = load_float(w.scales, w.scale_type, vector);
           total[r][row] += float(pending[r][row]) * (kFloats ? scale : p.scales[at] * scale);
           if (w.offsets) offsets[r][row] += p.offset_x[at] * load_float(w.offsets, w.offset_type, vector);
@@ -93,7 +93,7 @@ void multiply_rows(CpuProduct const& p, X const* x, int panel, int m, int rows) 
   }
   for (int r = 0; r < rows; ++r) {
     if (w.offsets) {
-      for (int row = 0; row < kRowsPerSlab; ++row) total[r][row] += offsets[r][row];
+      for (int row = 0; row < kRowsPerPanel; ++row) total[r][row] += offsets[r][row];
     }
     store_panel(p, panel, m + r, total[r]);
   }

@@ -49,7 +49,7 @@ struct NibblesHalf {
   }
 };
 
-// 8 nibbles -> 4 pairs of bf16, likewise. 16 u does not fit in its mantissa: odd nibbles are shifted down.
+// 8 nibbles -> 4 pairs of bf16, in the same order. 16 u does not fit in its mantissa: odd nibbles are shifted down.
 //
 // Worked example, w = 0x0000'00e3, plain, unsigned (elements 0 and 1 are 3 and 14):
 //   bits[0]: byte 0 of w and byte 0 of w >> 4, 0x0e0e'e3e3; & 0x000f000f, ^ 0x43004300 = 0x430e'4303 = (131, 142);  - 128 = (3, 14)

@@ -140,8 +140,8 @@ struct Int4Half {
 };
 
 // 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero is a subnormal number, which tensor cores
-// multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller: out = kUnit * (c + kExcess) for
-// row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums at -kExcess * sum x. Two bits to the
+// multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller: out = kUnit * (c + kCodeBias) for
+// row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums at -kCodeBias * sum x. Two bits to the
 // left, because the tensor cores align products by exponents alone: leading zeros of a mantissa are bits that the sums lose.
 //
 // Worked example, w = 0x0000'00e3 (row g: c = 3; row g+8: c = -2), w << 2 = 0x0000'038c:
@@ -149,7 +149,7 @@ struct Int4Half {
 //   out[1]: (w << 2 & 0x03c003c0) ^ 0x02000200 = 0x0200'0180 = (8, 6) * 16 * 2^-22
 struct Int4Subnormal {
   static constexpr int kWords = 1;
-  static constexpr int kExcess = 8;
+  static constexpr int kCodeBias = 8;
   static constexpr float kUnit = 0x1p-22f;
   static constexpr float kUpper = 16.0f;
 
@@ -233,14 +233,14 @@ struct Int8Half {
 #endif
 };
 
-// 8 bits -> fp16 without arithmetic, as Int4Subnormal: out = kUnit * (c + kExcess) for both rows.
+// 8 bits -> fp16 without arithmetic, as Int4Subnormal: out = kUnit * (c + kCodeBias) for both rows.
 //
 // Worked example, word[0] = 0x0000'fe03 (byte 0: c = 3; byte 1: c = -2):
 //   out[0], bytes 0, 2: (w & 0x00ff00ff) ^ 0x00800080 = 0x0080'0083 = (128, 131) * 2^-24
 //   out[2], bytes 1, 3: ((w >> 8) & 0x00ff00ff) ^ 0x00800080 = 0x0080'007e = (128, 126) * 2^-24
 struct Int8Subnormal {
   static constexpr int kWords = 2;
-  static constexpr int kExcess = 128;
+  static constexpr int kCodeBias = 128;
   static constexpr float kUnit = 0x1p-24f;
   static constexpr float kUpper = 1.0f;
 
@@ -365,15 +365,15 @@ struct Int8Int8 {
 };
 
 // 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a word is the codes of rows g and g+8
-// for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a table of its own, in its
+// for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a separate table, in its
 // own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16 values in
-// registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and multiprocessor; here that
+// registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and SM; here that
 // pipe has 4, the multiplier 4, and the loads, at 32 a clock, take as long as both.)
 //
 // Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
 //   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
 //   out[0] = low halves of look-ups 0 and 2 = (book[11], book[8]);  out[1] = their high halves = (book[6], book[8])
-struct Int4Book {
+struct Int4Codebook {
   static constexpr int kWords = 1;
   static constexpr int kEntries = 256;
   static constexpr int kTableBytes = kEntries * 32 * 4;

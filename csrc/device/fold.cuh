@@ -11,23 +11,23 @@
 namespace cutlass_ops {
 
 // Whether weights have zero points or offsets; kAny: looked for at run time.
-enum class Shift { kNone, kZeros, kOffsets, kAny };
+enum class AffineTerm { kNone, kZeros, kOffsets, kAny };
 
 // kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any type, and the arithmetic is
-// fp32. Weights that are no integers have no shift.
-template <class Element_, class Format_, bool kNarrow_, Shift kShift_>
+// fp32. Code books and floats have neither zero points nor offsets.
+template <class Element_, class Format_, bool kNarrow_, AffineTerm kAffineTerm_>
 struct Fold {
   using Element = Element_;
   using Format = Format_;
   using Unscaled = typename Format::template Unscaled<Element>;
   static constexpr bool kNarrow = kNarrow_;
-  static constexpr Shift kShift = Format::kIntegers ? kShift_ : Shift::kNone;
-  static constexpr bool kZeros = kShift == Shift::kZeros || kShift == Shift::kAny;
-  static constexpr bool kOffsets = kShift == Shift::kOffsets || kShift == Shift::kAny;
+  static constexpr AffineTerm kAffineTerm = Format::kIntegers ? kAffineTerm_ : AffineTerm::kNone;
+  static constexpr bool kZeros = kAffineTerm == AffineTerm::kZeros || kAffineTerm == AffineTerm::kAny;
+  static constexpr bool kOffsets = kAffineTerm == AffineTerm::kOffsets || kAffineTerm == AffineTerm::kAny;
   static constexpr int kGroups = 2;                 // in a step of 64 columns: of 32, the shortest
-  static constexpr int kGroupPieces = 2;            // MMAs of 16 columns in a group
+  static constexpr int kGroupKSlices = 2;           // MMAs of 16 columns in a group
   static constexpr int kLoads = Format::kBits / 4;  // of 16 bytes of codes, of a thread in a step
-  static constexpr int kGroupWords = kGroupPieces * Unscaled::kWords;
+  static constexpr int kGroupWords = kGroupKSlices * Unscaled::kWords;
 };
 
 struct GroupAddress {
@@ -65,7 +65,7 @@ struct RowPair {
 
   // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around them.
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
-    if constexpr (F::kNarrow && F::kShift != Shift::kAny) {
+    if constexpr (F::kNarrow && F::kAffineTerm != AffineTerm::kAny) {
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));
       return;
     }
@@ -88,7 +88,7 @@ struct RowPair {
           : "r"(from), "r"(bytes));
     }
   }
-  // As RowScale has them.
+  // In the form of RowScale.
   __device__ __forceinline__ void values(DataType type, uint32_t& g, uint32_t& g8) const {
     using namespace decode::detail;
     if constexpr (F::kNarrow && std::is_same_v<typename F::Element, __half>) {
@@ -119,7 +119,7 @@ struct StoredCodes {
   }
 };
 
-// What belongs to a group of a step, likewise.
+// The scales, offsets and zero points of a group, as they lie in shared memory.
 template <class F>
 struct StoredGroup {
   RowPair<F> scales, offsets;
@@ -129,8 +129,8 @@ struct StoredGroup {
   __device__ __forceinline__ void load(GroupAddress from, Params const& p) {
     scales.load(from.scales, p.scale_bytes);
     if constexpr (F::kOffsets)
-      offsets.load(from.offsets, F::kShift == Shift::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
-    if constexpr (F::kShift == Shift::kZeros) {
+      offsets.load(from.offsets, F::kAffineTerm == AffineTerm::kOffsets || p.weight.offsets ? p.offset_bytes : 0);
+    if constexpr (F::kAffineTerm == AffineTerm::kZeros) {
       asm volatile("ld.shared.u16 %0, [%1];" : "=r"(zeros) : "r"(from.zeros));
     } else if constexpr (F::kZeros) {
       asm volatile(
@@ -144,19 +144,19 @@ struct StoredGroup {
     }
   }
 
-  // The operands of the group's pieces.
+  // Operand A of the group's k-slices.
   template <class Params>
   __device__ __forceinline__ void decode(uint32_t const* codes, uint32_t table, Params const& p,
-                                         uint32_t (&a)[F::kGroupPieces][4]) const {
+                                         uint32_t (&a)[F::kGroupKSlices][4]) const {
     typename F::Unscaled const unscaled(zeros);
     RowScale<F> g, g8;
     scales.values(p.weight.scale_type, g.scale, g8.scale);
     offsets.values(p.weight.offset_type, g.offset, g8.offset);
 #pragma unroll
-    for (int piece = 0; piece < F::kGroupPieces; ++piece) {
-      unscaled.fragment(codes + piece * F::Unscaled::kWords, table, a[piece]);
+    for (int k_slice = 0; k_slice < F::kGroupKSlices; ++k_slice) {
+      unscaled.fragment(codes + k_slice * F::Unscaled::kWords, table, a[k_slice]);
 #pragma unroll
-      for (int r = 0; r < 4; ++r) a[piece][r] = r % 2 ? g8(a[piece][r]) : g(a[piece][r]);
+      for (int r = 0; r < 4; ++r) a[k_slice][r] = r % 2 ? g8(a[k_slice][r]) : g(a[k_slice][r]);
     }
   }
 };

@@ -29,12 +29,12 @@ __device__ __forceinline__ void finish_group(float (&v)[4], float const (&other)
 #pragma unroll
   for (int i = 0; i < 4; ++i) v[i] = nan_unless_finite(v[i]), up[i] = nan_unless_finite(up[i]);
   if (groups.bias) {
-    int64_t const row = int64_t(tile.expert) * groups.slabs * kRowsPerSlab + n;
+    int64_t const row = int64_t(tile.expert) * groups.row_panels * kRowsPerPanel + n;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       if (n + i >= p.n) continue;
       v[i] += load_float(groups.bias, groups.bias_type, row + i);
-      if (groups.gated) up[i] += load_float(groups.bias, groups.bias_type, row + i + groups.slabs / 2 * kRowsPerSlab);
+      if (groups.gated) up[i] += load_float(groups.bias, groups.bias_type, row + i + groups.row_panels / 2 * kRowsPerPanel);
     }
   }
   activate(v, groups);

@@ -23,7 +23,7 @@ using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using ClusterBarrier = cutlass::arch::ClusterBarrier;
 
 // Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait for every access to
-// memory that is under way.
+// memory that is in flight.
 __device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
@@ -37,15 +37,15 @@ __device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_
                : "memory");
 }
 
-// CuTe's wgmma atoms of kTokens columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16 floats, fp32 sums.
-template <class Operand, class Sum, int kTokens, int kColumns>
+// CuTe's wgmma atoms of kBlockM columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16 floats, fp32 sums.
+template <class Operand, class Sum, int kBlockM, int kColumns>
 using Wgmma = decltype(cute::SM90::GMMA::rs_op_selector<Operand, Operand, Sum,
-                                                        cute::Shape<cute::_64, cute::Int<kTokens>, cute::Int<kColumns>>>());
-template <int kTokens>
-using Int8Wgmma = Wgmma<int8_t, int32_t, kTokens, 32>;
-template <class Element, int kTokens>
+                                                        cute::Shape<cute::_64, cute::Int<kBlockM>, cute::Int<kColumns>>>());
+template <int kBlockM>
+using Int8Wgmma = Wgmma<int8_t, int32_t, kBlockM, 32>;
+template <class Element, int kBlockM>
 using FloatWgmma =
-    Wgmma<std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>, float, kTokens, 16>;
+    Wgmma<std::conditional_t<std::is_same_v<Element, __half>, cutlass::half_t, cutlass::bfloat16_t>, float, kBlockM, 16>;
 
 template <class Atom, class Sum, size_t... I>
 __device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b, Sum* sums, bool add,
@@ -54,16 +54,16 @@ __device__ __forceinline__ void wgmma_expand(uint32_t const (&a)[4], uint64_t b,
   Atom::fma(a[0], a[1], a[2], a[3], b, sums[I]..., add ? ScaleOut::One : ScaleOut::Zero);
 }
 
-// sums[64 x kTokens] (+)= a[64 x 32] b[kTokens x 32]^T, issued; `b` is a shared-memory descriptor.
-template <int kTokens>
-__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t (&sums)[kTokens / 2], bool add) {
-  wgmma_expand<Int8Wgmma<kTokens>>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+// sums[64 x kBlockM] (+)= a[64 x 32] b[kBlockM x 32]^T, issued; `b` is a shared-memory descriptor.
+template <int kBlockM>
+__device__ __forceinline__ void wgmma_int8(uint32_t const (&a)[4], uint64_t b, uint32_t (&sums)[kBlockM / 2], bool add) {
+  wgmma_expand<Int8Wgmma<kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
 }
 
-// sums[64 x kTokens] (+)= a[64 x 16] b[kTokens x 16]^T, issued.
-template <class Element, int kTokens>
-__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float (&sums)[kTokens / 2], bool add) {
-  wgmma_expand<FloatWgmma<Element, kTokens>>(a, b, sums, add, std::make_index_sequence<kTokens / 2>{});
+// sums[64 x kBlockM] (+)= a[64 x 16] b[kBlockM x 16]^T, issued.
+template <class Element, int kBlockM>
+__device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, float (&sums)[kBlockM / 2], bool add) {
+  wgmma_expand<FloatWgmma<Element, kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
 }
 
 // Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency shows.

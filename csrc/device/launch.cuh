@@ -32,7 +32,7 @@ inline Status allow_shared_memory(void const* kernel, int bytes) {
 }
 
 // On sm_90 and later the kernel may start while its predecessor in the stream still runs: everything but weights is read, and
-// anything is written, only after wait_for_predecessor().
+// anything is written, only after pdl_wait_and_launch_dependents().
 template <class... Params, class... Args>
 Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 threads, int shared_bytes, Stream stream,
                        Args&&... args) {
@@ -50,8 +50,8 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  // The same for all kernels, however little they need: a multiprocessor divides its memory between cache and shared memory anew only once it is empty, so
-  // that a kernel with a division of its own would not start beside its predecessor, nor its successor beside it.
+  // The same for all kernels, however little they need: an SM divides its memory between cache and shared memory again only once it is empty, so
+  // that a kernel with another division would not overlap with its predecessor, nor its successor with it.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
@@ -87,23 +87,23 @@ Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_byt
 }
 
 // Let the next kernel in the stream start its own preparations.
-__device__ __forceinline__ void let_successor_start() {
+__device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that say themselves when the next one starts.
-__device__ __forceinline__ void wait_alone() {
+// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that call pdl_launch_dependents() themselves.
+__device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
 // The same, then let the next one start its own preparations.
-__device__ __forceinline__ void wait_for_predecessor() {
-  wait_alone();
-  let_successor_start();
+__device__ __forceinline__ void pdl_wait_and_launch_dependents() {
+  pdl_wait();
+  pdl_launch_dependents();
 }
 
 }  // namespace cutlass_ops

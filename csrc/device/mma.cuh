@@ -23,7 +23,7 @@ __device__ __forceinline__ void copy_async_16_or_zero(void* shared, void const* 
 
 __device__ __forceinline__ void commit_copies() { cute::cp_async_fence(); }
 
-// Wait until at most `Pending` of the latest groups of copies are under way.
+// Wait until at most `Pending` of the latest groups of copies are in flight.
 template <int Pending>
 __device__ __forceinline__ void wait_copies() {
   cute::cp_async_wait<Pending>();

@@ -64,7 +64,7 @@ __device__ __forceinline__ Range<kSymmetric> range_of(float const (&v)[kCount]) 
   return parts[0];
 }
 
-// a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two corrections of the quotient by its
+// a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two compensations of the quotient by its
 // remainder, which is exact. __fdiv_rn does the same, and calls a function for the other cases, at the cost of registers and branches.
 __device__ __forceinline__ float quotient(float a, float b) {
   float y;
@@ -82,7 +82,7 @@ struct Quantizer {
   __device__ __forceinline__ explicit Quantizer(Range<kSymmetric> const& range) {
     float span = kSymmetric ? range.high : __fsub_rn(range.high, range.low);
     constexpr float kLevels = kSymmetric ? 127.0f : 255.0f;
-    // Where the divisor is constant, the product with its reciprocal takes one correction (tried for every fp32).
+    // Where the divisor is constant, the product with its reciprocal takes one compensation (tried for every fp32).
     float quotients[2] = {__fmul_rn(span, 1.0f / kLevels), __fmul_rn(quotient(kLevels, __fmul_rn(span, 0x1p-13f)), 0x1p-13f)};
     quotients[0] = __fmaf_rn(__fmaf_rn(-kLevels, quotients[0], span), 1.0f / kLevels, quotients[0]);
     bool const finite =

@@ -1,5 +1,5 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kTokens, its warps, the order of tiles over the grid, the copies of
-// weights and group vectors, the life of a block around its multiplications, and the way out through shared memory.
+// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its warps, the order of tiles over the grid, the copies of
+// weights and group vectors, a block's main loop around its multiplications, and the epilogue store through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -9,58 +9,58 @@
 
 namespace cutlass_ops {
 
-// A warp takes 32 rows and all tokens. Small blocks, so that several share a multiprocessor: while one waits at a barrier, decodes or promotes, another
+// A warp takes 32 rows and all rows of x. Small blocks, so that several share an SM: while one waits at a barrier, decodes or promotes, another
 // multiplies.
-template <int kTokens_>
+template <int kBlockM_>
 struct BlockTile {
-  static constexpr int kTokens = kTokens_;
+  static constexpr int kBlockM = kBlockM_;
   static constexpr int kRows = 128;
-  static constexpr int kSlabs = kRows / kRowsPerSlab;
-  static constexpr int kThreads = kRows;            // four warps
-  static constexpr int kRowBlocks = 2;              // 16-row fragments a warp owns
-  static constexpr int kTokenBlocks = kTokens / 8;  // 8-token fragments a warp owns
-  static constexpr int kSumStride = kRows + 4;      // the padding keeps the transposing writes off each other's banks
-  static constexpr int kSumBytes = kTokens * kSumStride * int(sizeof(float));
-  static_assert(kTokenBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
+  static constexpr int kRowPanels = kRows / kRowsPerPanel;
+  static constexpr int kThreads = kRows;        // four warps
+  static constexpr int kRowBlocks = 2;          // 16-row fragments a warp owns
+  static constexpr int kMBlocks = kBlockM / 8;  // 8-token fragments a warp owns
+  static constexpr int kSumStride = kRows + 4;  // the padding keeps the transposing writes off each other's banks
+  static constexpr int kSumBytes = kBlockM * kSumStride * int(sizeof(float));
+  static_assert(kMBlocks % 2 == 0, "operand B is loaded for two token blocks at a time");
 
-  using Sums = float[kRowBlocks][kTokenBlocks][4];
+  using Sums = float[kRowBlocks][kMBlocks][4];
 };
 
 // Where a thread stands. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
 template <class Tile>
-struct Place {
+struct ThreadCoord {
   int g, t;
   int warp;
   int group_index;  // of the warp's first row in a group vector of the tile: its rows follow one another there
   int weights;      // byte of the lane's first 16 among the weights of a stage
-  int tokens;       // byte of the lane's first ldmatrix row among the activations of a stage
+  int x_rows;       // byte of the lane's first ldmatrix row among the activations of a stage
 
-  __device__ __forceinline__ explicit Place(int thread) {
+  __device__ __forceinline__ explicit ThreadCoord(int thread) {
     int lane = thread % 32;
     warp = thread / 32;
     g = lane / 4, t = lane % 4;
-    int slab = warp / 2, first_block = warp % 2 * Tile::kRowBlocks;
-    group_index = slab * kRowsPerSlab + g * 8 + first_block * 2;
-    weights = slab * chunk_bytes(Tile::kBits) + first_block * Tile::kUnits * kUnitBytes + lane * kLaneBytes;
-    int token = lane / 16 * 8 + lane % 8, swizzle = lane / 8 % 2 ^ lane % 8;
-    tokens = token * Tile::kRowBytes + (swizzle << 4);
+    int row_panel = warp / 2, first_block = warp % 2 * Tile::kRowBlocks;
+    group_index = row_panel * kRowsPerPanel + g * 8 + first_block * 2;
+    weights = row_panel * k_tile_bytes(Tile::kBits) + first_block * Tile::kUnits * kUnitBytes + lane * kLaneBytes;
+    int x_row = lane / 16 * 8 + lane % 8, swizzle = lane / 8 % 2 ^ lane % 8;
+    x_rows = x_row * Tile::kRowBytes + (swizzle << 4);
   }
 };
 
-// threadIdx.x, read anew: what is derived from it need not stay in registers through the main loop.
+// threadIdx.x, read again: what is derived from it need not stay in registers through the main loop.
 __device__ __forceinline__ int thread_again() {
   int thread;
   asm volatile("mov.u32 %0, %%tid.x;" : "=r"(thread));
   return thread;
 }
 
-// Blocks that run together share weights and tokens in L2: the grid walks 16 token tiles for one row tile, then the next rows.
+// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one row tile, then the next rows.
 struct TileIndex {
   int n, m;
-  __device__ __forceinline__ TileIndex(int block, int row_tiles, int token_tiles) {
+  __device__ __forceinline__ TileIndex(int block, int row_tiles, int m_tiles) {
     constexpr int kBand = 16;
     int band = block / (kBand * row_tiles), inside = block % (kBand * row_tiles);
-    int height = min(kBand, token_tiles - band * kBand);
+    int height = min(kBand, m_tiles - band * kBand);
     m = band * kBand + inside % height;
     n = inside / height;
   }
@@ -68,16 +68,17 @@ struct TileIndex {
 
 // Sums of all warps to shared memory, [token][row].
 template <class Tile>
-__device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Place<Tile> const& at, float* gathered) {
+__device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, ThreadCoord<Tile> const& at,
+                                            float* tiles_per_cluster) {
   __syncthreads();
 #pragma unroll
   for (int rb = 0; rb < Tile::kRowBlocks; ++rb)
 #pragma unroll
-    for (int tb = 0; tb < Tile::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < Tile::kMBlocks; ++tb)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), token = tb * 8 + 2 * at.t + e % 2;
-        gathered[token * Tile::kSumStride + row] = sums[rb][tb][e];
+        int row = (at.warp * Tile::kRowBlocks + rb) * 16 + at.g + 8 * (e / 2), x_row = tb * 8 + 2 * at.t + e % 2;
+        tiles_per_cluster[x_row * Tile::kSumStride + row] = sums[rb][tb][e];
       }
   __syncthreads();
 }
@@ -85,28 +86,28 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Pla
 // From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad]. `plain`: the epilogue only rounds, to 16 bits, and rows
 // of the output start on 16 bytes.
 template <class Tile>
-__device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0, EpilogueParams const& p, float* partials,
-                                           int n_pad, bool plain = false) {
-  constexpr int kRowThreads = Tile::kRows / 8, kTokensAtOnce = Tile::kThreads / kRowThreads;
+__device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m0, int n0, EpilogueParams const& p,
+                                           float* splitk_workspace, int n_pad, bool plain = false) {
+  constexpr int kRowThreads = Tile::kRows / 8, kXRowsAtOnce = Tile::kThreads / kRowThreads;
   int thread = thread_again(), row = thread % kRowThreads * 8, first = thread / kRowThreads, n = n0 + row;
-  int tokens = min(p.m - m0, Tile::kTokens);
+  int x_rows = min(p.m - m0, Tile::kBlockM);
   if (n >= n_pad) return;
   auto store_rounded = [&](auto type) {
     using Type = decltype(type);
     uint16_t* to = static_cast<uint16_t*>(p.out) + int64_t(m0 + first) * p.n + n;
 #pragma unroll
-    for (int i = 0; i < Tile::kTokens; i += kTokensAtOnce) {
-      float4 const* source = reinterpret_cast<float4 const*>(gathered + (first + i) * Tile::kSumStride + row);
+    for (int i = 0; i < Tile::kBlockM; i += kXRowsAtOnce) {
+      float4 const* source = reinterpret_cast<float4 const*>(tiles_per_cluster + (first + i) * Tile::kSumStride + row);
       float4 a = source[0], b = source[1];
       float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
       for (float& x : v) x = nan_unless_finite(x);
-      if (first + i < tokens)
+      if (first + i < x_rows)
         *reinterpret_cast<uint4*>(to + int64_t(i) * p.n) = make_uint4(pack_pair<Type>(v[0], v[1]), pack_pair<Type>(v[2], v[3]),
                                                                       pack_pair<Type>(v[4], v[5]), pack_pair<Type>(v[6], v[7]));
     }
   };
-  if (!partials && plain && n + 8 <= p.n) {
+  if (!splitk_workspace && plain && n + 8 <= p.n) {
     if (p.out_type == DataType::kFloat16) {
       store_rounded(__half());
     } else {
@@ -115,15 +116,15 @@ __device__ __forceinline__ void store_sums(float const* gathered, int m0, int n0
     return;
   }
 #pragma unroll 1
-  for (int token = first; token < tokens; token += kTokensAtOnce) {
-    float4 const* source = reinterpret_cast<float4 const*>(gathered + token * Tile::kSumStride + row);
+  for (int x_row = first; x_row < x_rows; x_row += kXRowsAtOnce) {
+    float4 const* source = reinterpret_cast<float4 const*>(tiles_per_cluster + x_row * Tile::kSumStride + row);
     float4 a = source[0], b = source[1];
-    if (partials) {
-      float4* to = reinterpret_cast<float4*>(partials + int64_t(m0 + token) * n_pad + n);
+    if (splitk_workspace) {
+      float4* to = reinterpret_cast<float4*>(splitk_workspace + int64_t(m0 + x_row) * n_pad + n);
       to[0] = a, to[1] = b;
     } else {
       float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-      store_outputs(v, m0 + token, n, p);
+      store_outputs(v, m0 + x_row, n, p);
     }
   }
 }
@@ -165,7 +166,7 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
       : "memory");
 }
 
-// One 16-byte piece of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every tile.
+// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
@@ -184,7 +185,7 @@ struct VectorCopy {
     int column = min(begin + (piece << log_values), stride - (1 << log_values));
     source = static_cast<uint8_t const*>(vector) + int64_t(row) * row_bytes + (int64_t(column) << log_bytes);
     if (vector && i >= 0 && row < rows.count) to = int(shared) + i * 16;
-    // Not to be computed anew for every tile.
+    // Not to be recomputed for every tile.
     asm volatile("" : "+l"(source), "+r"(to));
   }
 
@@ -204,19 +205,19 @@ struct VectorCopy {
   }
 };
 
-// A warp's own rows of weights, which no other warp reads. A slab beyond the last repeats it; its rows are never stored.
+// A warp's own rows of weights, which no other warp reads. A row panel beyond the last repeats it; its rows are never stored.
 template <class Tile>
 struct WeightCopy {
-  static constexpr int kChunk = chunk_bytes(Tile::kBits), kWarpBytes = Tile::kRowBlocks * Tile::kUnits * kUnitBytes,
+  static constexpr int kChunk = k_tile_bytes(Tile::kBits), kWarpBytes = Tile::kRowBlocks * Tile::kUnits * kUnitBytes,
                        kPieces = kWarpBytes / kUnitBytes;
-  static_assert(kWarpBytes * 2 == kChunk, "two warps share a slab");
+  static_assert(kWarpBytes * 2 == kChunk, "two warps share a row panel");
   uint8_t const* source;
   uint32_t to;  // shared address in the first stage
 
   __device__ __forceinline__ WeightCopy(uint32_t shared, uint8_t const* codes, int n0, int n_pad, int k_tiles, int k_tile) {
     int warp = threadIdx.x / 32, lane_byte = threadIdx.x % 32 * kLaneBytes;
-    int slab = min(n0 / kRowsPerSlab + warp / 2, n_pad / kRowsPerSlab - 1);
-    source = codes + (int64_t(slab) * k_tiles + k_tile) * kChunk + warp % 2 * kWarpBytes + lane_byte;
+    int row_panel = min(n0 / kRowsPerPanel + warp / 2, n_pad / kRowsPerPanel - 1);
+    source = codes + (int64_t(row_panel) * k_tiles + k_tile) * kChunk + warp % 2 * kWarpBytes + lane_byte;
     to = shared + warp * kWarpBytes + lane_byte;
   }
 
@@ -228,39 +229,39 @@ struct WeightCopy {
   __device__ __forceinline__ void next() { source += kChunk; }
 };
 
-// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte pieces are swizzled by token % 8, so that
-// ldmatrix meets every bank once. Tokens beyond the last are left as they are: no result that is stored depends on them.
+// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte vectors are swizzled by token % 8, so that
+// ldmatrix meets every bank once. Rows of x beyond the last are left as they are: no result that is stored depends on them.
 //
 // Four threads share a row (eight, where there are no more rows) and take its pieces in turn: all addresses of a thread are constants
 // away from a pointer or two, and one predicate serves a row.
 template <class Tile>
-struct TokenCopy {
+struct XRowCopy {
   static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16,
-                       kRowThreads = Tile::kThreads / Tile::kTokens > 4 ? Tile::kThreads / Tile::kTokens : 4,
+                       kRowThreads = Tile::kThreads / Tile::kBlockM > 4 ? Tile::kThreads / Tile::kBlockM : 4,
                        kTurns = kRowPieces / kRowThreads, kRowsAtOnce = Tile::kThreads / kRowThreads,
-                       kRows = Tile::kTokens / kRowsAtOnce, kPieces = kRows * kTurns;
+                       kRows = Tile::kBlockM / kRowsAtOnce, kPieces = kRows * kTurns;
   static_assert(kRowThreads == 4 || kRowThreads == 8);
   uint8_t const* source[kRows];
   bool wanted[kRows];
   uint32_t to;  // shared address in the first stage, a multiple of 128 for the first piece of the first token
 
-  // The first of a thread's tokens. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the swizzle keeps apart.
-  static __device__ __forceinline__ int first_token() {
-    int lane = threadIdx.x % 32, token = threadIdx.x / 32 * (32 / kRowThreads) + lane / 8;
-    return kRowThreads == 4 ? token + lane / 4 % 2 * 4 : token;
+  // The first of a thread's rows of x. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the swizzle keeps apart.
+  static __device__ __forceinline__ int first_x_row() {
+    int lane = threadIdx.x % 32, x_row = threadIdx.x / 32 * (32 / kRowThreads) + lane / 8;
+    return kRowThreads == 4 ? x_row + lane / 4 % 2 * 4 : x_row;
   }
   // Of the i-th of a thread's pieces: its number in the row.
   static __device__ __forceinline__ int piece(int i) { return threadIdx.x % kRowThreads + i % kTurns * kRowThreads; }
 
-  __device__ __forceinline__ TokenCopy(uint32_t shared, void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
-    int token = first_token();
+  __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
+    int x_row = first_x_row();
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      wanted[i] = m0 + token + i * kRowsAtOnce < m;
-      source[i] = static_cast<uint8_t const*>(matrix) + (m0 + token + i * kRowsAtOnce) * stride_bytes +
+      wanted[i] = m0 + x_row + i * kRowsAtOnce < m;
+      source[i] = static_cast<uint8_t const*>(matrix) + (m0 + x_row + i * kRowsAtOnce) * stride_bytes +
                   int64_t(k_tile) * kRowBytes + piece(0) * 16;
     }
-    to = shared + token * kRowBytes + ((piece(0) ^ (token & 7)) << 4);
+    to = shared + x_row * kRowBytes + ((piece(0) ^ (x_row & 7)) << 4);
   }
 
   // Where the i-th piece goes in the first stage.
@@ -280,11 +281,11 @@ struct TokenCopy {
   }
 };
 
-// Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (TokenCopy).
+// Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (XRowCopy).
 template <class Tile>
-__device__ __forceinline__ void load_tokens(uint8_t const* activations, Place<Tile> const& at, int pair, int piece,
+__device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at, int pair, int piece,
                                             uint32_t (&b)[4]) {
-  load_tiles(activations + (at.tokens ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes, b);
+  load_tiles(activations + (at.x_rows ^ (piece % 4 << 5)) + piece / 4 * 128 + pair * 16 * Tile::kRowBytes, b);
 }
 
 // The zero points of a warp's rows in a group vector, or zeros.
@@ -304,23 +305,23 @@ struct KRange {
   }
 };
 
-// What both kernels are told.
+// Parameters of both kernels.
 struct TileParams {
   PackedWeight weight;
   EpilogueParams epilogue;
-  float* partials;
+  float* splitk_workspace;
   VectorRows weight_rows;
-  int row_tiles, token_tiles, k_tiles, n_pad, splits;
+  int row_tiles, m_tiles, k_tiles, n_pad, splits;
   int log_scale_bytes, log_offset_bytes;
   bool plain;  // as store_sums has it
 
-  TileParams(GemmProblem const& problem, Plan const& plan, float* partials_, int rows, int tokens)
+  TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows, int x_rows)
       : weight(problem.weight),
         epilogue(problem),
-        partials(partials_),
+        splitk_workspace(splitk_workspace_),
         weight_rows(weight.group_size),
         row_tiles((weight.n + rows - 1) / rows),
-        token_tiles((problem.m + tokens - 1) / tokens),
+        m_tiles((problem.m + x_rows - 1) / x_rows),
         k_tiles(int(padded_k(weight.k) / kKPerTile)),
         n_pad(int(padded_rows(weight.n))),
         splits(plan.slices),
@@ -330,13 +331,13 @@ struct TileParams {
               problem.out_type != DataType::kFloat32 && epilogue.vector_store) {}
 };
 
-// The way out: a block's sums to the output or the split's partial sums, through shared memory that nothing else uses any more.
+// Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory that nothing else uses any more.
 template <class C, class Params>
-__device__ __forceinline__ void leave_tile(Params const& p, typename C::Sums const& sums, uint8_t* shared, int n0, int m0) {
-  float* gathered = reinterpret_cast<float*>(shared);
-  gather_sums<C>(sums, Place<C>(thread_again()), gathered);
-  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
-  store_sums<C>(gathered, m0, n0, p.epilogue, partials, p.n_pad, p.plain);
+__device__ __forceinline__ void store_tile(Params const& p, typename C::Sums const& sums, uint8_t* shared, int n0, int m0) {
+  float* tiles_per_cluster = reinterpret_cast<float*>(shared);
+  gather_sums<C>(sums, ThreadCoord<C>(thread_again()), tiles_per_cluster);
+  float* splitk_workspace = p.splitk_workspace ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  store_sums<C>(tiles_per_cluster, m0, n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
 }
 
 // The copies of a block's first stages: the weights' may start before the kernels before have ended. `prepare`: as multiply_tile has it.
@@ -350,32 +351,32 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
     copies.weights.next();
   }
   prepare();
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
 #pragma unroll 1
   for (int i = 0; i < C::kStages - 1; ++i) {
     int stage = i * C::kStageBytes;
-    bool wanted = i < range.count, tokens_wanted = wanted && !copies.special(stage, range.first + i);
+    bool wanted = i < range.count, x_rows_wanted = wanted && !copies.special(stage, range.first + i);
 #pragma unroll
-    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, wanted, tokens_wanted);
+    for (int j = kWeightCopies; j < Copies::kAll; ++j) copies(stage, range.first + i, j, wanted, x_rows_wanted);
     copies.activations.next();
     commit_copies();
   }
 }
 
-// A block's life. Its tiles of K go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a share of the copies for the stage
-// that is filled meanwhile is asked for, C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them a tenth of the
-// time. (All are asked for before it where C::kCopiesFirst.)
+// A block's main loop. Its K tiles go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a share of the copies for the stage
+// that is filled meanwhile is issued, C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them a tenth of the
+// time. (All are issued before it where C::kCopiesFirst.)
 //
-//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted, tokens_wanted) for i below kAll, the
-//              weights' first; copies.special(stage, k_tile): takes care of the tile's tokens if they cannot be copied that way, and says so
+//   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted, x_rows_wanted) for i below kAll, the
+//              weights' first; copies.special(stage, k_tile): handles the tile's rows of x if they cannot be copied that way, and says so
 //   prepare()  what else must be in shared memory, independent of the kernels before
 //   compute(stage, at, sums, beside): adds a tile's product, and calls beside(i) for i from 0 to C::kPieces - 1
 template <class C, class Copies, class Params, class Prepare, class Compute>
 __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, Prepare prepare, Compute compute) {
-  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
+  TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
+  int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
-  Place<C> at(threadIdx.x);
+  ThreadCoord<C> at(threadIdx.x);
   Copies copies(p, shared, n0, m0, range.first);
   fill_first_stages<C>(copies, range, prepare);
 
@@ -386,12 +387,12 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     wait_copies<C::kStages - 2>();
     __syncthreads();
     int ahead = i + C::kStages - 1;
-    bool wanted = ahead < range.count, tokens_wanted = wanted && !copies.special(next, range.first + ahead);
+    bool wanted = ahead < range.count, x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
     auto copy = [&](int piece) {
 #pragma unroll
       for (int j = 0; j < Copies::kAll; ++j)
         if (C::kCopiesFirst || j / C::kCopiesAtOnce * C::kCopiesAtOnce * C::kPieces / Copies::kAll == piece)
-          copies(next, range.first + ahead, j, wanted, tokens_wanted);
+          copies(next, range.first + ahead, j, wanted, x_rows_wanted);
     };
     if constexpr (C::kCopiesFirst) {
       if (wanted) copy(0);  // the branch keeps the compiler from moving them into the multiplication
@@ -405,7 +406,7 @@ __device__ __forceinline__ void multiply_tile(Params const& p, uint8_t* shared, 
     now = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
   }
   wait_copies<0>();
-  leave_tile<C>(p, sums, shared, n0, m0);
+  store_tile<C>(p, sums, shared, n0, m0);
 }
 
 }  // namespace cutlass_ops

@@ -1,10 +1,10 @@
-// Zero values of activations (corrections.h): zero points times scales as two fp16 numbers each, by a power of two that those of a token's zero row share.
+// Zero values of activations (zero_compensation.h): zero points times scales as two fp16 numbers each, by a power of two that those of a token's zero row share.
 #pragma once
 
 #include <cuda_fp16.h>
 
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/problem.h"
+#include "cutlass_ops/zero_compensation.h"
 
 namespace cutlass_ops {
 
@@ -26,8 +26,8 @@ struct ZeroParts {
 };
 
 // Where the first part of a tile's zero value of a token lies, the tile being one of kTilesPerZeroRow; the second part lies 16 further.
-__device__ __forceinline__ __half* zero_value_of(QuantizedActivations const& x, int token, int rows, int row, int tile) {
-  return static_cast<__half*>(x.zero_values) + (int64_t(token) * rows + row) * kZeroRow + tile / 16 * 32 + tile % 16;
+__device__ __forceinline__ __half* zero_value_of(QuantizedActivations const& x, int x_row, int rows, int row, int tile) {
+  return static_cast<__half*>(x.zero_values) + (int64_t(x_row) * rows + row) * kZeroRow + tile / 16 * 32 + tile % 16;
 }
 
 }  // namespace cutlass_ops

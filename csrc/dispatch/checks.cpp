@@ -75,8 +75,7 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
   if (problem.architecture < 0 || problem.architecture > device.architecture) {
     return unsupported("architecture is " + std::to_string(problem.architecture) + "; the GPU is sm_" +
-                       std::to_string(device.architecture) +
-                       ", which runs kernels of its own architecture and of earlier ones");
+                       std::to_string(device.architecture) + ", which runs kernels of that architecture and of earlier ones");
   }
   if (!has_integer_codes(w) && multiplies_int8(problem)) {
     return unsupported("the weight has " + std::string(w.book ? "a code book" : "e4m3 codes") +
@@ -120,10 +119,10 @@ Status check_sums(PackedWeight const& w) {
 
 Status check_dequantize(DequantizeProblem const& p) {
   if (Status status = check_weight(p.weight); !status.ok()) return status;
-  if (p.first_row < 0 || p.first_row >= p.weight.n || p.first_row % kRowsPerSlab || p.rows < -1 || p.rows == 0 ||
+  if (p.first_row < 0 || p.first_row >= p.weight.n || p.first_row % kRowsPerPanel || p.rows < -1 || p.rows == 0 ||
       p.rows > p.weight.n - p.first_row) {
     return invalid("rows are " + std::to_string(p.rows) + " from row " + std::to_string(p.first_row) + " of " +
-                   std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerSlab));
+                   std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerPanel));
   }
   return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
 }

@@ -16,15 +16,15 @@ int64_t time_of(PredictedTime const& time, int cost, int end) { return time.k_ti
 
 // The stream-K tail: slices of K of the tiles that whole waves of clusters leave over, so that more of them share the end. Where a last slice for each tile
 // is one too many, a cluster takes those of several, and all others are so much longer: not in wgmma_fold16, nor for int8 activations, where that was measured
-// to lose 2 % (of 512, 1024 and 8192 rows x 8192 x 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's; reduce_splits
+// to lose 2 % (of 512, 1024 and 8192 rows x 8192 x 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's; splitk_reduce
 // takes 2.5 us, and 2 a million sums.
-Cut stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
   Tile const& tile = candidate.tile;
   int const cost = candidate.cost.*cost_kind(problem, candidate), end = candidate.cost.end;
   int64_t const k = k_tiles(problem.weight), clusters = std::max(1, device.multiprocessors / tile.cluster_size);
   int64_t const tiles = tile_count(problem, tile), rest = tiles % clusters, waves = ceil_div(tiles, clusters);
-  Cut best{0, 1, {waves * k, waves * 32, 0}};
+  TailSplit best{0, 1, {waves * k, waves * 32, 0}};
   if (tiles < clusters) {
     int const slices = slice_count(problem, device, spec, tile);
     if (slices > 1) best.time = {ceil_div(k, slices), 64, (25 + int64_t(slices) * problem.m * problem.weight.n / 50000) * 32};
@@ -32,20 +32,23 @@ Cut stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec c
   }
   if (rest == 0) return best;
   int64_t least = time_of(best.time, cost, end);
-  int const most_gathered = spec.gathers ? 8 : 1;
+  int const most_tiles_per_cluster = spec.combines_slices ? 8 : 1;
   for (int64_t slices = 2; slices <= kMostSlices && rest * (slices - 1) < clusters; ++slices) {
-    CutTiles const cut{int(rest), int(slices), int(clusters), int(k)};
-    if (cut.gathered > most_gathered || k - cut.dealt * (slices - 1) / cut.pieces < 2) continue;
+    StreamKTail const tail_split{int(rest), int(slices), int(clusters), int(k)};
+    if (tail_split.tiles_per_cluster > most_tiles_per_cluster ||
+        k - tail_split.share_numerator * (slices - 1) / tail_split.share_denominator < 2)
+      continue;
     // Tenths of a microsecond on an H200: to leave partial sums in the workspace and add them up.
     int64_t const exchange = 25 + 8 * (slices - 1) * tile.block_m / 128, whole = tiles / clusters;
-    PredictedTime const time{whole * k + ceil_div(cut.dealt, cut.pieces), (whole + 2) * 32, exchange * 32};
+    PredictedTime const time{whole * k + ceil_div(tail_split.share_numerator, tail_split.share_denominator), (whole + 2) * 32,
+                             exchange * 32};
     if (time_of(time, cost, end) < least) best = {rest, int(slices), time}, least = time_of(time, cost, end);
   }
   return best;
 }
 
-// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave. It was measured to be faster than reduce_splits for many
-// sums of long slices: floats x int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by reduce_splits.
+// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave. It was measured to be faster than splitk_reduce for many
+// sums of long slices: floats x int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
 bool adds_two_slices(GemmProblem const& problem, int slices) {
   PackedWeight const& w = problem.weight;
   return slices == 2 && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 && int64_t(problem.m) * w.n >= 1 << 20;
@@ -68,7 +71,7 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate) {
   TileCost const& cost = candidate.cost;
   if (cost.whole_rows > 0 && sums_whole_rows(problem)) return &TileCost::whole_rows;
-  bool const row_scales = !activations_have_blocks(problem) && (candidate.corrects || !activations_have_zeros(problem));
+  bool const row_scales = !activations_have_blocks(problem) && (candidate.compensates || !activations_have_zeros(problem));
   return cost.row_scales > 0 && row_scales ? &TileCost::row_scales : &TileCost::k4096;
 }
 
@@ -91,15 +94,15 @@ DecodeKind decode_kind(GemmProblem const& problem) {
 }
 
 DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan const& shaped) {
-  int64_t const tiles = k_tiles(problem.weight), slabs = padded_rows(problem.weight.n) / kRowsPerSlab;
+  int64_t const tiles = k_tiles(problem.weight), row_panels = padded_rows(problem.weight.n) / kRowsPerPanel;
   int64_t const tiles_of_cta = ceil_div(tiles, shaped.cluster_size);
-  double of_cta = double(shaped.decode.slabs) * tiles_of_cta;
+  double of_cta = double(shaped.decode.row_panels) * tiles_of_cta;
   if (shaped.decode.cluster == 0) {
     int const unit = WgmmaDecodeShape::unit(shaped.one_cta_per_sm);
     int64_t const units = ceil_div(padded_rows(problem.weight.n) / unit, shaped.wgmma_decode.clusters);
-    of_cta = double(units * unit) / kRowsPerSlab * tiles_of_cta;
+    of_cta = double(units * unit) / kRowsPerPanel * tiles_of_cta;
   }
-  return {of_cta, double(tiles * slabs) / device.multiprocessors, double(problem.m) * tiles_of_cta / 32, problem.m};
+  return {of_cta, double(tiles * row_panels) / device.multiprocessors, double(problem.m) * tiles_of_cta / 32, problem.m};
 }
 
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
@@ -112,10 +115,10 @@ int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec
   return int64_t(cost.start + cost.chunk * t.chunks + cost.share * t.share + cost.x * t.x + double(cost.row) * t.rows);
 }
 
-Cut cut_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
+TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   int const slices = slice_count(problem, device, spec, candidate.tile);
   if (!spec.cost || spec.decodes || problem.batch_invariant) return {0, slices, {}};
-  Cut const tail = stream_k_tail(problem, device, spec, candidate);
+  TailSplit const tail = stream_k_tail(problem, device, spec, candidate);
   if (slices == 1) return tail;
   return {adds_two_slices(problem, slices) ? tile_count(problem, candidate.tile) : 0, slices, tail.time};
 }

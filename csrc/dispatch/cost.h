@@ -13,7 +13,7 @@ struct PredictedTime {
 };
 
 // The stream-K tail of a product, or its split-K slices, and the time so.
-struct Cut {
+struct TailSplit {
   int64_t tail_tiles;
   int slices;
   PredictedTime time;
@@ -41,6 +41,6 @@ DecodeTerms decode_terms(GemmProblem const& problem, Device const& device, Plan 
 int64_t decode_time(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
 
 // How K is cut for a candidate.
-Cut cut_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
+TailSplit tail_split_of(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
 
 }  // namespace cutlass_ops

@@ -18,18 +18,18 @@ DecodeMemory decode_memory(GemmProblem const& p, DecodeShape const& shape) {
   PackedWeight const& w = p.weight;
   bool int8 = multiplies_int8(p);
   int columns = 512 / w.bits, rows = w.group_size > 0 && w.group_size < columns ? columns / w.group_size : 1;
-  at.zeros = 4096 + rows * kRowsPerSlab * bytes_of(w.scale_type);
-  at.offsets = at.zeros + (w.zeros ? rows * kRowsPerSlab : 0);
-  at.stage = at.offsets + (w.offsets ? rows * kRowsPerSlab * bytes_of(w.offset_type) : 0);
+  at.zeros = 4096 + rows * kRowsPerPanel * bytes_of(w.scale_type);
+  at.offsets = at.zeros + (w.zeros ? rows * kRowsPerPanel : 0);
+  at.stage = at.offsets + (w.offsets ? rows * kRowsPerPanel * bytes_of(w.offset_type) : 0);
   int step = w.group_size == 32 || w.group_size == 64 ? w.group_size : columns, steps = shape.slice * kKPerTile / step;
-  at.token = shape.slice * kKPerTile * 2 + 16;
+  at.x_row = shape.slice * kKPerTile * 2 + 16;
   at.x = shape.warps * shape.stages * at.stage;
-  at.sums = at.x + p.m * std::max(at.token, shape.cluster > 1 ? shape.slabs * kRowsPerSlab * 4 : 0);
+  at.sums = at.x + p.m * std::max(at.x_row, shape.cluster > 1 ? shape.row_panels * kRowsPerPanel * 4 : 0);
   at.scales = at.sums + (w.book ? 0 : steps * 8 * 4);
   at.parts = at.scales + (int8 ? steps * 8 * 4 : 0);
-  at.slots = at.parts + (shape.slabs * 4 + 15) / 16 * 16;
-  at.table = at.slots + (shape.slabs - 1) * p.m * kSlotFloats * 4;
-  at.total = at.table + (w.book ? kBookTableBytes : 0);
+  at.slots = at.parts + (shape.row_panels * 4 + 15) / 16 * 16;
+  at.table = at.slots + (shape.row_panels - 1) * p.m * kSlotFloats * 4;
+  at.total = at.table + (w.book ? kCodebookLutBytes : 0);
   return at;
 }
 
@@ -46,17 +46,17 @@ int cluster_places(Device const& device, int cluster) {
 // 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
 DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
   constexpr int kStaticBytes = 1024;
-  constexpr int kSmallPart = 32;  // tiles of a slab
+  constexpr int kSmallPart = 32;  // tiles of a row panel
   constexpr int kLongSlice = 64;  // whose x takes longer to quantise than a ring to fill
   bool const book = p.weight.book, int8 = multiplies_int8(p);
-  int slabs = int(padded_rows(p.weight.n) / kRowsPerSlab), tiles = int(padded_k(p.weight.k) / kKPerTile);
+  int row_panels = int(padded_rows(p.weight.n) / kRowsPerPanel), tiles = int(padded_k(p.weight.k) / kKPerTile);
   DecodeShape best;
   double least = 0;
   for (int cluster = 1; cluster <= 8 && cluster <= tiles; cluster *= 2) {
     DecodeShape shape;
     shape.cluster = cluster;
     shape.clusters = cluster_places(device, cluster);
-    shape.slabs = (slabs + shape.clusters - 1) / shape.clusters;
+    shape.row_panels = (row_panels + shape.clusters - 1) / shape.clusters;
     shape.slice = (tiles + cluster - 1) / cluster;
     shape.stages = decode_stages(book);
     auto fits = [&](int warps, int bytes) {
@@ -64,16 +64,16 @@ DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
       return decode_memory(p, shape).total <= bytes;
     };
     int const all = device.shared_memory - kStaticBytes, half = device.shared_memory / 2 - 2 * kStaticBytes;
-    bool small = shape.slabs * shape.slice <= kSmallPart && fits(8, half);
-    if (shape.slabs > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all))) continue;
-    double weights = double(shape.slabs) * shape.slice * chunk_bytes(p.weight.bits),
+    bool small = shape.row_panels * shape.slice <= kSmallPart && fits(8, half);
+    if (shape.row_panels > 0xffff || (!small && !fits(decode_warps(book), all) && !fits(8, all))) continue;
+    double weights = double(shape.row_panels) * shape.slice * k_tile_bytes(p.weight.bits),
            x = double(p.m) * shape.slice * kKPerTile * 2;
     bool beside = fits(shape.warps, half);
     if (int8 && !beside && shape.slice >= kLongSlice) {
       shape.stages += decode_more_stages(p.weight.bits);
       if (!fits(shape.warps, all)) shape.stages = decode_stages(book);
     }
-    double time = weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.slabs * p.m;
+    double time = weights / (book ? 15 : 18) + x / 13 + 30.0 * shape.row_panels * p.m;
     if (cluster > 1) {
       time += 900;
     } else if (!book) {
@@ -97,8 +97,8 @@ struct StageSizes {
 };
 bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, WgmmaDecodeShape* shape) {
   int const tile_groups = has_short_groups(w) ? kKPerTile / w.group_size : 1,
-            rows = tile_groups * shape->most_slabs * kRowsPerSlab;
-  shape->scales = shape->most_slabs * chunk_bytes(w.bits);
+            rows = tile_groups * shape->most_row_panels * kRowsPerPanel;
+  shape->scales = shape->most_row_panels * k_tile_bytes(w.bits);
   shape->offsets = shape->scales + rows * bytes_of(w.scale_type);
   shape->zeros = shape->offsets + (w.offsets ? rows * bytes_of(w.offset_type) : 0);
   shape->token_scales = shape->zeros + (w.zeros ? rows : 0);
@@ -109,7 +109,7 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, W
   if (shape->stages < tiles) shape->stages -= shape->stages % shape->sets;
   shape->weights = shape->stages * sizes.x_bytes;
   shape->shared_bytes =
-      std::max(shape->stages * stage, shape->sets * shape->most_slabs * kRowsPerSlab * WgmmaDecodeShape::kTokens * 4);
+      std::max(shape->stages * stage, shape->sets * shape->most_row_panels * kRowsPerPanel * WgmmaDecodeShape::kBlockM * 4);
   if (shape->stages < std::min(tiles, sizes.least_stages) || shape->shared_bytes > sizes.most_bytes) return false;
   shape->table = shape->shared_bytes;
   shape->shared_bytes += sizes.table_bytes;
@@ -118,40 +118,41 @@ bool lay_out_stages(PackedWeight const& w, StageSizes const& sizes, int tiles, W
 
 }  // namespace
 
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool alone, bool folds) {
-  constexpr int kTokens = WgmmaDecodeShape::kTokens;
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, bool quantizes, bool one_cta, bool folds) {
+  constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
   bool const int8 = multiplies_int8(p) && !folds, token_zeros = int8 && activations_have_zeros(p);
-  int const groups = WgmmaDecodeShape::warpgroups(alone), most = WgmmaDecodeShape::most_slabs_of(alone, token_zeros),
-            unit = WgmmaDecodeShape::unit(alone);
+  int const groups = WgmmaDecodeShape::warpgroups(one_cta), most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
+            unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
   // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many in flight
   // as two would have.
-  int const table_bytes = w.book ? kBookTableBytes : 0;
-  StageSizes const sizes{int8 && !quantizes ? kTokens * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kTokens * kKPerTile * 2,
-                         (int8 ? kTokens * 4 : 0) + (token_zeros ? kTokens : 0),
-                         (alone ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes, table_bytes,
-                         alone    ? groups
+  int const table_bytes = w.book ? kCodebookLutBytes : 0;
+  StageSizes const sizes{int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kBlockM * kKPerTile * 2,
+                         (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
+                         (one_cta ? device.shared_memory - 1024 : device.shared_memory / 2 - 2048) - table_bytes, table_bytes,
+                         one_cta  ? groups
                          : w.book ? 2
                                   : 3};
   int64_t least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const places = cluster_places(device, c);
     int const units = (all_units + places - 1) / places, needed = (all_units + units - 1) / units;
-    int const tiles = (all_tiles + c - 1) / c, of_slab = kRowsPerSlab / unit;
-    // Where clusters do not begin with slabs they have a part of one more.
-    int const slabs = units % of_slab == 0 && all_units % needed == 0 ? units / of_slab : (units + 2 * of_slab - 2) / of_slab;
-    if (slabs > groups * most) continue;
-    // From what was measured on an H200: a chunk of weights counts 2, x of a tile 1; to quantise it, 3 beside 2 for 4 bits.
-    int const tile_time = quantizes ? slabs * w.bits / 2 + 3 : 2 * slabs + 1;
+    int const tiles = (all_tiles + c - 1) / c, of_row_panel = kRowsPerPanel / unit;
+    // Where clusters do not begin with row panels they have a part of one more.
+    int const row_panels = units % of_row_panel == 0 && all_units % needed == 0 ? units / of_row_panel
+                                                                                : (units + 2 * of_row_panel - 2) / of_row_panel;
+    if (row_panels > groups * most) continue;
+    // From what was measured on an H200: a K tile of weights counts 2, x of a tile 1; to quantise it, 3 with 2 for 4 bits.
+    int const tile_time = quantizes ? row_panels * w.bits / 2 + 3 : 2 * row_panels + 1;
     int64_t const time = int64_t(tile_time) * tiles + (c > 1 ? 2 + 4 * log : 0);
     if (best.cluster && time >= least) continue;
     WgmmaDecodeShape shape;
     shape.cluster = c;
-    shape.most_slabs = slabs;
+    shape.most_row_panels = row_panels;
     shape.clusters = needed;
-    shape.sets = slabs <= most && tiles >= groups ? groups : 1;
+    shape.sets = row_panels <= most && tiles >= groups ? groups : 1;
     if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
     least = time;
     best = shape;
@@ -160,25 +161,26 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 }
 
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, int row_tiles) {
-  constexpr int kGroups = WgmmaDecodeShape::warpgroups(false), kMost = WgmmaDecodeShape::most_slabs_of(false, false);
-  constexpr int kStart = 12;  // of a CTA, in the unit below
+  constexpr int kGroups = WgmmaDecodeShape::warpgroups(false), kMost = WgmmaDecodeShape::most_row_panels_of(false, false);
+  constexpr int kStartCost = 12;  // of a CTA, in the unit below
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
-  int const halves = p.groups.gated ? 2 : 1, all_slabs = p.groups.slabs / halves, all_tiles = int(padded_k(w.k) / kKPerTile);
-  int const table_bytes = w.book ? kBookTableBytes : 0;
-  StageSizes const sizes{WgmmaDecodeShape::kTokens * kKPerTile * 2, 0, device.shared_memory / 2 - 2048 - table_bytes,
+  int const halves = p.groups.gated ? 2 : 1, all_row_panels = p.groups.row_panels / halves,
+            all_tiles = int(padded_k(w.k) / kKPerTile);
+  int const table_bytes = w.book ? kCodebookLutBytes : 0;
+  StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0, device.shared_memory / 2 - 2048 - table_bytes,
                          table_bytes, w.book ? 2 : 3};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;
-    for (int needed = 1; needed <= all_slabs; ++needed) {
+    for (int needed = 1; needed <= all_row_panels; ++needed) {
       WgmmaDecodeShape shape;
       shape.cluster = c, shape.clusters = needed;
-      shape.most_slabs = (all_slabs + needed - 1) / needed * halves;
-      if (shape.most_slabs > kGroups * kMost) continue;
-      shape.sets = shape.most_slabs <= kMost && tiles >= kGroups ? kGroups : 1;
+      shape.most_row_panels = (all_row_panels + needed - 1) / needed * halves;
+      if (shape.most_row_panels > kGroups * kMost) continue;
+      shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
       // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are whole, unless they are many.
-      double const cta = (2.0 * shape.most_slabs + 1) * tiles + kStart + (c > 1 ? 2 + 4 * log : 0);
+      double const cta = (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
       double const waves = double(row_tiles) * needed / (2 * cluster_places(device, c));
       double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
       if (best.cluster && time >= least) continue;

@@ -15,9 +15,9 @@ constexpr int decode_stages(bool book) { return book ? 2 : 3; }  // of each warp
 // long x is quantised. 8-bit ones take long enough without.
 constexpr int decode_more_stages(int bits) { return bits == 4 ? 2 : 0; }
 // Of a row of x in a slot, the sums of a row panel: four more keep lanes on different banks.
-constexpr int kSlotFloats = kRowsPerSlab + 4;
+constexpr int kSlotFloats = kRowsPerPanel + 4;
 
-constexpr int kBookTableBytes = 32 * 1024;  // decode.cuh
+constexpr int kCodebookLutBytes = 32 * 1024;  // decode.cuh
 
 // The shape of least time; cluster is 0 if none fits.
 DecodeShape decode_shape(GemmProblem const& problem, Device const& device);
@@ -25,9 +25,9 @@ DecodeMemory decode_memory(GemmProblem const& problem, DecodeShape const& shape)
 
 // ---- wgmma_decode
 
-static_assert(WgmmaDecodeShape::unit(false) == kRowsPerSlab);
+static_assert(WgmmaDecodeShape::unit(false) == kRowsPerPanel);
 
-// `quantizes`: the CTAs quantise x themselves. `alone`: one CTA per SM. `folds`: wgmma_decode_fold16's.
-WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device, bool quantizes, bool alone, bool folds);
+// `quantizes`: the CTAs quantise x themselves. `one_cta`: one CTA per SM. `folds`: wgmma_decode_fold16's.
+WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& problem, Device const& device, bool quantizes, bool one_cta, bool folds);
 
 }  // namespace cutlass_ops

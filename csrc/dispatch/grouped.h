@@ -40,12 +40,12 @@ struct GatherProblem {
 struct Groups {
   StoredTile const* tiles = nullptr;
   int const* count = nullptr;  // of tiles
-  int slabs = 0;               // of one expert, of 64 features
+  int row_panels = 0;          // of one expert, of 64 features
   // Whether the first half of an expert's features is gate's and the second up's: then the output is activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
   float low = 0.0f, high = 0.0f;
-  void const* bias = nullptr;  // [experts][64 * slabs] of bias_type
+  void const* bias = nullptr;  // [experts][64 * row panels] of bias_type
   DataType bias_type = DataType::kNone;
 };
 

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cutlass_ops/corrections.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {
@@ -14,16 +14,16 @@ void portable_grid(GemmProblem const& problem, Tile const& tile, Plan* plan) {
   plan->grid_y = plan->slices;
 }
 
-// Persistent clusters that walk over whole tiles and slices of K. `tiles_of_k`: with the corrections between them.
+// Persistent clusters that walk over whole tiles and slices of K. `tiles_of_k`: with the compensations between them.
 void persistent_grid(GemmProblem const& problem, Device const& device, Candidate const& candidate, int tiles_of_k, Plan* plan) {
   Tile const& tile = candidate.tile;
   int const tiles = int(ceil_div(problem.weight.n, tile.block_n) * ceil_div(problem.m, tile.block_m));
   int const clusters = device.multiprocessors / tile.cluster_size;
   bool const split = plan->slices > 1 && plan->tail_tiles == 0;
-  plan->tail = plan->tail_tiles ? CutTiles(plan->tail_tiles, plan->slices, clusters, tiles_of_k)
-                                : CutTiles(split ? tiles : 0, plan->slices, tiles_of_k);
-  int const cut = split ? tiles : plan->tail_tiles;
-  int const work = tiles - cut + cut * (plan->tail.parts - 1) + plan->tail.last;
+  plan->tail = plan->tail_tiles ? StreamKTail(plan->tail_tiles, plan->slices, clusters, tiles_of_k)
+                                : StreamKTail(split ? tiles : 0, plan->slices, tiles_of_k);
+  int const tail_split = split ? tiles : plan->tail_tiles;
+  int const work = tiles - tail_split + tail_split * (plan->tail.parts - 1) + plan->tail.last;
   plan->grid_x = std::min(work, clusters) * tile.cluster_size;
   plan->cluster_size = tile.cluster_size;
   plan->threads = tile.block_n + 128;  // 128 for each 128 features of a cluster, and those that load
@@ -74,13 +74,13 @@ bool shape_book_gemm_a16(GemmProblem const& problem, Device const&, Candidate co
 bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan) {
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
-  bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.corrects;
+  bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
   plan->shared_bytes =
       wgmma_gemm_shared_bytes({w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros,
                                w.zeros && !compensates_weight_zeros(problem), tile.stages, tile.block_n / 128});
   int tiles = int(k_tiles(w));
-  if (candidate.corrects && blocks) tiles += correction_windows(tiles, w.bits);
+  if (candidate.compensates && blocks) tiles += compensation_windows(tiles, w.bits);
   persistent_grid(problem, device, candidate, tiles, plan);
   return true;
 }
@@ -120,13 +120,13 @@ bool shape_decode_gemm(GemmProblem const& problem, Device const& device, Candida
 namespace {
 
 bool shape_decode(GemmProblem const& problem, Device const& device, Candidate const& candidate, bool folds, Plan* plan) {
-  bool const alone = candidate.tile.min_ctas_per_sm == 1;
-  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, alone, folds);
+  bool const one_cta = candidate.tile.min_ctas_per_sm == 1;
+  WgmmaDecodeShape const shape = wgmma_decode_shape(problem, device, candidate.quantizes, one_cta, folds);
   if (shape.cluster == 0) return false;
   plan->wgmma_decode = shape;
   plan->grid_x = shape.clusters * shape.cluster;
   plan->cluster_size = shape.cluster;
-  plan->threads = 128 * WgmmaDecodeShape::warpgroups(alone) + 32;
+  plan->threads = 128 * WgmmaDecodeShape::warpgroups(one_cta) + 32;
   plan->stages = shape.stages;
   plan->shared_bytes = shape.shared_bytes;
   return true;

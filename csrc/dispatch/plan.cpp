@@ -1,6 +1,6 @@
 // plan(): the complete launch of a product.
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/problem.h"
 #include "dispatch/select.h"
 
@@ -16,26 +16,26 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
     int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
     layout.scales = upcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
     layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
-    layout.partials = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
+    layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
   }
   if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
-    layout.upcasts = true, layout.upcast = layout.partials;
-    layout.partials = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
+    layout.upcasts = true, layout.upcast = layout.splitk_workspace;
+    layout.splitk_workspace = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
   }
-  if (plan->corrects && activations_have_blocks(problem)) {
+  if (plan->compensates && activations_have_blocks(problem)) {
     int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;
-    layout.corrects = true, layout.zero_values = layout.partials;
+    layout.compensates = true, layout.zero_values = layout.splitk_workspace;
     layout.zero_scales = layout.zero_values + align_256(size_t(problem.m) * zero_columns(w.k) * 2);
-    layout.partials = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
+    layout.splitk_workspace = layout.zero_scales + align_256(size_t(zero_rows(w.k)) * stride * sizeof(float));
   }
-  if (plan->corrects && (!w.sums || compensates_weight_zeros(problem))) {
-    layout.sums = true, layout.colsums = layout.partials;
-    layout.partials = layout.colsums + align_256(size_t(colsum_bytes(w)));
+  if (plan->compensates && (!w.sums || compensates_weight_zeros(problem))) {
+    layout.sums = true, layout.colsums = layout.splitk_workspace;
+    layout.splitk_workspace = layout.colsums + align_256(size_t(colsum_bytes(w)));
   }
   plan->layout = layout;
-  plan->workspace = layout.partials;
+  plan->workspace = layout.splitk_workspace;
   if (plan->tail_tiles > 0) {
-    plan->workspace += part_floats(*plan) * sizeof(float) + mark_count(*plan) * sizeof(uint64_t);
+    plan->workspace += part_floats(*plan) * sizeof(float) + flag_count(*plan) * sizeof(uint64_t);
   } else if (plan->slices > 1) {
     plan->workspace += size_t(plan->slices) * problem.m * padded_rows(w.n) * sizeof(float);
   }
@@ -67,10 +67,10 @@ std::vector<char const*> launches(Plan const& plan) {
   } else if (plan.layout.upcasts) {
     names.push_back("upcast_activations");
   }
-  if (plan.layout.corrects && !plan.layout.block) names.push_back("correct_zeros");
-  if (plan.layout.sums) names.push_back("sum_weights");
+  if (plan.layout.compensates && !plan.layout.block) names.push_back("compensate_zeros");
+  if (plan.layout.sums) names.push_back("weight_colsum");
   names.push_back(plan.kernel);
-  if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("reduce_splits");
+  if (plan.slices > 1 && plan.tail_tiles == 0) names.push_back("splitk_reduce");
   return names;
 }
 

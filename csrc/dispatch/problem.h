@@ -47,9 +47,9 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
          w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (corrections.h), where x is symmetric with a scale a block
-// and the result is of 16 bits: as many rows of x pay for the launch that makes the terms. Fewer rows of int4 have them taken from the codes, those of 8 bits,
-// which do not fit in int8 then, are wgmma_fold16's.
+// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h), where x is symmetric with a scale a block
+// and the result is of 16 bits: as many rows of x pay for the launch that makes the terms. For fewer rows, zero points of int4 are subtracted from the codes; those of 8 bits,
+// which do not fit in int8 then, are left to wgmma_fold16.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return w.zeros && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
@@ -66,7 +66,7 @@ inline bool is_irregular(GemmProblem const& problem) {
          problem.x_stride < problem.weight.k;
 }
 
-// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and exactness is not asked for.
+// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and exact is not set.
 inline bool may_round(GemmProblem const& problem) {
   return !problem.exact && problem.out_type != DataType::kFloat32 && problem.out_type == problem.x_type;
 }

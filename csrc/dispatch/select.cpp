@@ -50,7 +50,7 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->why = candidate.why ? candidate.why : spec.why;
   plan->block_n = tile.block_n, plan->block_m = tile.block_m;
   plan->rounds = spec.rounds;
-  plan->corrects = candidate.corrects;
+  plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
 }
 
@@ -75,10 +75,10 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
   Candidate const* best = nullptr;
   KernelSpec const* const spec = best_kernel(asked, device, &best);
   if (!spec) return no_kernel(asked, device);
-  Cut const cut = cut_of(asked, device, *spec, *best);
+  TailSplit const tail_split = tail_split_of(asked, device, *spec, *best);
   int64_t time = 0;
   if (problem.batch_invariant) best = best_candidate(problem, device, *spec, true, &time);
-  plan->slices = cut.slices, plan->tail_tiles = int(cut.tail_tiles);
+  plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);
   fill_in(*spec, *best, plan);
   plan->quantizes = best->quantizes && multiplies_int8(problem) && !problem.quantized.codes;
   spec->shape(problem, device, *best, plan);
@@ -90,8 +90,8 @@ Status select_as(GemmProblem const& asked, GemmProblem const& problem, Device co
 bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
                     Plan* plan) {
   *plan = {};
-  Cut const cut = cut_of(problem, device, spec, candidate);
-  plan->slices = cut.slices, plan->tail_tiles = int(cut.tail_tiles);
+  TailSplit const tail_split = tail_split_of(problem, device, spec, candidate);
+  plan->slices = tail_split.slices, plan->tail_tiles = int(tail_split.tail_tiles);
   fill_in(spec, candidate, plan);
   plan->quantizes = candidate.quantizes && multiplies_int8(problem) && !problem.quantized.codes;
   if (!spec.shape(problem, device, candidate, plan)) return false;

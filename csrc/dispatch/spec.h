@@ -47,7 +47,7 @@ struct Candidate {
   TileCost cost = {};
   bool (*applies)(GemmProblem const& problem) = nullptr;  // null: always
   bool quantizes = false;                                 // it quantises floats itself
-  bool corrects = false;      // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
+  bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
   // Of a decode kernel, for 4 and 8 bits. One whose costs are all 0 is no choice: it lost wherever it was measured, or was not compiled.
   DecodeCost decode_costs[2][kDecodeKinds] = {};
@@ -84,11 +84,11 @@ enum class Field {
 struct KernelSpec {
   char const* name;
   char const* why;
-  bool rounds;   // weights to 16 bits
-  bool upcasts;  // it takes regular rows of 16-bit floats alone: others, and int8 activations, are made such before
-  bool gathers;  // its clusters may take the last parts of K of several tiles (hopper::GatheredWork)
-  bool decodes;  // for a few rows of x: it cuts K itself, where it does, and no partial sums leave it
-  // kNone, or what forbids it; `device` has the architecture whose kernels are asked for.
+  bool rounds;           // weights to 16 bits
+  bool upcasts;          // it takes regular rows of 16-bit floats alone: others, and int8 activations, are made such before
+  bool combines_slices;  // its clusters may take the last split-K slices of several tiles (hopper::StreamKWork)
+  bool decodes;          // for a few rows of x: it cuts K itself, where it does, and no partial sums leave it
+  // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
   // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which compete with one another; negative if it does not fit. Null
@@ -96,9 +96,9 @@ struct KernelSpec {
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
   // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
-  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `partials` is null if plan.slices is 1; otherwise it
-  // holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan) of them and then mark_count(plan) 64-bit marks.
-  Status (*launch)(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `splitk_workspace` is null if plan.slices is 1; otherwise it
+  // holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan) of them and then flag_count(plan) 64-bit flags.
+  Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 };
 
 struct KernelSpecs {
@@ -119,11 +119,11 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
 bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate,
                     Plan* plan);
 
-// The sums of a stream-K tail's parts of K but the first, and a mark for each warp's part of them.
+// The sums of a stream-K tail's split-K slices but the first, and a flag for each warp's part of them.
 constexpr int64_t part_floats(Plan const& plan) {
   return int64_t(plan.tail_tiles) * (plan.slices - 1) * plan.block_n * plan.block_m;
 }
-constexpr int64_t mark_count(Plan const& plan) { return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n / 16); }
+constexpr int64_t flag_count(Plan const& plan) { return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n / 16); }
 
 // Where the parts of the workspace lie; plan->workspace gets its size.
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);

@@ -13,11 +13,11 @@ namespace {
 
 #if CUTLASS_OPS_CUDA
 #define LAUNCHER(function) function
-Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return OF_FORMAT(problem.weight, launch_wgmma_fold16)(problem, plan, partials, stream);
+Status launch_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return OF_FORMAT(problem.weight, launch_wgmma_fold16)(problem, plan, splitk_workspace, stream);
 }
-Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, partials, stream);
+Status launch_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return OF_FORMAT(problem.weight, launch_wgmma_decode_fold16)(problem, plan, splitk_workspace, stream);
 }
 #else
 #define LAUNCHER(function) nullptr
@@ -249,16 +249,16 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
 struct MeasuredCost {
   char const* kernel;
   int bits, block_n, block_m;
-  bool corrects;
+  bool compensates;
   TileCost cost;
 };
 constexpr MeasuredCost kMeasuredCosts[] = {
 #include "dispatch/costs_sm90.inc"
 };
 // Does not compile for a tile that was not measured. (Four warpgroups of the exact kernels are for int4.)
-constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile, bool corrects = false) {
+constexpr TileCost cost_of(char const* kernel, int bits, Tile const& tile, bool compensates = false) {
   for (MeasuredCost const& c : kMeasuredCosts)
-    if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m && c.corrects == corrects &&
+    if (c.bits == bits && c.block_n == tile.block_n && c.block_m == tile.block_m && c.compensates == compensates &&
         same(c.kernel, kernel))
       return c.cost;
   throw "no measured cost";
@@ -324,7 +324,7 @@ constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_
 
 // ---- tiles of the portable kernels, by M
 
-constexpr Candidate kBookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4}, {book_gemm_a16_tile(8), 0, 8}};
+constexpr Candidate kCodebookGemmA16[] = {{book_gemm_a16_tile(4), 0, 4}, {book_gemm_a16_tile(8), 0, 8}};
 template <int kBits>
 constexpr Candidate kMmaGemmA16[] = {
     {mma_gemm_a16_tile(kBits, 16), 0, 16}, {mma_gemm_a16_tile(kBits, 32), 0, 32}, {mma_gemm_a16_tile(kBits, 64)}};
@@ -350,7 +350,7 @@ constexpr KernelSpec kSpecs[] = {
     {"wgmma_fold16", "weights rounded to x's type, the tile of least predicted time", true, true, false, false,
      wgmma_fold16_can, BY_BITS(kWgmmaFold16), predicted_time, shape_wgmma_fold16, LAUNCHER(launch_fold16)},
     {"book_gemm_a16", "few rows of x; weights go straight to registers, and are looked up in shared memory", false, false,
-     false, false, book_gemm_a16_can, OF_ALL(kBookGemmA16), nullptr, shape_book_gemm_a16, LAUNCHER(launch_book_gemm_a16)},
+     false, false, book_gemm_a16_can, OF_ALL(kCodebookGemmA16), nullptr, shape_book_gemm_a16, LAUNCHER(launch_book_gemm_a16)},
     {"mma_gemm_a16", "the portable kernel of 16-bit x", false, false, false, false, mma_gemm_a16_can, BY_BITS(kMmaGemmA16),
      nullptr, shape_mma_gemm_a16, LAUNCHER(launch_mma_gemm_a16)},
     {"mma_gemm_a8", "the portable kernel of int8 x", false, false, false, false, mma_gemm_a8_can, BY_BITS(kMmaGemmA8), nullptr,

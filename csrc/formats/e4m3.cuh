@@ -21,12 +21,12 @@ struct E4m3 {
   // Words in the order of decode::Int8Half. kMantissa: bits of the mantissa of fp16 or bf16.
   template <int kMantissa>
   CUTLASS_OPS_HD static void bits(uint32_t const* words, uint32_t (&out)[4]) {
-    constexpr int kShift = 14 - (kMantissa + 3);  // from the upper byte of a half, whose bit 14 is the exponent's first
-    constexpr uint32_t kNumber = decode::both_halves(0x7f00 >> kShift), kSign = decode::both_halves(0x8000);
+    constexpr int kExponentShift = 14 - (kMantissa + 3);  // from the upper byte of a half, whose bit 14 is the exponent's first
+    constexpr uint32_t kNumber = decode::both_halves(0x7f00 >> kExponentShift), kSign = decode::both_halves(0x8000);
     for (int row = 0; row < 2; ++row) {
       uint32_t const low = words[row] << 8, high = words[row];
-      out[row] = decode::and_or(low, kSign, low >> kShift & kNumber);
-      out[row + 2] = decode::and_or(high, kSign, high >> kShift & kNumber);
+      out[row] = decode::and_or(low, kSign, low >> kExponentShift & kNumber);
+      out[row + 2] = decode::and_or(high, kSign, high >> kExponentShift & kNumber);
     }
   }
 

@@ -2,14 +2,14 @@
 //
 //   dequantise   a thread takes a word of eight codes to one 16-byte store, and keeps its columns' scales and zero points for the rows of a
 //                group that it walks along: only codes are read once a store
-//   multiply     tiles of 8, 16 or 32 tokens. Blocks of a cluster share 256 columns and cut K into equal runs, and so do a block's warps. A warp copies
-//                32 rows of its columns and of x at a time to a ring of its own in shared memory; no barrier. Two rows' nibbles side by side, which
+//   multiply     tiles of 8, 16 or 32 rows of x. Blocks of a cluster share 256 columns and cut K into equal runs, and so do a block's warps. A warp copies
+//                32 rows of its columns and of x at a time to a separate ring in shared memory; no barrier. Two rows' nibbles side by side, which
 //                one PRMT makes, are fp16's subnormal numbers as they are: an AND a register of mma.sync's operand A. Zero points are taken away
 //                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. A block's
 //                warps add their sums in its shared memory, and a cluster's blocks in that of the one that ends with those columns: in the order of K
 //
 // To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
-// negative scale is +0, as the kernels have it that people use today.
+// negative scale is +0, as in vLLM's and AutoAWQ's kernels.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -49,7 +49,7 @@ struct DequantizeParams {
 // kRows rows of K a thread: all in one group where a group has a multiple of them.
 template <class T, int kRows>
 __global__ void __launch_bounds__(kThreads) dequantize_awq_rows(__grid_constant__ DequantizeParams const p) {
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   AwqWeight const& w = p.weight;
   int64_t index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   int word = int(index % p.words), first = int(index / p.words) * kRows;
@@ -99,21 +99,21 @@ Status launch_type(AwqWeight const& w, void* out, Stream stream) {
 
 // ---- multiply
 
-// kTokenBlocks: of 8 tokens, 1, 2 or 4. The more tokens a warp has, the fewer columns: its sums fill its registers.
-template <class Element_, int kTokenBlocks_, int kOctets_ = 4 / kTokenBlocks_, int kWarps_ = 4, int kStages_ = 3,
-          int kResident_ = 2>
+// kMBlocks: of 8 rows of x, 1, 2 or 4. The more rows of x a warp has, the fewer columns: its sums fill its registers.
+template <class Element_, int kMBlocks_, int kOctets_ = 4 / kMBlocks_, int kWarps_ = 4, int kStages_ = 3,
+          int kMinCtasPerSm_ = 2>
 struct GemmConfig {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kTokenBlocks = kTokenBlocks_;
-  static constexpr int kTokens = 8 * kTokenBlocks;
+  static constexpr int kMBlocks = kMBlocks_;
+  static constexpr int kBlockM = 8 * kMBlocks;
   static constexpr int kOctets = kOctets_;  // of columns, a lane
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
   static constexpr int kWarpsN = 4 / kOctets, kWarpsK = kWarps / kWarpsN;
-  static constexpr int kResident = kResident_;
+  static constexpr int kMinCtasPerSm = kMinCtasPerSm_;
   static constexpr int kStages = kStages_;
-  static constexpr int kWeightBytes = 1024 * kOctets;                    // of a warp's stage: 32 rows of its columns
-  static constexpr int kStageBytes = kWeightBytes + 512 * kTokenBlocks;  // and those columns of x, 16 bytes a lane
+  static constexpr int kWeightBytes = 1024 * kOctets;                // of a warp's stage: 32 rows of its columns
+  static constexpr int kStageBytes = kWeightBytes + 512 * kMBlocks;  // and those columns of x, 16 bytes a lane
   static constexpr int kRingBytes = kWarps * kStages * kStageBytes;
   // fp16: codes are subnormal numbers, in bits 0 to 3 or 4 to 7.
   static constexpr bool kSubnormal = kOperand == Operand::kHalf;
@@ -203,14 +203,14 @@ __device__ __forceinline__ void decode_pair(uint32_t row0, uint32_t row1, uint32
   }
 }
 
-// The sums of kOctets * 4 pairs of nibbles and kTokenBlocks * 8 tokens.
+// The sums of kOctets * 4 pairs of nibbles and kMBlocks * 8 rows of x.
 template <class C>
-using GemmSums = float[C::kOctets][4][C::kTokenBlocks][4];
+using GemmSums = float[C::kOctets][4][C::kMBlocks][4];
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_constant__ GemmParams const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid_constant__ GemmParams const p) {
   extern __shared__ __align__(128) uint8_t shared[];
-  let_successor_start();
+  pdl_launch_dependents();
   AwqWeight const& w = p.weight;
   int const warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int const warp_n = warp % C::kWarpsN, warp_k = warp / C::kWarpsN;
@@ -219,7 +219,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   int step = int(int64_t(p.steps) * part / parts);
   int const end = int(int64_t(p.steps) * (part + 1) / parts);
   int const first_word = strip * kStripWords + warp_n * 8 * C::kOctets;  // of the warp
-  int const first_token = blockIdx.y * C::kTokens, tokens = min(p.m - first_token, C::kTokens);
+  int const first_x_row = blockIdx.y * C::kBlockM, x_rows = min(p.m - first_x_row, C::kBlockM);
 
   // Sixteen bytes a lane, in the order in which they stand in memory, so that eight lanes ask for whole lines. Row 8 t + i of a stage is for the
   // lanes t of an MMA's operand; the XOR of 32 t keeps their reads of row i off each other's banks.
@@ -263,34 +263,34 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&sums_there, 1);
     cutlass::arch::fence_barrier_init();
-    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(p.cluster * chunks * tokens * kChunkColumns * 4));
+    TransactionBarrier::arrive_and_expect_tx(&sums_there, uint32_t(p.cluster * chunks * x_rows * kChunkColumns * 4));
   }
   __syncthreads();
   cute::cluster_arrive_relaxed();  // when all have arrived, their shared memory can be written
 #endif
-  wait_alone();
+  pdl_wait();
 
-  // Tokens that are not there repeat the last: their sums are not stored.
-  uint16_t const* x[C::kTokenBlocks];
+  // Rows of x that are not there repeat the last: their sums are not stored.
+  uint16_t const* x[C::kMBlocks];
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
-    x[tb] = p.x + (first_token + min(tb * 8 + g, tokens - 1)) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
+  for (int tb = 0; tb < C::kMBlocks; ++tb)
+    x[tb] = p.x + (first_x_row + min(tb * 8 + g, x_rows - 1)) * p.x_stride + int64_t(step) * kStepRows + 8 * t;
   uint8_t* const own_x = ring + C::kWeightBytes + lane * 16;
-  auto copy_tokens = [&](int stage) {
+  auto copy_x_rows = [&](int stage) {
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+    for (int tb = 0; tb < C::kMBlocks; ++tb) {
       copy_x(own_x + stage * C::kStageBytes + tb * 512, x[tb]);
       x[tb] += kStepRows;
     }
   };
 #pragma unroll 1
   for (int s = 0; s < C::kStages; ++s) {
-    if (step + s < end) copy_tokens(s);
+    if (step + s < end) copy_x_rows(s);
     commit_copies();
   }
 
   GemmSums<C> sums = {}, products = {};
-  float token_sums[C::kTokenBlocks][4] = {};
+  float x_sums[C::kMBlocks][4] = {};
   auto promote = [&] {
 #pragma unroll
     for (int o = 0; o < C::kOctets; ++o)
@@ -298,19 +298,19 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
       for (int nibble = 0; nibble < 8; ++nibble) {
         float const zero = -group.zero(o, nibble), scale = group.scale(o, nibble);
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+        for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             float& product = products[o][nibble / 2][tb][nibble % 2 * 2 + e];
             float& sum = sums[o][nibble / 2][tb][nibble % 2 * 2 + e];
-            sum = fmaf(fmaf(zero, token_sums[tb][e], product), scale, sum);
+            sum = fmaf(fmaf(zero, x_sums[tb][e], product), scale, sum);
             product = 0.0f;
           }
       }
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
-      for (int e = 0; e < 4; ++e) token_sums[tb][e] = 0.0f;
+      for (int e = 0; e < 4; ++e) x_sums[tb][e] = 0.0f;
   };
   uint32_t const ones[4] = {C::kOne, C::kOne, C::kOne, C::kOne};
   int const read = (t * (256 * C::kOctets) + g * (4 * C::kOctets)) ^ t * 32;  // of row 8 t
@@ -319,9 +319,9 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   for (; step < end; ++step) {
     wait_copies<C::kStages - 1>();
     __syncwarp();
-    uint4 now[C::kTokenBlocks];
+    uint4 now[C::kMBlocks];
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < C::kMBlocks; ++tb)
       now[tb] = *reinterpret_cast<uint4 const*>(own_x + stage * C::kStageBytes + tb * 512);
     uint8_t const* codes = ring + stage * C::kStageBytes;
 #pragma unroll
@@ -340,11 +340,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
           words[i][0] = *reinterpret_cast<uint32_t const*>(row);
         }
       }
-      uint32_t b0[C::kTokenBlocks], b1[C::kTokenBlocks];
+      uint32_t b0[C::kMBlocks], b1[C::kMBlocks];
 #pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+      for (int tb = 0; tb < C::kMBlocks; ++tb) {
         b0[tb] = half ? now[tb].z : now[tb].x, b1[tb] = half ? now[tb].w : now[tb].y;
-        float (&d)[4] = token_sums[tb];
+        float (&d)[4] = x_sums[tb];
         multiply_add<C::kOperand>(d, ones, b0[tb], b1[tb], d[0], d[1], d[2], d[3]);
       }
 #pragma unroll
@@ -354,7 +354,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
           uint32_t a[4];
           decode_pair<C>(words[0][o], words[1][o], words[2][o], words[3][o], pair, a);
 #pragma unroll
-          for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+          for (int tb = 0; tb < C::kMBlocks; ++tb) {
             float (&d)[4] = products[o][pair][tb];
             multiply_add<C::kOperand>(d, a, b0[tb], b1[tb], d[0], d[1], d[2], d[3]);
           }
@@ -363,7 +363,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     __syncwarp();  // all lanes have read the stage
     if (step + C::kStages < end) {
       copy_codes(stage);
-      copy_tokens(stage);
+      copy_x_rows(stage);
     }
     commit_copies();
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
@@ -377,23 +377,23 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
     }
   }
 
-  // The warps' sums meet where their rings were: [part of K][chunk][token][columns].
+  // The warps' sums meet where their rings were: [split-K slice][chunk][token][columns].
   __syncthreads();
   float* const own = reinterpret_cast<float*>(shared);
-  int const all = kStripChunks * tokens * kChunkTokenFloats;
+  int const all = kStripChunks * x_rows * kChunkTokenFloats;
   {
     float* to = own + warp_k * all;
     int const column = (warp_n * 8 + g) * C::kOctets * 8;
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
       for (int e = 0; e < 2; ++e) {
-        int const token = tb * 8 + 2 * t + e;
-        if (token >= tokens) continue;
+        int const x_row = tb * 8 + 2 * t + e;
+        if (x_row >= x_rows) continue;
 #pragma unroll
         for (int o = 0; o < C::kOctets; ++o) {
           auto const value = [&](int pair, int odd) { return sums[o][pair][tb][2 * odd + e] * (1.0f / C::unit(odd)); };
-          float4* at = reinterpret_cast<float4*>(to + ((column + o * 8) / kChunkColumns * tokens + token) * kChunkTokenFloats +
+          float4* at = reinterpret_cast<float4*>(to + ((column + o * 8) / kChunkColumns * x_rows + x_row) * kChunkTokenFloats +
                                                  (column + o * 8) % kChunkColumns);
           at[0] = make_float4(value(0, 0), value(2, 0), value(0, 1), value(2, 1));
           at[1] = make_float4(value(1, 0), value(3, 0), value(1, 1), value(3, 1));
@@ -417,30 +417,30 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
   cute::cluster_wait();
   for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
     int const to = ((chunk + 1) * p.cluster - 1) / kStripChunks, first = first_chunk(to), count = first_chunk(to + 1) - first;
-    float const* from = own + chunk * tokens * kChunkTokenFloats;
-    float* there = received + (rank * count + chunk - first) * tokens * kChunkColumns;
-    for (int i = lane; i < tokens * kChunkQuads; i += 32)
+    float const* from = own + chunk * x_rows * kChunkTokenFloats;
+    float* there = received + (rank * count + chunk - first) * x_rows * kChunkColumns;
+    for (int i = lane; i < x_rows * kChunkQuads; i += 32)
       store_remote(there + i * 4, add_up(from + i / kChunkQuads * kChunkTokenFloats + i % kChunkQuads * 4, C::kWarpsK, all),
                    &sums_there, to);
   }
   TransactionBarrier::wait(&sums_there, 0);
-  constexpr int kTokenFloats = kChunkColumns;
+  constexpr int kXRowFloats = kChunkColumns;
   int const received_parts = p.cluster;
 #else
   float const* const received = own;
-  constexpr int kTokenFloats = kChunkTokenFloats;
+  constexpr int kXRowFloats = kChunkTokenFloats;
   int const received_parts = C::kWarpsK;
 #endif
 
-  for (int i = threadIdx.x; i < chunks * tokens * kChunkQuads; i += C::kThreads) {
-    int const row = i / kChunkQuads, quad = i % kChunkQuads, chunk = row / tokens, token = row - chunk * tokens;
+  for (int i = threadIdx.x; i < chunks * x_rows * kChunkQuads; i += C::kThreads) {
+    int const row = i / kChunkQuads, quad = i % kChunkQuads, chunk = row / x_rows, x_row = row - chunk * x_rows;
     int const n = (strip * kStripChunks + first_chunk(rank) + chunk) * kChunkColumns + quad * 4;
-    float4 const sum = add_up(received + row * kTokenFloats + quad * 4, received_parts, chunks * tokens * kTokenFloats);
+    float4 const sum = add_up(received + row * kXRowFloats + quad * 4, received_parts, chunks * x_rows * kXRowFloats);
     if (n >= w.n) continue;
     float v[4] = {sum.x, sum.y, sum.z, sum.w};
 #pragma unroll
     for (float& value : v) value = isfinite(value) ? value : NAN;
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_token + token) * w.n + n) =
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.out) + int64_t(first_x_row + x_row) * w.n + n) =
         make_uint2(pack_pair<typename C::Element>(v[0], v[1]), pack_pair<typename C::Element>(v[2], v[3]));
   }
 }
@@ -448,12 +448,12 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) awq_gemm(__grid_con
 int strip_count(GemmParams const& p) { return (p.words + kStripWords - 1) / kStripWords; }
 template <class C>
 int tile_count(GemmParams const& p) {
-  return (p.m + C::kTokens - 1) / C::kTokens;
+  return (p.m + C::kBlockM - 1) / C::kBlockM;
 }
 template <class C>
 int shared_bytes(GemmParams const& p, int cluster) {
   int const chunks = (kStripChunks + cluster - 1) / cluster;
-  return C::kRingBytes + chunks * cluster * std::min(p.m, C::kTokens) * kChunkColumns * int(sizeof(float));
+  return C::kRingBytes + chunks * cluster * std::min(p.m, C::kBlockM) * kChunkColumns * int(sizeof(float));
 }
 
 template <class C>
@@ -473,7 +473,7 @@ Status choose_cluster(GemmParams const& p, int* cluster) {
   if (cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return cuda_error("cudaGetDevice", error);
   int const clusters = strip_count(p) * tile_count<C>(p);
   std::lock_guard<std::mutex> lock(mutex);
-  int& known = chosen[{device, clusters, std::min(p.m, C::kTokens)}];
+  int& known = chosen[{device, clusters, std::min(p.m, C::kBlockM)}];
   float least = 0.0f;
   for (int size = 2; known == 0 && size <= kStripChunks; ++size) {
     int const bytes = shared_bytes<C>(p, size);
@@ -499,9 +499,9 @@ Status choose_cluster(GemmParams const& p, int* cluster) {
   return {};
 }
 
-template <class Element, int kTokenBlocks>
+template <class Element, int kMBlocks>
 Status launch_gemm(GemmParams const& p, Stream stream) {
-  using C = GemmConfig<Element, kTokenBlocks>;
+  using C = GemmConfig<Element, kMBlocks>;
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   int cluster = device.architecture < 90 ? 1 : 0;

@@ -1,15 +1,15 @@
-// A few fp16 or bf16 tokens x 4-bit weights of a code book: up to 8 tokens, sm_80 and later.
+// A few fp16 or bf16 rows of x times 4-bit weights of a code book: up to 8 rows of x, sm_80 and later.
 //
-//   block    512 output features (a slab of 64 for each of 8 warps) x all tokens x a part of K that all warps walk along together
+//   block    512 output features (a row panel of 64 for each of 8 warps) x all rows of x times a split-K slice that all warps walk along together
 //   x        16 tiles of K at a time in shared memory, in the order of operand B's registers
-//   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads a lane, the next tile's on their way
+//   weights  from memory to registers, half a tile (64 features x 64 columns) by four 16-byte loads a lane, the next tile's in flight
 //   decode   by look-up in a table in shared memory (device/decode.cuh), to the book's value rounded to x's type
 //   multiply mma.sync m16n8k16, fp32 sums of exact products. A look-up gives rows g and g + 8 for one column, an operand wants two columns of
-//            one row: four PRMT a fragment. For up to 4 tokens there is no need: the pair goes in as it is, and a token takes two of the eight
+//            one row: four PRMT a fragment. For up to 4 rows of x there is no need: the pair goes in as it is, and a token takes two of the eight
 //            columns of operand B, (x, 0) that picks row g, and (0, x) that picks row g + 8
 //   promote  sum = fma(step's sum, absmax, sum): the scale never rounds a weight
 //
-// Every warp has features of its own, so that sums meet only where K is split (reduce_splits.cu).
+// Every warp has different features, so that sums are added only where K is split (splitk_reduce.cu).
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -19,36 +19,36 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kRowBlocks = kRowsPerSlab / 16;
+constexpr int kRowBlocks = kRowsPerPanel / 16;
 constexpr int kHalfColumns = kKPerTile / 2;
 
-// Blocks that share a multiprocessor: before sm_90 the shared memory of one is more than half of what there is.
+// Blocks that share an SM: before sm_90 the shared memory of one is more than half of what there is.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResident = 1;
+constexpr int kMinCtasPerSm = 1;
 #else
-constexpr int kResident = 2;
+constexpr int kMinCtasPerSm = 2;
 #endif
 
 // kSteps: promotions in half a tile; two where groups are of 32 columns.
-template <class Element_, int kTokens_, int kSteps_>
+template <class Element_, int kBlockM_, int kSteps_>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
-  static constexpr int kTokens = kTokens_;
-  static constexpr bool kPairs = kTokens == 4;  // tokens take two columns of operand B
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr bool kPairs = kBlockM == 4;  // rows of x take two columns of operand B
   static constexpr int kSteps = kSteps_;
   static constexpr int kWarps = 8;
   static constexpr int kThreads = 32 * kWarps;
-  static constexpr int kRows = kRowsPerSlab * kWarps;
+  static constexpr int kRows = kRowsPerPanel * kWarps;
   static constexpr int kSumStride = kRows + 4;
   static constexpr int kTilesAtOnce = kPairs ? 8 : 16;              // of x in shared memory
-  static constexpr int kXBytes = 32 * (kPairs ? 32 : 2 * kTokens);  // of 32 columns
+  static constexpr int kXBytes = 32 * (kPairs ? 32 : 2 * kBlockM);  // of 32 columns
 
   // The table starts on a multiple of its size, which dynamic shared memory does not.
-  static constexpr int kX = decode::Int4Book::kTableBytes;  // from the table on
-  static constexpr int kSharedBytes = decode::Int4Book::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
-  static_assert(kSharedBytes <= book_gemm_a16_tile(kTokens).shared_bytes, "its tile promises less shared memory");
-  static_assert(kSharedBytes >= kTokens * kSumStride * int(sizeof(float)), "the sums leave through shared memory");
+  static constexpr int kX = decode::Int4Codebook::kTableBytes;  // from the table on
+  static constexpr int kSharedBytes = decode::Int4Codebook::kTableBytes - 1024 + kX + kTilesAtOnce * kKPerTile / 32 * kXBytes;
+  static_assert(kSharedBytes <= book_gemm_a16_tile(kBlockM).shared_bytes, "its tile promises less shared memory");
+  static_assert(kSharedBytes >= kBlockM * kSumStride * int(sizeof(float)), "the sums leave through shared memory");
 };
 
 struct Params {
@@ -56,7 +56,7 @@ struct Params {
   uint16_t const* x;
   int64_t x_stride;
   EpilogueParams epilogue;
-  float* partials;
+  float* splitk_workspace;
   VectorRows rows;  // of the scales
   int k_tiles, n_pad, splits;
   bool vector_loads;  // rows of x start on 16 bytes, K is a multiple of 8, and no permutation
@@ -65,16 +65,16 @@ struct Params {
 // Columns of x from `first` on to shared memory: [pair of 16 columns][token][t][2t, 2t+1, 2t+8, 2t+9 of either 16]; with kPairs
 // [16 columns][(x, 0) of each token, (0, x) of each token][t][2t, 2t+8, 2t+1, 2t+9].
 template <class C>
-__device__ __forceinline__ void stage_tokens(uint8_t* to, Params const& p, int first, int columns) {
-  constexpr int kAtOnce = 4;  // whose loads are under way together
-  int runs = columns / 16, all = runs * C::kTokens;
+__device__ __forceinline__ void stage_x_rows(uint8_t* to, Params const& p, int first, int columns) {
+  constexpr int kAtOnce = 4;  // whose loads are in flight together
+  int runs = columns / 16, all = runs * C::kBlockM;
   for (int begin = threadIdx.x; begin < all; begin += kAtOnce * C::kThreads) {
     uint32_t words[kAtOnce][8] = {};
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      int item = begin + i * C::kThreads, token = item / runs, k = first + item % runs * 16;
-      if (item >= all || token >= p.epilogue.m) continue;
-      uint16_t const* row = p.x + token * p.x_stride;
+      int item = begin + i * C::kThreads, x_row = item / runs, k = first + item % runs * 16;
+      if (item >= all || x_row >= p.epilogue.m) continue;
+      uint16_t const* row = p.x + x_row * p.x_stride;
       if (p.vector_loads) {
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
@@ -92,10 +92,10 @@ __device__ __forceinline__ void stage_tokens(uint8_t* to, Params const& p, int f
     }
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
-      int item = begin + i * C::kThreads, token = item / runs, run = item % runs;
+      int item = begin + i * C::kThreads, x_row = item / runs, run = item % runs;
       if (item >= all) break;
       if constexpr (C::kPairs) {
-        uint8_t* at = to + run * 512 + token * 64;
+        uint8_t* at = to + run * 512 + x_row * 64;
 #pragma unroll
         for (int t = 0; t < 4; ++t) {
           uint32_t a = words[i][t], b = words[i][4 + t];
@@ -103,7 +103,7 @@ __device__ __forceinline__ void stage_tokens(uint8_t* to, Params const& p, int f
           *reinterpret_cast<uint4*>(at + t * 16 + 256) = make_uint4(a << 16, b << 16, a & 0xffff0000u, b & 0xffff0000u);
         }
       } else {
-        uint8_t* at = to + (run / 2 * C::kTokens + token) * 64 + run % 2 * 8;
+        uint8_t* at = to + (run / 2 * C::kBlockM + x_row) * 64 + run % 2 * 8;
 #pragma unroll
         for (int t = 0; t < 4; ++t) *reinterpret_cast<uint2*>(at + t * 16) = make_uint2(words[i][t], words[i][4 + t]);
       }
@@ -134,8 +134,8 @@ __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
 
 using Sums = float[kRowBlocks][4];
 
-// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb) asks for the codes of
-// a row block anew, as soon as they are decoded.
+// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb) loads the codes of
+// a row block again, as soon as they are decoded.
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
                                               Params const& p, int64_t scales, Sums& sums) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
     uint4 b[kPieces / 2];
 #pragma unroll
     for (int i = 0; i < kPieces / 2; ++i)
-      b[i] = *reinterpret_cast<uint4 const*>(x + (step * kPieces / 2 + i) * C::kTokens * 64);
+      b[i] = *reinterpret_cast<uint4 const*>(x + (step * kPieces / 2 + i) * C::kBlockM * 64);
     auto word = [&](int rb, int i) {
       uint4 const& four = codes[rb];
       uint32_t w = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
@@ -155,7 +155,7 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       return w;
     };
     uint32_t pairs[2][4];  // of this piece, and of the next
-    decode::Int4Book::look_up<0>(word(0, step * kPieces), table, pairs[0]);
+    decode::Int4Codebook::look_up<0>(word(0, step * kPieces), table, pairs[0]);
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb) {
       uint2 raw = ahead;
@@ -165,11 +165,11 @@ __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next n
       for (int i = 0; i < kPieces; ++i) {
         int const turn = rb * kPieces + i;
         if (turn + 1 < kRowBlocks * kPieces) {
-          decode::Int4Book::look_up<0>(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
-                                       pairs[(turn + 1) % 2]);
+          decode::Int4Codebook::look_up<0>(word((turn + 1) / kPieces, step * kPieces + (turn + 1) % kPieces), table,
+                                           pairs[(turn + 1) % 2]);
         }
         uint32_t a[4];
-        decode::Int4Book::combine(pairs[turn % 2], a);
+        decode::Int4Codebook::combine(pairs[turn % 2], a);
         uint4 const& two = b[i / 2];
         multiply_add<C::kOperand>(products, a, i % 2 ? two.z : two.x, i % 2 ? two.w : two.y, i == 0, 0.0f);
       }
@@ -200,7 +200,7 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
     };
     uint32_t pairs[2][2][4];  // of this turn, and of the next: of two row blocks
 #pragma unroll
-    for (int j = 0; j < 2; ++j) decode::Int4Book::look_up<0>(word(j, step * kPieces), table, pairs[0][j]);
+    for (int j = 0; j < 2; ++j) decode::Int4Codebook::look_up<0>(word(j, step * kPieces), table, pairs[0][j]);
     uint4 b = {};
 #pragma unroll
     for (int turn = 0; turn < 2 * kPieces; ++turn) {
@@ -213,8 +213,8 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
       if (turn + 1 < 2 * kPieces) {
 #pragma unroll
         for (int j = 0; j < 2; ++j)
-          decode::Int4Book::look_up<0>(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
-                                       pairs[(turn + 1) % 2][j]);
+          decode::Int4Codebook::look_up<0>(word((turn + 1) % 2 * 2 + j, step * kPieces + (turn + 1) / 2), table,
+                                           pairs[(turn + 1) % 2][j]);
       }
       uint32_t (&now)[2][4] = pairs[turn % 2];
       uint32_t const first[4] = {now[0][0], now[1][0], now[0][1], now[1][1]},
@@ -237,40 +237,40 @@ __device__ __forceinline__ void multiply_half_pairs(uint4 (&codes)[kRowBlocks], 
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, kMinCtasPerSm) book_gemm_a16(__grid_constant__ Params const p) {
   extern __shared__ __align__(128) uint8_t all_shared[];
-  uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)), table_bytes = decode::Int4Book::kTableBytes;
+  uint32_t const start = uint32_t(__cvta_generic_to_shared(all_shared)), table_bytes = decode::Int4Codebook::kTableBytes;
   uint8_t* shared = all_shared + ((start + table_bytes - 1) / table_bytes * table_bytes - start);  // the table
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  int slab = blockIdx.x * C::kWarps + warp;
-  bool there = slab < p.n_pad / kRowsPerSlab;
+  int row_panel = blockIdx.x * C::kWarps + warp;
+  bool there = row_panel < p.n_pad / kRowsPerPanel;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
   uint4 const* from =
-      reinterpret_cast<uint4 const*>(p.weight.codes + (int64_t(slab) * p.k_tiles + range.first) * chunk_bytes(4)) + lane;
+      reinterpret_cast<uint4 const*>(p.weight.codes + (int64_t(row_panel) * p.k_tiles + range.first) * k_tile_bytes(4)) + lane;
   uint4 ahead[2][kRowBlocks];
   auto load = [&](int half, int rb) { ahead[half][rb] = load_codes(from + (rb * 2 + half) * (kUnitBytes / kLaneBytes)); };
   if (there && range.count > 0) {
 #pragma unroll
     for (int i = 0; i < 2 * kRowBlocks; ++i) load(i / kRowBlocks, i % kRowBlocks);
   }
-  decode::Int4Book::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
-  wait_for_predecessor();
+  decode::Int4Codebook::fill<typename C::Element>(shared, p.weight.book, threadIdx.x, C::kThreads);
+  pdl_wait_and_launch_dependents();
 
   Sums sums = {};
   int const half_rows = p.rows.count / 2;  // rows of scales in half a tile, 0 where a row covers it all
   for (int first = 0; first < range.count; first += C::kTilesAtOnce) {
     int tiles = min(C::kTilesAtOnce, range.count - first);
     __syncthreads();
-    stage_tokens<C>(shared + C::kX, p, (range.first + first) * kKPerTile, tiles * kKPerTile);
+    stage_x_rows<C>(shared + C::kX, p, (range.first + first) * kKPerTile, tiles * kKPerTile);
     __syncthreads();
     if (!there) continue;
     uint8_t const* x = shared + C::kX + g * 64 + t * 16;
     uint32_t const table = uint32_t(__cvta_generic_to_shared(shared)) + lane * 4;
 #pragma unroll 1
     for (int tile = 0; tile < tiles; ++tile) {
-      from += chunk_bytes(4) / kLaneBytes;
+      from += k_tile_bytes(4) / kLaneBytes;
       bool more = first + tile + 1 < range.count;
-      int64_t scales = int64_t(p.rows.first(range.first + first + tile)) * p.n_pad + slab * kRowsPerSlab + g * 8;
+      int64_t scales = int64_t(p.rows.first(range.first + first + tile)) * p.n_pad + row_panel * kRowsPerPanel + g * 8;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         auto next = [&](int rb) {
@@ -287,7 +287,7 @@ __global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_c
     }
   }
 
-  float* gathered = reinterpret_cast<float*>(shared);
+  float* tiles_per_cluster = reinterpret_cast<float*>(shared);
   __syncthreads();
 #pragma unroll
   for (int rb = 0; rb < kRowBlocks; ++rb)
@@ -295,52 +295,52 @@ __global__ void __launch_bounds__(C::kThreads, kResident) book_gemm_a16(__grid_c
     for (int e = 0; e < 4; ++e) {
       if constexpr (C::kPairs) {
         if (rb < 2)
-          gathered[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerSlab + (2 * rb + e / 2) * 16 + g + t / 2 * 8] =
-              sums[rb][e];
+          tiles_per_cluster[(2 * t + e % 2) % 4 * C::kSumStride + warp * kRowsPerPanel + (2 * rb + e / 2) * 16 + g +
+                            t / 2 * 8] = sums[rb][e];
       } else {
-        gathered[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerSlab + rb * 16 + g + 8 * (e / 2)] = sums[rb][e];
+        tiles_per_cluster[(2 * t + e % 2) * C::kSumStride + warp * kRowsPerPanel + rb * 16 + g + 8 * (e / 2)] = sums[rb][e];
       }
     }
   __syncthreads();
-  float* partials = p.partials ? p.partials + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
-  store_sums<C>(gathered, 0, blockIdx.x * C::kRows, p.epilogue, partials, p.n_pad);
+  float* splitk_workspace = p.splitk_workspace ? p.splitk_workspace + int64_t(blockIdx.y) * p.epilogue.m * p.n_pad : nullptr;
+  store_sums<C>(tiles_per_cluster, 0, blockIdx.x * C::kRows, p.epilogue, splitk_workspace, p.n_pad);
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   PackedWeight const& w = problem.weight;
   bool aligned = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0;
   Params p{w,
            static_cast<uint16_t const*>(problem.x),
            problem.x_stride,
            EpilogueParams(problem),
-           partials,
+           splitk_workspace,
            VectorRows(w.group_size),
            int(padded_k(w.k) / kKPerTile),
            int(padded_rows(w.n)),
            plan.slices,
            aligned && !w.perm};
-  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kTokens), "the plan has other shared memory");
+  static_assert(C::kSharedBytes == book_gemm_a16_shared_bytes(C::kBlockM), "the plan has other shared memory");
   return launch_plan(book_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Element, int kTokens>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.group_size == 32 ? launch_config<Config<Element, kTokens, 2>>(problem, plan, partials, stream)
-                                         : launch_config<Config<Element, kTokens, 1>>(problem, plan, partials, stream);
+template <class Element, int kBlockM>
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.weight.group_size == 32 ? launch_config<Config<Element, kBlockM, 2>>(problem, plan, splitk_workspace, stream)
+                                         : launch_config<Config<Element, kBlockM, 1>>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, partials, stream)
-                           : launch_groups<Element, 8>(problem, plan, partials, stream);
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return plan.block_m == 4 ? launch_groups<Element, 4>(problem, plan, splitk_workspace, stream)
+                           : launch_groups<Element, 8>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
-Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, partials, stream)
-                                              : launch_element<__nv_bfloat16>(problem, plan, partials, stream);
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, splitk_workspace, stream)
+                                              : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

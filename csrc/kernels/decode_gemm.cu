@@ -1,34 +1,34 @@
-// A few tokens x int4, int8 or code-book weights, as while a model decodes: W4A16, W8A16, W4A8 and W8A8 for up to 8 tokens, sm_90 and later.
+// A few rows of x times int4, int8 or code-book weights (decoding): W4A16, W8A16, W4A8 and W8A8 for up to 8 rows of x, sm_90 and later.
 //
 // The time is that of reading the weights once, so everything else is arranged around their stream:
 //
-//   cluster   whole slabs of 64 output features; its blocks share K in equal slices, so that a block's x is small and stays in shared memory
+//   cluster   whole row panels of 64 output features; its blocks share K in equal slices, so that a block's x is small and stays in shared memory
 //   warp      an equal run of its block's pieces (64 features x 128 columns at 4 bits, 64 at 8), which follow one another in memory. Every
-//             lane copies its own 16-byte pieces to a ring of stages of its warp's (cp.async) and reads them back: no barrier. The first stages
-//             are asked for before the kernel waits for its predecessor, and the next launch's blocks once this one has asked for all it reads
+//             lane copies its own 16-byte vectors to a ring of stages of its warp's (cp.async) and reads them back: no barrier. The first stages
+//             are issued before pdl_wait(), and the next launch's blocks start once this one has issued all its loads
 //   multiply  mma.sync m16n8k16, weights as operand A, x by ldmatrix as operand B
 //   promote   sum = fma(step's sum, weight scale, sum), as in mma_gemm_a16.cu
-//   end       sums of warps that share a slab are added in shared memory, and those of a cluster's blocks in the block that ends with those features,
+//   end       sums of warps that share a row panel are added in shared memory, and those of a cluster's blocks in the block that ends with those features,
 //             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
-//             fence at the scope of a cluster waits for every access under way, a tenth of a small product's time
+//             fence at the scope of a cluster waits for every access in flight, a tenth of a small product's time
 //
 // Where zero points or offsets take the sums of x over a step, which a block adds up once, codes become fp16 by bit operations alone: subnormal numbers
-// (decode.cuh) with an excess that the sums' start takes away. Elsewhere the sums would cost more than the arithmetic of exact numbers saves.
+// (decode.cuh) with a bias that the sums' start takes away. Elsewhere the sums would cost more than the arithmetic of exact numbers saves.
 //
 // The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps hide that, so a block leaves
 // no room for one of the next launch, but where its part is small.
 //
-// int8 activations take the same way. Blocks quantise x themselves in shared memory, with the quantiser's arithmetic
+// int8 activations use the same loop. Blocks quantise x themselves in shared memory, with the quantiser's arithmetic
 // (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
 // below 2^24, exact in fp32.
 #include "cutlass_ops/layout.h"
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
+#include "device/even_partition.cuh"
 #include "device/hopper.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 #include "device/quantize.cuh"
-#include "device/shares.cuh"
 #include "device/tile.cuh"
 #include "dispatch/checks.h"
 #include "dispatch/decode_shape.h"
@@ -40,54 +40,54 @@
 namespace cutlass_ops {
 namespace {
 
-constexpr int kRowBlocks = kRowsPerSlab / 16;
+constexpr int kRowBlocks = kRowsPerPanel / 16;
 
 enum class Weights {
   kAny,
-  kPlain,  // neither zero points nor offsets, and scales of type Element
-  kBook    // codes are looked up; neither zero points nor offsets
+  kPlain,       // neither zero points nor offsets, and scales of type Element
+  kHasCodebook  // codes are looked up; neither zero points nor offsets
 };
 
-// kTokens: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
+// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
 // piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every step takes a sixth of its time
 // (instructions under a predicate that is false are issued, too).
-template <class Element_, int kBits_, int kTokens_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
+template <class Element_, int kBits_, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
 struct Config {
   using Element = Element_;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = kBits_;
-  static constexpr int kTokens = kTokens_;
-  static constexpr bool kPairs = kTokens == 4;  // look-ups are operands as they are
-  static constexpr int kTokenBlocks = 1;
-  static constexpr int kBlockColumns = kPairs ? 4 : 8;  // tokens of an operand B
+  static constexpr int kBlockM = kBlockM_;
+  static constexpr bool kPairs = kBlockM == 4;  // look-ups are operands as they are
+  static constexpr int kMBlocks = 1;
+  static constexpr int kBlockColumns = kPairs ? 4 : 8;  // rows of x of an operand B
   static constexpr int kSumBlocks = kPairs ? kRowBlocks / 2 : kRowBlocks;
   static constexpr bool kShortGroups = kShortGroup_ > 0;
   static constexpr bool kInt8 = kInt8_;
-  static constexpr bool kBook = kWeights == Weights::kBook;
+  static constexpr bool kHasCodebook = kWeights == Weights::kHasCodebook;
   static constexpr bool kPlain = kWeights == Weights::kPlain;
-  static constexpr bool kCorrects = kWeights == Weights::kAny;  // for zero points and offsets
+  static constexpr bool kCompensates = kWeights == Weights::kAny;  // for zero points and offsets
   static constexpr DataType kElementType = std::is_same_v<Element, __half> ? DataType::kFloat16 : DataType::kBFloat16;
   static constexpr int kWarps = kWarps_, kThreads = 32 * kWarps;
-  static constexpr int kStages = decode_stages(kBook);
+  static constexpr int kStages = decode_stages(kHasCodebook);
   static constexpr int kMoreStages = kInt8 ? decode_more_stages(kBits) : 0;
-  // Two blocks a multiprocessor, of this launch and the next, where 128 registers a thread are enough.
-  static constexpr int kResident = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
+  // Two blocks a SM, of this launch and the next, where 128 registers a thread are enough.
+  static constexpr int kMinCtasPerSm = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
   // Exact numbers where nothing else takes the sums of x. Beside zero points and offsets, which do, subnormal numbers: the fewest instructions. Not 8
-  // bits beside floats: sums are then of products as large as their excess of 128, and lose what small weights, or values of x of one sign, leave of
+  // bits with 16-bit x: sums are then of products as large as their bias of 128, and lose what small weights, or values of x of one sign, leave of
   // them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
   using Decode =
-      std::conditional_t<kBook, decode::Int4Book,
+      std::conditional_t<kHasCodebook, decode::Int4Codebook,
                          std::conditional_t<!kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
                                             std::conditional_t<kBits == 4, decode::Int4Subnormal, decode::Int8Subnormal>,
                                             decode::ToFloat<kBits, Element>>>;
 
-  static_assert(kBook || !kPairs);
-  static_assert(kBookTableBytes == decode::Int4Book::kTableBytes);
+  static_assert(kHasCodebook || !kPairs);
+  static_assert(kCodebookLutBytes == decode::Int4Codebook::kTableBytes);
 
   static constexpr int kPieceColumns = 512 / kBits;
   static constexpr int kTilePieces = kKPerTile / kPieceColumns;
-  static constexpr int kRowBlockBytes = chunk_bytes(kBits) / kRowBlocks;
+  static constexpr int kRowBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
   static constexpr int kStepColumns = kShortGroups ? kShortGroup_ : kPieceColumns;
   static constexpr int kScales = 2 * kRowBlocks * kUnitBytes;  // of a stage: behind the codes
 };
@@ -99,14 +99,14 @@ struct Barriers {
 
 // What decoders leave to the caller.
 template <class Decode, class = void>
-struct Excess {
-  static constexpr float kExcess = 0.0f, kUnit = 1.0f, kUpper = 1.0f;
+struct CodeBias {
+  static constexpr float kCodeBias = 0.0f, kUnit = 1.0f, kUpper = 1.0f;
 };
 template <class Decode>
-struct Excess<Decode, std::enable_if_t<(Decode::kExcess > 0)>> {
-  static constexpr float kExcess = Decode::kExcess, kUnit = Decode::kUnit, kUpper = Decode::kUpper;
+struct CodeBias<Decode, std::enable_if_t<(Decode::kCodeBias > 0)>> {
+  static constexpr float kCodeBias = Decode::kCodeBias, kUnit = Decode::kUnit, kUpper = Decode::kUpper;
 };
-enum class Source { kFloats, kBlocks, kTokens, kCodes };
+enum class Source { kFloats, kBlocks, kBlockM, kCodes };
 
 // a / b and its remainder, for a below 2^31 and quotients below 2^22. The compiler's division takes several times as long.
 struct Quotient {
@@ -129,8 +129,8 @@ struct Params {
   EpilogueParams epilogue;
   VectorRows weight_rows;
   int k_tiles, n_pad, stages, cluster, clusters, log_cluster;
-  Shares slabs, tiles;        // of the clusters, and of a cluster's blocks
-  Shares sum_step, end_step;  // from a thread's [slab][token] to its next: slabs and tokens
+  EvenPartition row_panels, tiles;   // of the clusters, and of a cluster's blocks
+  EvenPartition sum_step, end_step;  // from a thread's [row panel][token] to its next: row panels and rows of x
   int log_scale_bytes, log_offset_bytes;
   DecodeMemory memory;
   bool plain_epilogue;       // sums become outputs of type Element, and no more
@@ -142,47 +142,51 @@ __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
   asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(to), "l"(source) : "memory");
 }
 
-// A block's part of the product: slabs of output features x tiles of K.
+// A block's part of the product: row panels of output features x tiles of K.
 struct Part {
-  int first_slab, slabs, first_tile, tiles;
+  int first_row_panel, row_panels, first_tile, tiles;
 
   __device__ __forceinline__ Part(Params const& p, int cluster_index, int rank)
-      : first_slab(p.slabs.first(cluster_index)),
-        slabs(p.slabs.count(cluster_index)),
+      : first_row_panel(p.row_panels.first(cluster_index)),
+        row_panels(p.row_panels.count(cluster_index)),
         first_tile(p.tiles.first(rank)),
         tiles(p.tiles.count(rank)) {}
 };
 
-// A block's pieces, slab after slab, in equal runs for its warps: those that share a slab are neighbours.
+// A block's pieces, row panel after row panel, in equal runs for its warps: those that share a row panel are neighbours.
 template <class C>
 struct Pieces {
-  int count, of_slab;
+  int count, of_row_panel;
   __device__ __forceinline__ explicit Pieces(Part const& part)
-      : count(part.slabs * part.tiles * C::kTilePieces), of_slab(part.tiles * C::kTilePieces) {}
+      : count(part.row_panels * part.tiles * C::kTilePieces), of_row_panel(part.tiles * C::kTilePieces) {}
   __device__ __forceinline__ int begin(int warp) const { return int(uint32_t(count) * uint32_t(warp) / C::kWarps); }
-  // Not of an empty block, of which there are some where the slabs are fewer than the clusters.
+  // Not of an empty block, of which there are some where the row panels are fewer than the clusters.
   __device__ __forceinline__ int warp_of(int piece) const { return Quotient((piece + 1) * C::kWarps - 1, count).quotient; }
 };
 
 // Where a warp is among its pieces.
-struct Cursor {
-  int slab;   // of the block's
-  int piece;  // of the slab's
+struct TileIterator {
+  int row_panel;  // of the block's
+  int piece;      // of the row panel's
 };
 
 // Brings pieces to the warp's ring.
 template <class C>
-struct Feed {
+struct WeightLoader {
   uint8_t const* codes;
   uint8_t* ring;
-  Cursor at;
-  int left, slab_pieces, first_tile, first_slab;
+  TileIterator at;
+  int left, row_panel_pieces, first_tile, first_row_panel;
   int stage = 0;  // to fill next, and the oldest that is full
 
-  __device__ __forceinline__ Feed(Params const& p, Part const& part, Pieces<C> const& pieces, int begin, int end,
-                                  uint8_t* ring_)
-      : ring(ring_), left(end - begin), slab_pieces(pieces.of_slab), first_tile(part.first_tile), first_slab(part.first_slab) {
-    Quotient position(begin, slab_pieces);
+  __device__ __forceinline__ WeightLoader(Params const& p, Part const& part, Pieces<C> const& pieces, int begin, int end,
+                                          uint8_t* ring_)
+      : ring(ring_),
+        left(end - begin),
+        row_panel_pieces(pieces.of_row_panel),
+        first_tile(part.first_tile),
+        first_row_panel(part.first_row_panel) {
+    Quotient position(begin, row_panel_pieces);
     at = {position.quotient, position.remainder};
     find(p);
   }
@@ -190,16 +194,17 @@ struct Feed {
   // The codes of the piece at `at`.
   __device__ __forceinline__ void find(Params const& p) {
     codes = p.weight.codes +
-            (int64_t(first_slab + at.slab) * p.k_tiles + first_tile + at.piece / C::kTilePieces) * chunk_bytes(C::kBits) +
+            (int64_t(first_row_panel + at.row_panel) * p.k_tiles + first_tile + at.piece / C::kTilePieces) *
+                k_tile_bytes(C::kBits) +
             at.piece % C::kTilePieces * (2 * kUnitBytes) + threadIdx.x % 32 * kLaneBytes;
   }
 
   // The rows of a group vector that belong to a piece, by 16 bytes a lane. A vector has less than 2^32 bytes (decode_shape).
   __device__ __forceinline__ void vector(Params const& p, uint8_t* to, void const* from, int row, int rows,
                                          int log_bytes) const {
-    int log_pieces = 2 + log_bytes, slab_begin = (first_slab + at.slab) * kRowsPerSlab;
+    int log_pieces = 2 + log_bytes, row_panel_begin = (first_row_panel + at.row_panel) * kRowsPerPanel;
     auto copy = [&](int i) {
-      uint32_t index = uint32_t((row + (i >> log_pieces)) * p.n_pad + slab_begin);
+      uint32_t index = uint32_t((row + (i >> log_pieces)) * p.n_pad + row_panel_begin);
       copy_async_16(to + i * 16,
                     static_cast<uint8_t const*>(from) + ((index << log_bytes) + uint32_t(i & ((1 << log_pieces) - 1)) * 16));
     };
@@ -209,7 +214,7 @@ struct Feed {
       if (i + 32 < rows << log_pieces) copy(i + 32);
     } else if (i < 4 << log_bytes) {
       copy_async_16(to + i * 16, static_cast<uint8_t const*>(from) +
-                                     ((uint32_t(row * p.n_pad + slab_begin) << log_bytes) + uint32_t(i) * 16));
+                                     ((uint32_t(row * p.n_pad + row_panel_begin) << log_bytes) + uint32_t(i) * 16));
     }
   }
 
@@ -232,15 +237,15 @@ struct Feed {
         row += at.piece % C::kTilePieces * rows;
       }
       vector(p, to + C::kScales, w.scales, row, rows, C::kPlain ? 1 : p.log_scale_bytes);
-      if (C::kCorrects && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
-      if (C::kCorrects && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
+      if (C::kCompensates && w.zeros) vector(p, to + p.memory.zeros, w.zeros, row, rows, 0);
+      if (C::kCompensates && w.offsets) vector(p, to + p.memory.offsets, w.offsets, row, rows, p.log_offset_bytes);
       if (C::kTilePieces == 1) {
-        codes += chunk_bytes(C::kBits);
+        codes += k_tile_bytes(C::kBits);
       } else {
-        codes += at.piece % 2 == 0 ? 2 * kUnitBytes : chunk_bytes(C::kBits) - 2 * kUnitBytes;
+        codes += at.piece % 2 == 0 ? 2 * kUnitBytes : k_tile_bytes(C::kBits) - 2 * kUnitBytes;
       }
-      if (++at.piece == slab_pieces) {
-        at.piece = 0, ++at.slab;
+      if (++at.piece == row_panel_pieces) {
+        at.piece = 0, ++at.row_panel;
         find(p);
       }
     }
@@ -249,41 +254,41 @@ struct Feed {
   }
 };
 
-// ---- x into shared memory: rows of 16-bit floats, a token each
+// ---- x into shared memory: rows of 16-bit floats, one row of x each
 
-// Global to shared memory by the bulk copy engine; addresses of shared memory as it has them.
+// Global to shared memory by the bulk copy engine; with 32-bit shared-memory addresses.
 __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int bytes, uint32_t barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
                "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// The bulk copies of a warp: every so many tokens, from a first one that differs between blocks, which want the same lines at the same time. Copies by
+// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks, which want the same lines at the same time. Copies by
 // threads would be waited for together with the weights before them. What they need is in registers before the kernel waits: each instruction after
 // that stands between x and the first product.
 template <class C>
 struct RowCopies {
   uint16_t const* from;
   uint32_t to, barrier;
-  int token, bytes;
+  int x_row, bytes;
 
   __device__ __forceinline__ RowCopies(uint8_t* shared, Params const& p, int first, int columns, Barriers& barriers)
-      : token(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps), bytes(min(p.x.k - first, columns) * 2) {
-    from = static_cast<uint16_t const*>(p.x.x) + token * p.x.x_stride + first;
-    to = cute::cast_smem_ptr_to_uint(shared + p.memory.x) + token * p.memory.token;
+      : x_row(int(threadIdx.x / 32 + blockIdx.x) % C::kWarps), bytes(min(p.x.k - first, columns) * 2) {
+    from = static_cast<uint16_t const*>(p.x.x) + x_row * p.x.x_stride + first;
+    to = cute::cast_smem_ptr_to_uint(shared + p.memory.x) + x_row * p.memory.x_row;
     barrier = cute::cast_smem_ptr_to_uint(&barriers.x);
-    if (threadIdx.x % 32) token = kMaxM;
+    if (threadIdx.x % 32) x_row = kMaxM;
   }
   // The assembler computes such things after the wait if it can: not what comes out of a shuffle.
   __device__ __forceinline__ void prepare() {
     int const lane = threadIdx.x % 32;
     from = reinterpret_cast<uint16_t const*>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(from), lane));
     to = __shfl_sync(~0u, to, lane), barrier = __shfl_sync(~0u, barrier, lane);
-    token = __shfl_sync(~0u, token, lane), bytes = __shfl_sync(~0u, bytes, lane);
+    x_row = __shfl_sync(~0u, x_row, lane), bytes = __shfl_sync(~0u, bytes, lane);
   }
   __device__ __forceinline__ void issue(Params const& p) {
 #pragma unroll 1
-    for (; token < p.epilogue.m; token += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.token)
+    for (; x_row < p.epilogue.m; x_row += C::kWarps, from += C::kWarps * p.x.x_stride, to += C::kWarps * p.memory.x_row)
       copy_bulk(to, from, bytes, barrier);
   }
 };
@@ -292,29 +297,29 @@ struct RowCopies {
 template <class C>
 __device__ __forceinline__ void stage_floats(uint8_t* shared, Params const& p, int first, int columns) {
   uint16_t const* x = static_cast<uint16_t const*>(p.x.x);
-  for (int token = 0; token < p.epilogue.m; ++token, x += p.x.x_stride) {
+  for (int x_row = 0; x_row < p.epilogue.m; ++x_row, x += p.x.x_stride) {
 #pragma unroll 4
     for (int k = threadIdx.x; k < columns; k += C::kThreads) {
       bool inside = first + k < p.x.k;
       int column = inside && p.x.perm ? __ldg(p.x.perm + first + k) : first + k;
-      *reinterpret_cast<uint16_t*>(shared + p.memory.x + token * p.memory.token + k * 2) = inside ? x[column] : uint16_t(0);
+      *reinterpret_cast<uint16_t*>(shared + p.memory.x + x_row * p.memory.x_row + k * 2) = inside ? x[column] : uint16_t(0);
     }
   }
 }
 
 // A warp's tiles of its block's slice of x, [token][tile]. Made before the kernel waits.
 struct TileWalk {
-  int tiles, token, tile, token_step, tile_step, count;
+  int tiles, x_row, tile, token_step, tile_step, count;
   __device__ __forceinline__ TileWalk(int tiles_, int m, int warps) : tiles(tiles_) {
     int const warp = threadIdx.x / 32;
     Quotient begin(warp, tiles), step(warps, tiles);
-    token = begin.quotient, tile = begin.remainder;
+    x_row = begin.quotient, tile = begin.remainder;
     token_step = step.quotient, tile_step = step.remainder;
     count = (m * tiles - warp + warps - 1) / warps;
   }
   __device__ __forceinline__ void next() {
-    token += token_step, tile += tile_step;
-    if (tile >= tiles) tile -= tiles, ++token;
+    x_row += token_step, tile += tile_step;
+    if (tile >= tiles) tile -= tiles, ++x_row;
   }
 };
 
@@ -322,9 +327,9 @@ constexpr int kFour = kKPerTile / 32;  // columns of a tile, a lane's
 
 // A lane's columns of a tile as floats: staged ones, or fp32, which is read where it is.
 template <bool kFloat32>
-__device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int token, int column, float (&v)[kFour]) {
+__device__ __forceinline__ void load_floats(uint8_t const* staged, Params const& p, int x_row, int column, float (&v)[kFour]) {
   if constexpr (kFloat32) {
-    float const* x = static_cast<float const*>(p.x.x) + token * p.x.x_stride;
+    float const* x = static_cast<float const*>(p.x.x) + x_row * p.x.x_stride;
 #pragma unroll
     for (int i = 0; i < kFour; ++i) {
       int k = column + i;
@@ -339,11 +344,11 @@ __device__ __forceinline__ void load_floats(uint8_t const* staged, Params const&
 
 // A lane's integers of a tile and their scale.
 template <class C>
-__device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged, Params const& p, int token, int column,
+__device__ __forceinline__ void store_integers(uint8_t* shared, uint8_t* staged, Params const& p, int x_row, int column,
                                                float const (&v)[kFour], float scale) {
   *reinterpret_cast<uint2*>(staged) = make_uint2(pack_pair<__half>(v[0], v[1]), pack_pair<__half>(v[2], v[3]));
   if (column % C::kStepColumns == 0)
-    reinterpret_cast<float*>(shared + p.memory.scales)[column / C::kStepColumns * C::kTokens + token] = scale;
+    reinterpret_cast<float*>(shared + p.memory.scales)[column / C::kStepColumns * C::kBlockM + x_row] = scale;
 }
 
 // Largest absolute values by integer comparison: NaN is larger than all.
@@ -351,8 +356,8 @@ __device__ __forceinline__ uint32_t ordered(float v) { return __float_as_uint(fa
 
 // The range of each token's row, as bits that order integers do: [below, above zero].
 template <class C>
-struct RangeShares {
-  uint32_t own[2][C::kTokens], all[C::kInt8 ? 8 : 1][2][C::kTokens];
+struct RangePartition {
+  uint32_t own[2][C::kBlockM], all[C::kInt8 ? 8 : 1][2][C::kBlockM];
 };
 
 // Of the values of a warp: bits as above.
@@ -364,18 +369,18 @@ __device__ __forceinline__ uint2 warp_range(float const (&v)[kFour]) {
 
 // The range of each token's row: that of all slices; every block gets every block's.
 template <class C, bool kSymmetric, bool kFloat32>
-__device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first, TileWalk at, RangeShares<C>& shares,
-                                            Barriers& barriers) {
+__device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, int first, TileWalk at,
+                                            RangePartition<C>& partition, Barriers& barriers) {
   int const m = p.epilogue.m;
 #pragma unroll 1
   for (int i = 0; i < at.count; ++i, at.next()) {
     int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
     float v[kFour];
-    load_floats<kFloat32>(shared + p.memory.x + at.token * p.memory.token + column * 2, p, at.token, first + column, v);
+    load_floats<kFloat32>(shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row, first + column, v);
     uint2 range = warp_range<kSymmetric>(v);
     if (threadIdx.x % 32 == 0) {
-      atomicMax(&shares.own[1][at.token], range.y);
-      if (!kSymmetric) atomicMax(&shares.own[0][at.token], range.x);
+      atomicMax(&partition.own[1][at.x_row], range.y);
+      if (!kSymmetric) atomicMax(&partition.own[0][at.x_row], range.x);
     }
   }
   __syncthreads();
@@ -383,8 +388,8 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
   int rank = blockIdx.x & (p.cluster - 1), count = m * (kSymmetric ? 1 : 2);
 #pragma unroll 1
   for (int i = threadIdx.x; i < count << p.log_cluster; i += C::kThreads) {
-    int bound = (i >> p.log_cluster) < m, token = (i >> p.log_cluster) - (bound ? 0 : m);
-    store_remote(&shares.all[rank][bound][token], shares.own[bound][token], &barriers.ranges, i & (p.cluster - 1));
+    int bound = (i >> p.log_cluster) < m, x_row = (i >> p.log_cluster) - (bound ? 0 : m);
+    store_remote(&partition.all[rank][bound][x_row], partition.own[bound][x_row], &barriers.ranges, i & (p.cluster - 1));
   }
   TransactionBarrier::wait(&barriers.ranges, 0);
 }
@@ -392,20 +397,20 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
 // Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an instruction waits for the one before.
 template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
 __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first, TileWalk at,
-                                               RangeShares<C>& shares) {
+                                               RangePartition<C>& partition) {
   constexpr int kAtOnce = kFloat32 ? 1 : 2, kBlock = C::kShortGroups ? C::kStepColumns : kKPerTile;
   int const lane_column = threadIdx.x % 32 * kFour;
 #pragma unroll 1
   for (int left = at.count; left > 0; left -= kAtOnce) {
-    int token[kAtOnce], column[kAtOnce];
+    int x_row[kAtOnce], column[kAtOnce];
     uint8_t* staged[kAtOnce];
     float v[kAtOnce][kFour];
 #pragma unroll
     for (int j = 0; j < kAtOnce; ++j) {
       if (j > 0 && j < left) at.next();  // or the same again
-      token[j] = at.token, column[j] = at.tile * kKPerTile + lane_column;
-      staged[j] = shared + p.memory.x + token[j] * p.memory.token + column[j] * 2;
-      load_floats<kFloat32>(staged[j], p, token[j], first + column[j], v[j]);
+      x_row[j] = at.x_row, column[j] = at.tile * kKPerTile + lane_column;
+      staged[j] = shared + p.memory.x + x_row[j] * p.memory.x_row + column[j] * 2;
+      load_floats<kFloat32>(staged[j], p, x_row[j], first + column[j], v[j]);
     }
     at.next();
     uint2 bits[kAtOnce];
@@ -416,9 +421,9 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
         bits[j] = make_uint2(0, 0);
 #pragma unroll 1
         for (int rank = 0; rank < p.cluster; ++rank) {
-          uint32_t const(&theirs)[2][C::kTokens] = p.cluster > 1 ? shares.all[rank] : shares.own;
-          bits[j].y = max(bits[j].y, theirs[1][token[j]]);
-          if (!kSymmetric) bits[j].x = max(bits[j].x, theirs[0][token[j]]);
+          uint32_t const(&theirs)[2][C::kBlockM] = p.cluster > 1 ? partition.all[rank] : partition.own;
+          bits[j].y = max(bits[j].y, theirs[1][x_row[j]]);
+          if (!kSymmetric) bits[j].x = max(bits[j].x, theirs[0][x_row[j]]);
         }
       } else if (kBlock == kKPerTile) {
         bits[j] = warp_range<kSymmetric>(v[j]);
@@ -435,7 +440,7 @@ __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p,
       Quantizer<kSymmetric> quantizer(range[j]);
 #pragma unroll
       for (float& x : v[j]) x = quantizer.value(x);
-      store_integers<C>(shared, staged[j], p, token[j], column[j], v[j], quantizer.scale);
+      store_integers<C>(shared, staged[j], p, x_row[j], column[j], v[j], quantizer.scale);
     }
   }
 }
@@ -458,9 +463,9 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
       int const tile = begin + j * kStep + lane / kLanes;
       there[j] = tile < count;
       Quotient place(there[j] ? tile : 0, tiles);
-      int const token = place.quotient, column = place.remainder * kKPerTile + lane_column;
-      staged[j] = shared + p.memory.x + token * p.memory.token + column * 2;
-      scale[j] = reinterpret_cast<float*>(shared + p.memory.scales) + column / C::kStepColumns * C::kTokens + token;
+      int const x_row = place.quotient, column = place.remainder * kKPerTile + lane_column;
+      staged[j] = shared + p.memory.x + x_row * p.memory.x_row + column * 2;
+      scale[j] = reinterpret_cast<float*>(shared + p.memory.scales) + column / C::kStepColumns * C::kBlockM + x_row;
       uint4 const low = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[0] : uint4{};
       uint4 const high = there[j] ? reinterpret_cast<uint4 const*>(staged[j])[1] : uint4{};
       uint32_t const words[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
@@ -487,16 +492,16 @@ __device__ __forceinline__ void stage_many(uint8_t* shared, Params const& p, int
 
 template <class C, bool kSymmetric, bool kFloat32>
 __device__ __forceinline__ void stage_floats_as_integers(uint8_t* shared, Params const& p, int first, TileWalk const& walk,
-                                                         RangeShares<C>& shares, Barriers& barriers) {
+                                                         RangePartition<C>& partition, Barriers& barriers) {
   if (p.source == Source::kBlocks) {
     if constexpr (C::kBits == 4 && kSymmetric && !kFloat32 && !C::kShortGroups) {
       int const count = p.epilogue.m * walk.tiles;
       if (count >= kManyTiles) return stage_many<C>(shared, p, walk.tiles, count);
     }
-    stage_integers<C, kSymmetric, true, kFloat32>(shared, p, first, walk, shares);
+    stage_integers<C, kSymmetric, true, kFloat32>(shared, p, first, walk, partition);
   } else {
-    find_ranges<C, kSymmetric, kFloat32>(shared, p, first, walk, shares, barriers);
-    stage_integers<C, kSymmetric, false, kFloat32>(shared, p, first, walk, shares);
+    find_ranges<C, kSymmetric, kFloat32>(shared, p, first, walk, partition, barriers);
+    stage_integers<C, kSymmetric, false, kFloat32>(shared, p, first, walk, partition);
   }
 }
 
@@ -508,14 +513,14 @@ __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, in
   for (int i = 0; i < at.count; ++i, at.next()) {
     int const column = at.tile * kKPerTile + threadIdx.x % 32 * kFour;
     // Of 16 columns, eight bytes hold 0, 8, 1, 9, 2, 10, 3, 11, and eight the others (activation_position).
-    uint2 codes = *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.token) * p.k_tiles * kKPerTile + first +
+    uint2 codes = *reinterpret_cast<uint2 const*>(q.codes + int64_t(at.x_row) * p.k_tiles * kKPerTile + first +
                                                   column / 16 * 16 + column % 8 * 2);
-    int64_t index = (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) + at.token;
+    int64_t index = (q.block == -1 ? 0 : int64_t(unsigned(first + column) / unsigned(q.block)) * q.stride) + at.x_row;
     int zero = q.zeros ? q.zeros[index] : 0, odd = column % 16 / 8;
     float v[kFour];
 #pragma unroll
     for (int j = 0; j < kFour; ++j) v[j] = float(int(int8_t((j < 2 ? codes.x : codes.y) >> (j % 2 * 16 + odd * 8))) - zero);
-    store_integers<C>(shared, shared + p.memory.x + at.token * p.memory.token + column * 2, p, at.token, column, v,
+    store_integers<C>(shared, shared + p.memory.x + at.x_row * p.memory.x_row + column * 2, p, at.x_row, column, v,
                       q.scales[index]);
   }
 }
@@ -523,13 +528,13 @@ __device__ __forceinline__ void stage_codes(uint8_t* shared, Params const& p, in
 // The sums of x over each step, in units of what the decoder makes: a step of a token by four lanes.
 template <class C>
 __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int columns) {
-  using E = Excess<typename C::Decode>;
+  using E = CodeBias<typename C::Decode>;
   constexpr int kPieces = C::kStepColumns / 32;  // of 16 bytes, a lane
   int const steps = columns / C::kStepColumns, count = p.epilogue.m * steps;
 #pragma unroll 2
   for (int item = threadIdx.x / 4; item < (count + 7) / 8 * 8; item += C::kThreads / 4) {  // whole warps
     Quotient place(min(item, count - 1), steps);
-    uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.token + place.remainder * (C::kStepColumns * 2);
+    uint8_t const* row = shared + p.memory.x + place.quotient * p.memory.x_row + place.remainder * (C::kStepColumns * 2);
     float sums[4] = {};
 #pragma unroll
     for (int i = 0; i < kPieces; ++i) {
@@ -545,15 +550,15 @@ __device__ __forceinline__ void sum_steps(uint8_t* shared, Params const& p, int 
     sum += __shfl_xor_sync(~0u, sum, 1);
     sum += __shfl_xor_sync(~0u, sum, 2);
     if (threadIdx.x % 4 == 0 && item < count)
-      reinterpret_cast<float*>(shared + p.memory.sums)[place.remainder * C::kTokens + place.quotient] = sum * E::kUnit;
+      reinterpret_cast<float*>(shared + p.memory.sums)[place.remainder * C::kBlockM + place.quotient] = sum * E::kUnit;
   }
 }
 
-// Operand B of eight tokens and 32 columns. Tokens that are not there repeat the last: their sums are not stored.
+// Operand B of eight rows of x and 32 columns. Rows of x that are not there repeat the last: their sums are not stored.
 template <class C>
-__device__ __forceinline__ uint32_t token_row(uint8_t const* shared, Params const& p, int token_block) {
-  int lane = threadIdx.x % 32, token = min(token_block * 8 + lane % C::kBlockColumns, p.epilogue.m - 1);
-  return cute::cast_smem_ptr_to_uint(shared + p.memory.x + token * p.memory.token + lane / 8 * 16);
+__device__ __forceinline__ uint32_t x_row_of_thread(uint8_t const* shared, Params const& p, int m_block) {
+  int lane = threadIdx.x % 32, x_row = min(m_block * 8 + lane % C::kBlockColumns, p.epilogue.m - 1);
+  return cute::cast_smem_ptr_to_uint(shared + p.memory.x + x_row * p.memory.x_row + lane / 8 * 16);
 }
 __device__ __forceinline__ void load_operand_b(uint32_t row, uint32_t (&b)[4]) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
@@ -595,9 +600,9 @@ __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type
 }
 
 template <class C>
-using Sums = float[C::kTokenBlocks][C::kSumBlocks][4];
+using Sums = float[C::kMBlocks][C::kSumBlocks][4];
 
-// Up to 4 tokens times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8 for one column stand for
+// Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8 for one column stand for
 // two columns of operand B, which for its first four columns are (x, 0), to pick row g of each token, and for the others (0, x), to pick row g + 8.
 template <class C, class LookUp>
 __device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up, int first_turn, int turns,
@@ -616,31 +621,31 @@ __device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp l
   }
 }
 
-// The oldest piece of the ring; `column` is its first, counted from the slice's. What is read is at once asked for anew.
+// The oldest piece of the ring; `column` is its first, counted from the slice's. Its stage is refilled at once.
 template <class C>
 __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params const& p, int column, Sums<C>& sums,
-                                               Feed<C>& feed) {
+                                               WeightLoader<C>& loader) {
   using Decode = typename C::Decode;
-  using E = Excess<Decode>;
+  using E = CodeBias<Decode>;
   constexpr int kUnitColumns = C::kPieceColumns / 2;
   constexpr int kUnitPieces = kUnitColumns / 16;  // of 16 columns
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
-  uint8_t const* stage = feed.ring + feed.stage * p.memory.stage;
-  uint32_t const table = C::kBook ? cute::cast_smem_ptr_to_uint(shared + p.memory.table) + lane * 4 : 0;
-  uint32_t x[C::kTokenBlocks];
+  uint8_t const* stage = loader.ring + loader.stage * p.memory.stage;
+  uint32_t const table = C::kHasCodebook ? cute::cast_smem_ptr_to_uint(shared + p.memory.table) + lane * 4 : 0;
+  uint32_t x[C::kMBlocks];
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb) x[tb] = token_row<C>(shared, p, tb) + column * 2;
+  for (int tb = 0; tb < C::kMBlocks; ++tb) x[tb] = x_row_of_thread<C>(shared, p, tb) + column * 2;
 
-  float products[C::kTokenBlocks][C::kSumBlocks][4];
-  float start[C::kTokenBlocks][4] = {};
-  uint32_t b[C::kTokenBlocks][4];
+  float products[C::kMBlocks][C::kSumBlocks][4];
+  float start[C::kMBlocks][4] = {};
+  uint32_t b[C::kMBlocks][4];
 #pragma unroll
   for (int unit = 0; unit < 2; ++unit) {
     uint4 codes[kRowBlocks];
 #pragma unroll
     for (int rb = 0; rb < kRowBlocks; ++rb)
       codes[rb] = *reinterpret_cast<uint4 const*>(stage + (rb * 2 + unit) * kUnitBytes + lane * kLaneBytes);
-    feed.copy_codes(p, unit);
+    loader.copy_codes(p, unit);
     constexpr int kTurns = kUnitPieces * kRowBlocks, kAtOnce = C::kPairs ? 2 : 1;
     uint32_t pairs[2 * kAtOnce][4];  // looked up: of this word, or two, and of the next
     auto look_up = [&](int turn) {
@@ -648,9 +653,9 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       int const i = turn / kRowBlocks;
       uint32_t word = i == 0 ? four.x : i == 1 ? four.y : i == 2 ? four.z : four.w;
       asm volatile("" : "+r"(word));  // not before its turn, as below
-      decode::Int4Book::look_up<C::kTokens == 8 && C::kResident == 2 ? 3 : 4>(word, table, pairs[turn % (2 * kAtOnce)]);
+      decode::Int4Codebook::look_up<C::kBlockM == 8 && C::kMinCtasPerSm == 2 ? 3 : 4>(word, table, pairs[turn % (2 * kAtOnce)]);
     };
-    if constexpr (C::kBook) {
+    if constexpr (C::kHasCodebook) {
 #pragma unroll
       for (int i = 0; i < kAtOnce; ++i) look_up(i);
     }
@@ -659,19 +664,19 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       int const at = unit * kUnitPieces + piece;  // of the piece's 16 columns
       int const step = at * 16 / C::kStepColumns;
       bool const first = at * 16 % C::kStepColumns == 0, last = (at + 1) * 16 % C::kStepColumns == 0;
-      int const index = (column / C::kStepColumns + step) * C::kTokens + 2 * t;
+      int const index = (column / C::kStepColumns + step) * C::kBlockM + 2 * t;
       float const* step_sums = reinterpret_cast<float const*>(shared + p.memory.sums) + index;
-      if (first && E::kExcess > 0) {
+      if (first && E::kCodeBias > 0) {
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
-          start[tb][0] = -E::kExcess * sum.x, start[tb][1] = -E::kExcess * sum.y;
+          start[tb][0] = -E::kCodeBias * sum.x, start[tb][1] = -E::kCodeBias * sum.y;
           start[tb][2] = E::kUpper * start[tb][0], start[tb][3] = E::kUpper * start[tb][1];
         }
       }
       if (at % 2 == 0) {
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        for (int tb = 0; tb < C::kMBlocks; ++tb) {
           load_operand_b(x[tb] + at / 2 * 64, b[tb]);
         }
       }
@@ -680,7 +685,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
 #pragma unroll
       for (int rb = 0; !C::kPairs && rb < kRowBlocks; ++rb) {
         uint32_t a[4];
-        if constexpr (C::kBook) {
+        if constexpr (C::kHasCodebook) {
           int const turn = piece * kRowBlocks + rb;
           if (turn + 1 < kTurns) look_up(turn + 1);
           Decode::combine(pairs[turn % 2], a);
@@ -690,7 +695,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
           Decode::fragment(words + piece * Decode::kWords, a);
         }
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float (&d)[4] = products[tb][rb];
           if (first) {
             float (&c)[4] = start[tb];
@@ -701,13 +706,13 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
         }
       }
       if (!last) continue;
-      int row = (C::kShortGroups ? step : 0) * kRowsPerSlab + g * 8;
-      if (C::kCorrects && p.weight.zeros) {
+      int row = (C::kShortGroups ? step : 0) * kRowsPerPanel + g * 8;
+      if (C::kCompensates && p.weight.zeros) {
         uint32_t zeros[kRowBlocks / 2];
 #pragma unroll
         for (int i = 0; i < kRowBlocks / 2; ++i) zeros[i] = reinterpret_cast<uint32_t const*>(stage + p.memory.zeros + row)[i];
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
 #pragma unroll
           for (int rb = 0; rb < C::kSumBlocks; ++rb)
@@ -722,7 +727,7 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
       load_vector(stage + C::kScales, C::kPlain ? C::kElementType : p.weight.scale_type, row, scales);
       float const* step_scales = reinterpret_cast<float const*>(shared + p.memory.scales) + index;
 #pragma unroll
-      for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+      for (int tb = 0; tb < C::kMBlocks; ++tb) {
         float2 token_scale = C::kInt8 ? *reinterpret_cast<float2 const*>(step_scales + tb * 8) : make_float2(1.0f, 1.0f);
 #pragma unroll
         for (int rb = 0; rb < C::kSumBlocks; ++rb)
@@ -734,11 +739,11 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
             sums[tb][rb][e] = fmaf(products[tb][rb][e], scale, sums[tb][rb][e]);
           }
       }
-      if (C::kCorrects && p.weight.offsets) {
+      if (C::kCompensates && p.weight.offsets) {
         float offsets[2 * kRowBlocks];
         load_vector(stage + p.memory.offsets, p.weight.offset_type, row, offsets);
 #pragma unroll
-        for (int tb = 0; tb < C::kTokenBlocks; ++tb) {
+        for (int tb = 0; tb < C::kMBlocks; ++tb) {
           float2 sum = *reinterpret_cast<float2 const*>(step_sums + tb * 8);
           if (C::kInt8) {
             float2 token_scale = *reinterpret_cast<float2 const*>(step_scales + tb * 8);
@@ -756,19 +761,19 @@ __device__ __forceinline__ void multiply_piece(uint8_t const* shared, Params con
   }
   __syncwarp();  // all lanes have read the vectors
   // What the next copies need is not computed before the products are: registers.
-  asm volatile("" : "+r"(feed.at.piece), "+r"(feed.at.slab), "+r"(feed.stage), "+r"(feed.left));
-  feed.copy_rest(p);
+  asm volatile("" : "+r"(loader.at.piece), "+r"(loader.at.row_panel), "+r"(loader.stage), "+r"(loader.left));
+  loader.copy_rest(p);
 }
 
-// A warp's sums of a slab to shared memory, [token][row].
+// A warp's sums of a row panel to shared memory, [token][row].
 template <class C>
 __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& sums) {
-  using E = Excess<typename C::Decode>;
+  using E = CodeBias<typename C::Decode>;
   int lane = threadIdx.x % 32, g = lane / 4, t = lane % 4;
   int const first = 2 * t % C::kBlockColumns;
   to += first * kSlotFloats + g + 2 * t / C::kBlockColumns * 8;
 #pragma unroll
-  for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+  for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
       bool const there = tb * 8 + first + e < p.epilogue.m;
@@ -776,7 +781,7 @@ __device__ __forceinline__ void store_sums(float* to, Params const& p, Sums<C>& 
       for (int i = 0; i < 2 * C::kSumBlocks; ++i) {
         float& sum = sums[tb][i / 2][i % 2 * 2 + e];
         float const unit = E::kUnit * (i % 2 ? E::kUpper : 1.0f);
-        if (there) to[(tb * 8 + e) * kSlotFloats + i * (kRowsPerSlab / 2 / C::kSumBlocks)] = sum * (1.0f / unit);
+        if (there) to[(tb * 8 + e) * kSlotFloats + i * (kRowsPerPanel / 2 / C::kSumBlocks)] = sum * (1.0f / unit);
         sum = 0.0f;
       }
     }
@@ -786,65 +791,67 @@ __device__ __forceinline__ void add(float (&sum)[4], float4 const& v) {
   sum[0] += v.x, sum[1] += v.y, sum[2] += v.z, sum[3] += v.w;
 }
 
-// Every `step`th row of [slab][token], from row `first`.
+// Every `step`th row of [row panel][token], from row `first`.
 struct Rows {
-  int slab, token, slab_step, token_step;
-  __device__ __forceinline__ Rows(int first, Shares const& step, int m) : slab_step(step.base), token_step(step.rest) {
+  int row_panel, x_row, row_panel_step, token_step;
+  __device__ __forceinline__ Rows(int first, EvenPartition const& step, int m)
+      : row_panel_step(step.base), token_step(step.rest) {
     Quotient begin(first, m);
-    slab = begin.quotient, token = begin.remainder;
+    row_panel = begin.quotient, x_row = begin.remainder;
   }
   __device__ __forceinline__ void next(int m) {
-    slab += slab_step, token += token_step;
-    if (token >= m) token -= m, ++slab;
+    row_panel += row_panel_step, x_row += token_step;
+    if (x_row >= m) x_row -= m, ++row_panel;
   }
 };
 
 // Four neighbouring features of a token.
 template <class C>
-__device__ __forceinline__ void finish(float (&v)[4], int token, int n, Params const& p) {
+__device__ __forceinline__ void finish(float (&v)[4], int x_row, int n, Params const& p) {
   if (n >= p.epilogue.n) return;
   if (p.plain_epilogue) {
     uint32_t low = pack_pair<typename C::Element>(nan_unless_finite(v[0]), nan_unless_finite(v[1]));
     uint32_t high = pack_pair<typename C::Element>(nan_unless_finite(v[2]), nan_unless_finite(v[3]));
-    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(token) * p.epilogue.n + n) =
+    *reinterpret_cast<uint2*>(static_cast<uint16_t*>(p.epilogue.out) + int64_t(x_row) * p.epilogue.n + n) =
         make_uint2(low, high);
   } else {
-    store_outputs(v, token, n, p.epilogue);
+    store_outputs(v, x_row, n, p.epilogue);
   }
 }
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_constant__ Params const p) {
+__global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__grid_constant__ Params const p) {
 #if __CUDA_ARCH__ >= 900
   extern __shared__ __align__(128) uint8_t shared[];
-  __shared__ RangeShares<C> shares;
+  __shared__ RangePartition<C> partition;
   __shared__ Barriers barriers;
   int warp = threadIdx.x / 32, rank = blockIdx.x & (p.cluster - 1), m = p.epilogue.m;
   Part part(p, blockIdx.x >> p.log_cluster, rank);
   Pieces<C> pieces(part);
   int begin = pieces.begin(warp), end = pieces.begin(warp + 1),
       ring_bytes = (C::kMoreStages ? p.stages : C::kStages) * p.memory.stage;
-  Feed<C> feed(p, part, pieces, begin, end, shared + warp * ring_bytes);
-  Cursor at = feed.at;
+  WeightLoader<C> loader(p, part, pieces, begin, end, shared + warp * ring_bytes);
+  TileIterator at = loader.at;
 #pragma unroll
   for (int i = 0; i < C::kStages; ++i) {
-    feed.copy_codes(p, 0);
-    feed.copy_codes(p, 1);
-    feed.copy_rest(p);
+    loader.copy_codes(p, 0);
+    loader.copy_codes(p, 1);
+    loader.copy_rest(p);
   }
-  if constexpr (C::kBook)
-    decode::Int4Book::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
-  // Everything else that does not depend on x. Of each slab the warps that share it: the first, and how many; and whether the last goes on.
+  if constexpr (C::kHasCodebook)
+    decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
+  // Everything else that does not depend on x. Of each row panel the warps that share it: the first, and how many; and whether the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
 #pragma unroll 1
-  for (int slab = threadIdx.x; slab < part.slabs; slab += C::kThreads) {
-    int past = (slab + 1) * pieces.of_slab, first = pieces.warp_of(past - pieces.of_slab), last = pieces.warp_of(past - 1);
-    parts[slab] = uint32_t(first) | uint32_t(last - first) << 8 | uint32_t(pieces.begin(last + 1) > past) << 16;
+  for (int row_panel = threadIdx.x; row_panel < part.row_panels; row_panel += C::kThreads) {
+    int past = (row_panel + 1) * pieces.of_row_panel, first = pieces.warp_of(past - pieces.of_row_panel),
+        last = pieces.warp_of(past - 1);
+    parts[row_panel] = uint32_t(first) | uint32_t(last - first) << 8 | uint32_t(pieces.begin(last + 1) > past) << 16;
   }
   int const first = part.first_tile * kKPerTile, columns = part.tiles * kKPerTile;
   RowCopies<C> copies(shared, p, first, columns, barriers);
   TileWalk walk(part.tiles, m, C::kWarps);
-  if (C::kInt8 && threadIdx.x < 2 * C::kTokens) shares.own[threadIdx.x / C::kTokens][threadIdx.x % C::kTokens] = 0;
+  if (C::kInt8 && threadIdx.x < 2 * C::kBlockM) partition.own[threadIdx.x / C::kBlockM][threadIdx.x % C::kBlockM] = 0;
   if (threadIdx.x == 0) {
     TransactionBarrier::init(&barriers.x, 1);
     TransactionBarrier::init(&barriers.ranges, 1);
@@ -852,14 +859,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     cutlass::arch::fence_barrier_init();
     if (p.vector_x) TransactionBarrier::arrive_and_expect_tx(&barriers.x, uint32_t(m * copies.bytes));
     TransactionBarrier::arrive_and_expect_tx(&barriers.ranges, uint32_t(m * (p.symmetric ? 4 : 8)) << p.log_cluster);
-    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, uint32_t(part.slabs * m * kRowsPerSlab * 4));
+    TransactionBarrier::arrive_and_expect_tx(&barriers.sums, uint32_t(part.row_panels * m * kRowsPerPanel * 4));
   }
   if (p.vector_x) {
     int past = p.weight.k - first, width = columns - past;  // columns beyond K
 #pragma unroll 1
     for (int i = threadIdx.x; i < m * width; i += C::kThreads) {
       Quotient place(i, width);
-      reinterpret_cast<uint16_t*>(shared + p.memory.x + place.quotient * p.memory.token)[past + place.remainder] = 0;
+      reinterpret_cast<uint16_t*>(shared + p.memory.x + place.quotient * p.memory.x_row)[past + place.remainder] = 0;
     }
   }
   copies.prepare();
@@ -868,14 +875,14 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
   }
-  wait_alone();
+  pdl_wait();
   if (p.vector_x) copies.issue(p);
   if constexpr (C::kMoreStages > 0) {  // behind x, which would come later otherwise
 #pragma unroll 1
     for (int i = C::kStages; i < p.stages; ++i) {
-      feed.copy_codes(p, 0);
-      feed.copy_codes(p, 1);
-      feed.copy_rest(p);
+      loader.copy_codes(p, 0);
+      loader.copy_codes(p, 1);
+      loader.copy_rest(p);
     }
   }
   if (p.vector_x) {
@@ -889,15 +896,15 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
       stage_codes<C>(shared, p, first, walk);
     } else if (p.x.x_type != DataType::kFloat32) {
       if (p.symmetric) {
-        stage_floats_as_integers<C, true, false>(shared, p, first, walk, shares, barriers);
+        stage_floats_as_integers<C, true, false>(shared, p, first, walk, partition, barriers);
       } else {
-        stage_floats_as_integers<C, false, false>(shared, p, first, walk, shares, barriers);
+        stage_floats_as_integers<C, false, false>(shared, p, first, walk, partition, barriers);
       }
     } else {
       if (p.symmetric) {
-        stage_floats_as_integers<C, true, true>(shared, p, first, walk, shares, barriers);
+        stage_floats_as_integers<C, true, true>(shared, p, first, walk, partition, barriers);
       } else {
-        stage_floats_as_integers<C, false, true>(shared, p, first, walk, shares, barriers);
+        stage_floats_as_integers<C, false, true>(shared, p, first, walk, partition, barriers);
       }
     }
   }
@@ -906,8 +913,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     sum_steps<C>(shared, p, columns);
   }
   __syncthreads();
-  // Not before this launch has asked for all it reads: x, which all blocks wait for, would stand behind the next launch's weights.
-  if (feed.left <= 0) let_successor_start();
+  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue behind the next launch's weights.
+  if (loader.left <= 0) pdl_launch_dependents();
 
   float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),
         *slots = reinterpret_cast<float*>(shared + p.memory.slots);
@@ -920,11 +927,11 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
       wait_copies<C::kStages - 1>();
     }
     __syncwarp();
-    multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, feed);
-    if (feed.left <= 0) let_successor_start();
-    if (++at.piece == pieces.of_slab && i + 1 < end) {
-      store_sums<C>(slots + at.slab * slot, p, sums);
-      ++at.slab, at.piece = 0;
+    multiply_piece<C>(shared, p, at.piece * C::kPieceColumns, sums, loader);
+    if (loader.left <= 0) pdl_launch_dependents();
+    if (++at.piece == pieces.of_row_panel && i + 1 < end) {
+      store_sums<C>(slots + at.row_panel * slot, p, sums);
+      ++at.row_panel, at.piece = 0;
     }
   }
   store_sums<C>(own_sums, p, sums);  // where its ring was
@@ -934,13 +941,13 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
     cute::cluster_wait();
   }
 
-  // A slab's sums in the order of its warps, by four features of a token a thread.
-  int const features = kRowsPerSlab >> p.log_cluster, log_quads = 4 - p.log_cluster;
-  float* const received = reinterpret_cast<float*>(shared + p.memory.x);  // [rank][slab][token][features]
+  // A row panel's sums in the order of its warps, by four features of a token a thread.
+  int const features = kRowsPerPanel >> p.log_cluster, log_quads = 4 - p.log_cluster;
+  float* const received = reinterpret_cast<float*>(shared + p.memory.x);  // [rank][row panel][token][features]
 #pragma unroll 2
-  for (Rows rows(thread_again() / 16, p.sum_step, m); rows.slab < part.slabs; rows.next(m)) {
-    uint32_t warps = parts[rows.slab];
-    int quad = thread_again() % 16, place = rows.token * kSlotFloats + quad * 4;
+  for (Rows rows(thread_again() / 16, p.sum_step, m); rows.row_panel < part.row_panels; rows.next(m)) {
+    uint32_t warps = parts[rows.row_panel];
+    int quad = thread_again() % 16, place = rows.x_row * kSlotFloats + quad * 4;
     int first = int(warps & 0xff), last = first + int(warps >> 8 & 0xff);
     uint8_t const* from = shared + first * ring_bytes + place * 4;
     float v[4] = {};
@@ -953,30 +960,30 @@ __global__ void __launch_bounds__(C::kThreads, C::kResident) decode_gemm(__grid_
 #pragma unroll
       for (int i = 0; i < 4; ++i) add(v, theirs[i]);
     }
-    from = warps >> 16 ? reinterpret_cast<uint8_t const*>(slots + rows.slab * slot + place)
+    from = warps >> 16 ? reinterpret_cast<uint8_t const*>(slots + rows.row_panel * slot + place)
                        : shared + last * ring_bytes + place * 4;
     add(v, *reinterpret_cast<float4 const*>(from));
     if (p.cluster == 1) {
-      finish<C>(v, rows.token, (part.first_slab + rows.slab) * kRowsPerSlab + quad * 4, p);
+      finish<C>(v, rows.x_row, (part.first_row_panel + rows.row_panel) * kRowsPerPanel + quad * 4, p);
     } else {
-      float* to =
-          received + ((rank * part.slabs + rows.slab) * m + rows.token) * features + (quad & ((1 << log_quads) - 1)) * 4;
+      float* to = received + ((rank * part.row_panels + rows.row_panel) * m + rows.x_row) * features +
+                  (quad & ((1 << log_quads) - 1)) * 4;
       store_remote(to, make_float4(v[0], v[1], v[2], v[3]), &barriers.sums, quad >> log_quads);
     }
   }
   if (p.cluster == 1) return;
 
-  // Every block ends with an equal share of each slab's features, which it adds up in the order of K.
+  // Every block ends with an equal share of each row panel's features, which it adds up in the order of K.
   TransactionBarrier::wait(&barriers.sums, 0);
-  int const all = part.slabs * m * features;
+  int const all = part.row_panels * m * features;
 #pragma unroll 2
-  for (Rows rows(thread_again() >> log_quads, p.end_step, m); rows.slab < part.slabs; rows.next(m)) {
+  for (Rows rows(thread_again() >> log_quads, p.end_step, m); rows.row_panel < part.row_panels; rows.next(m)) {
     int quad = thread_again() & ((1 << log_quads) - 1);
-    float const* from = received + (rows.slab * m + rows.token) * features + quad * 4;
+    float const* from = received + (rows.row_panel * m + rows.x_row) * features + quad * 4;
     float v[4] = {};
 #pragma unroll 2
     for (int r = 0; r < p.cluster; ++r, from += all) add(v, *reinterpret_cast<float4 const*>(from));
-    finish<C>(v, rows.token, (part.first_slab + rows.slab) * kRowsPerSlab + rank * features + quad * 4, p);
+    finish<C>(v, rows.x_row, (part.first_row_panel + rows.row_panel) * kRowsPerPanel + rank * features + quad * 4, p);
   }
 #endif
 }
@@ -992,7 +999,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
                   w.k % 8 == 0 && !w.perm && problem.x_type != DataType::kFloat32;
   Source source = !C::kInt8                               ? Source::kFloats
                   : problem.quantized.codes               ? Source::kCodes
-                  : problem.act_quant == ActQuant::kToken ? Source::kTokens
+                  : problem.act_quant == ActQuant::kToken ? Source::kBlockM
                                                           : Source::kBlocks;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
@@ -1009,52 +1016,52 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            shape.cluster,
            shape.clusters,
            log_cluster,
-           Shares(int(padded_rows(w.n)) / kRowsPerSlab, shape.clusters),
-           Shares(int(padded_k(w.k) / kKPerTile), shape.cluster),
-           Shares(C::kThreads / 16, problem.m),
-           Shares(C::kThreads * shape.cluster / 16, problem.m),
+           EvenPartition(int(padded_rows(w.n)) / kRowsPerPanel, shape.clusters),
+           EvenPartition(int(padded_k(w.k) / kKPerTile), shape.cluster),
+           EvenPartition(C::kThreads / 16, problem.m),
+           EvenPartition(C::kThreads * shape.cluster / 16, problem.m),
            log2_size_of(w.scale_type),
            log2_size_of(w.offset_type),
            plan.decode_memory,
            plain,
            vector_x,
-           Excess<typename C::Decode>::kExcess > 0 || w.zeros || w.offsets};
+           CodeBias<typename C::Decode>::kCodeBias > 0 || w.zeros || w.offsets};
   return launch_plan(decode_gemm<C>, plan, C::kThreads, plan.decode_memory.total, stream, p);
 }
 
-template <class Element, int kBits, int kTokens, bool kInt8, bool kBook, int kWarps>
+template <class Element, int kBits, int kBlockM, bool kInt8, bool kHasCodebook, int kWarps>
 Status launch_warps(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  constexpr Weights kAny = kBook ? Weights::kBook : Weights::kAny;
+  constexpr Weights kAny = kHasCodebook ? Weights::kHasCodebook : Weights::kAny;
   PackedWeight const& w = problem.weight;
   switch (w.group_size) {
     case 32:
-      return launch_config<Config<Element, kBits, kTokens, 32, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 32, kInt8, kWarps, kAny>>(problem, plan, stream);
     case 64:
-      return launch_config<Config<Element, kBits, kTokens, 64, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 64, kInt8, kWarps, kAny>>(problem, plan, stream);
     default:
-      if constexpr (!kBook) {
-        using Plain = Config<Element, kBits, kTokens, 0, kInt8, kWarps, Weights::kPlain>;
+      if constexpr (!kHasCodebook) {
+        using Plain = Config<Element, kBits, kBlockM, 0, kInt8, kWarps, Weights::kPlain>;
         if (!w.zeros && !w.offsets && w.scale_type == Plain::kElementType) return launch_config<Plain>(problem, plan, stream);
       }
-      return launch_config<Config<Element, kBits, kTokens, 0, kInt8, kWarps, kAny>>(problem, plan, stream);
+      return launch_config<Config<Element, kBits, kBlockM, 0, kInt8, kWarps, kAny>>(problem, plan, stream);
   }
 }
 
-template <class Element, int kBits, int kTokens, bool kInt8, bool kBook>
+template <class Element, int kBits, int kBlockM, bool kInt8, bool kHasCodebook>
 Status launch_element(GemmProblem const& problem, Plan const& plan, Stream stream) {
-  constexpr int kMost = decode_warps(kBook);
-  return plan.decode.warps == kMost ? launch_warps<Element, kBits, kTokens, kInt8, kBook, kMost>(problem, plan, stream)
-                                    : launch_warps<Element, kBits, kTokens, kInt8, kBook, 8>(problem, plan, stream);
+  constexpr int kMost = decode_warps(kHasCodebook);
+  return plan.decode.warps == kMost ? launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, kMost>(problem, plan, stream)
+                                    : launch_warps<Element, kBits, kBlockM, kInt8, kHasCodebook, 8>(problem, plan, stream);
 }
 
-template <int kBits, int kTokens, bool kInt8, bool kBook = false>
+template <int kBits, int kBlockM, bool kInt8, bool kHasCodebook = false>
 Status launch_input(GemmProblem const& problem, Plan const& plan, Stream stream) {
   if constexpr (kInt8) {
-    return launch_element<__half, kBits, kTokens, true, kBook>(problem, plan, stream);
+    return launch_element<__half, kBits, kBlockM, true, kHasCodebook>(problem, plan, stream);
   } else {
     return problem.x_type == DataType::kFloat16
-               ? launch_element<__half, kBits, kTokens, false, kBook>(problem, plan, stream)
-               : launch_element<__nv_bfloat16, kBits, kTokens, false, kBook>(problem, plan, stream);
+               ? launch_element<__half, kBits, kBlockM, false, kHasCodebook>(problem, plan, stream)
+               : launch_element<__nv_bfloat16, kBits, kBlockM, false, kHasCodebook>(problem, plan, stream);
   }
 }
 

@@ -1,7 +1,7 @@
-// Packed codes -> floats [N][K], for looking at a weight and for those who want the matrix itself.
+// Packed codes -> floats [N][K], for inspection, and for operators that need the matrix itself.
 //
-// A warp takes 16 rows x 256 columns (128 at 8 bits), all of whose codes it asks for at once. A lane's record holds pairs of columns of two rows; the
-// four lanes of those rows trade words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines. The
+// A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at once. A lane's record holds pairs of columns of two rows; the
+// four lanes of those rows exchange words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines. The
 // arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by itself, then one rounding to the
 // output's type.
 #include "device/decode.cuh"
@@ -72,7 +72,7 @@ struct Factors {
   __device__ __forceinline__ Factors(Params const& p, int n, int k) {
     PackedWeight const& w = p.problem.weight;
     int group = p.rows.first(k / kKPerTile) + (k % kKPerTile >> p.log_group);
-    int64_t at = int64_t(group) * p.n_pad + n / kRowsPerSlab * kRowsPerSlab + group_row(n % kRowsPerSlab);
+    int64_t at = int64_t(group) * p.n_pad + n / kRowsPerPanel * kRowsPerPanel + group_row(n % kRowsPerPanel);
     scale = load_float(w.scales, w.scale_type, at);
     offset = w.offsets ? load_float(w.offsets, w.offset_type, at) : 0.0f;
     zero = w.zeros ? w.zeros[at] : 0;
@@ -107,22 +107,22 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
   PackedWeight const& w = p.problem.weight;
   int warp = blockIdx.x * (kThreads / 32) + threadIdx.x / 32, g = threadIdx.x % 32 / 4, t = threadIdx.x % 4;
   int row0 = warp / p.columns * kRowsPerBlock, first = warp % p.columns * kUnits;  // unit along K
-  uint8_t const* from = w.codes + int64_t(row0 / kRowsPerSlab) * p.k_tiles * chunk_bytes(kBits) +
-                        row0 % kRowsPerSlab / kRowsPerBlock * kTileUnits * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
+  uint8_t const* from = w.codes + int64_t(row0 / kRowsPerPanel) * p.k_tiles * k_tile_bytes(kBits) +
+                        row0 % kRowsPerPanel / kRowsPerBlock * kTileUnits * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
   uint4 records[kUnits];
   bool there = row0 < w.n;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
     int unit = first + i;
     if (there && unit < p.k_tiles * kTileUnits)
-      records[i] = __ldcs(reinterpret_cast<uint4 const*>(from + int64_t(unit / kTileUnits) * chunk_bytes(kBits) +
+      records[i] = __ldcs(reinterpret_cast<uint4 const*>(from + int64_t(unit / kTileUnits) * k_tile_bytes(kBits) +
                                                          unit % kTileUnits * kUnitBytes));
   }
   if (Format::kTableBytes > 0) {
     if (threadIdx.x < 16) book[threadIdx.x] = w.book[threadIdx.x ^ 8];  // by the centred code's four bits
     __syncthreads();
   }
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   if (!there) return;
 #pragma unroll
   for (int i = 0; i < kUnits; ++i) {
@@ -164,7 +164,7 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   int const n_pad = int(padded_rows(whole.n)), k_tiles = int(padded_k(whole.k) / kKPerTile), first = problem.first_row;
   DequantizeProblem panel = problem;
   PackedWeight& w = panel.weight;  // the rows that are wanted
-  w.codes += int64_t(first / kRowsPerSlab) * k_tiles * chunk_bytes(w.bits);
+  w.codes += int64_t(first / kRowsPerPanel) * k_tiles * k_tile_bytes(w.bits);
   w.scales = static_cast<uint8_t const*>(w.scales) + int64_t(first) * size_of(w.scale_type);
   if (w.zeros) w.zeros += first;
   if (w.offsets) w.offsets = static_cast<uint8_t const*>(w.offsets) + int64_t(first) * size_of(w.offset_type);

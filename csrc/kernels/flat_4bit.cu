@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   constexpr int kElements = Turn::kElements;
   __shared__ __align__(128) float book[16 * 32];
   __shared__ float nested_values[256];
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   for (int i = threadIdx.x; i < 16 * 32; i += kThreads) book[i] = p.book[i / 32];
   if (p.nested_codes) nested_values[threadIdx.x] = p.nested_book[threadIdx.x];
   __syncthreads();
@@ -119,15 +119,15 @@ __global__ void __launch_bounds__(kThreads, 8)
 constexpr int kRanges = 128;  // 65, and one that NaN ends up in, the last
 constexpr int kTableBytes = kRanges * 32 * 8;
 
-// Blocks that share a multiprocessor; for GPUs before sm_90 ptxas wants a few more registers.
+// Blocks that share an SM; for GPUs before sm_90 ptxas wants a few more registers.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr int kResident = 3;
+constexpr int kMinCtasPerSm = 3;
 #else
-constexpr int kResident = 4;
+constexpr int kMinCtasPerSm = 4;
 #endif
 
 struct Range {
-  float cut;
+  float tail_split;
   uint32_t codes;  // bytes: of v not above the cut, and above it; the same with the sign of magnitudes
 };
 
@@ -145,18 +145,18 @@ __device__ __forceinline__ bool make_table(FlatProblem const& p, uint8_t* table)
   bool good = true;
   for (int i = threadIdx.x; i < kRanges * 2; i += kThreads) {  // two threads a range, 16 lanes each
     int index = i / 2, below = 0, inside = 0;
-    float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f, cut = INFINITY;
+    float low = float(index - 32) / 32 - 1e-4f, high = float(index - 31) / 32 + 1e-4f, tail_split = INFINITY;
 #pragma unroll
     for (int c = kCuts - 1; c >= 0; --c) {
       bool is_below = cuts[c] < low, is_inside = !is_below && cuts[c] <= high;
       below += is_below, inside += is_inside;
-      if (is_inside) cut = cuts[c];
+      if (is_inside) tail_split = cuts[c];
     }
     good &= inside <= 1;
     if (index > 65) below = inside = 0;  // NaN is above no cut
     uint32_t choice = code(below) | code(below + (inside > 0)) << 8;
     choice |= (choice | 0x0808u) << 16;
-    uint4 twice = make_uint4(__float_as_uint(cut), choice, __float_as_uint(cut), choice);
+    uint4 twice = make_uint4(__float_as_uint(tail_split), choice, __float_as_uint(tail_split), choice);
     uint4* row = reinterpret_cast<uint4*>(table + i * 128);
 #pragma unroll
     for (int j = 0; j < 8; ++j) row[(j + threadIdx.x) % 8] = twice;
@@ -340,7 +340,7 @@ struct Turn {
   }
 };
 
-// Independent blocks that a warp has at a time, and whether it asks for its next turn's elements before it works on this one's: as registers allow.
+// Independent blocks that a warp has at a time, and whether it loads its next turn's elements before it works on this one's: as registers allow.
 template <class T>
 constexpr int blocks_at_once(int chunks) {
   return sizeof(T) == 2 && chunks == 1 ? 2 : 1;
@@ -355,12 +355,12 @@ template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
                                             : kChunks == 8 ? 2
                                             : kChunks == 4 ? 3
-                                                           : kResident)
+                                                           : kMinCtasPerSm)
     quantize_flat(__grid_constant__ FlatProblem const p, int lanes, int log_block) {
   constexpr int kBlocks = blocks_at_once<T>(kChunks);
   constexpr bool kAhead = looks_ahead<T>(kChunks);
   extern __shared__ __align__(256) uint8_t table[];
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   bool good = make_table<kMagnitudes>(p, table);
   T const* x = static_cast<T const*>(p.floats);
   __shared__ __align__(16) T tail[8];  // the last elements, fewer than eight, and zeros
@@ -371,7 +371,7 @@ __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
   bool searched = !__syncthreads_and(good);
   using Turn = Turn<T, kChunks, kBlocks, kMagnitudes>;
   constexpr int64_t kSpan = Turn::kSpan;
-  int const step = int(gridDim.x) * int(kThreads / 32 * kSpan);  // the grid has at most four blocks a multiprocessor
+  int const step = int(gridDim.x) * int(kThreads / 32 * kSpan);  // the grid has at most four blocks a SM
   int64_t begin = (int64_t(blockIdx.x) * (kThreads / 32) + threadIdx.x / 32) * kSpan;
   // Rows are counted from the beginning of shared memory, in which the table follows a few hundred bytes.
   uint32_t const table_begin = cute::cast_smem_ptr_to_uint(table);

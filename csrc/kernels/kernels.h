@@ -23,18 +23,18 @@ constexpr Tile mma_gemm_a16_tile(int bits, int block_m) {
   int stages = block_m == 16 && bits == 8 ? 4 : 3;
   return {128, block_m, stages, block_m == 16 && bits == 4 ? 4 : block_m == 32 ? 3 : 2, kPortableSharedBytes};
 }
-Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
 // book_gemm_a16.cu: fp16 or bf16 activations, weights of a code book, a few rows of x.
 constexpr Tile book_gemm_a16_tile(int block_m) { return {512, block_m, 2, 2, kPortableSharedBytes}; }
-Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_book_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
 // mma_gemm_a8.cu: int8 activations, sm_80 and later.
 constexpr Tile mma_gemm_a8_tile(int bits, int block_m) {
   int stages = (block_m == 16 && bits == 8) || (block_m == 32 && bits == 4) ? 4 : 3;
   return {128, block_m, stages, block_m == 16 && bits == 4 ? 4 : block_m == 32 ? 3 : 2, kPortableSharedBytes};
 }
-Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
 // wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs. `warpgroups`: of a CTA, that multiply. Four have half the registers of
 // two, for no more than 64 rows of x. 144 rows are for activations without zero points, 256 for int32 sums over all of K, which need no others besides.
@@ -42,22 +42,22 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
-Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, likewise. Four warpgroups are for 64 rows, int4, and scales of x's type.
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups are for 64 rows, int4, and scales of x's type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
   int stages = block_m == 32 ? 6 : block_m == 64 ? 5 : block_m == 96 || (block_m < 160 && bits == 4) ? 4 : 3;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
-Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters likewise. Of the stages, those of weights.
+// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters of two CTAs. `stages`: those of weights.
 constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
   int const warpgroups = block_m <= 64 ? 4 : block_m <= 128 ? 3 : 2;
   return {128 * warpgroups, block_m, block_m == 256 ? 2 : bits == 8 ? 3 : 4, 1, kHopperSharedBytes, 2};
 }
 template <class Format>
-Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
 // Of experts, tiles of `block_m` rows: an even number of warpgroups, where half may have gate's features.
 constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
@@ -66,27 +66,27 @@ constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// decode_gemm.cu: up to 8 rows of x, clusters that share K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
+// decode_gemm.cu: up to 8 rows of x, clusters that split K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
 constexpr Tile decode_gemm_tile(int block_m) { return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes}; }
-Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that share K; two CTAs per SM or, of 8-bit weights, one with as much memory.
+// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per SM or, of 8-bit weights, one with as much memory.
 constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
-  return {kRowsPerSlab, WgmmaDecodeShape::kTokens, 2, ctas_per_sm, kHopperSharedBytes};
+  return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }
-Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_decode_fold16.cuh: likewise, weights of every format rounded once to the type of x; two CTAs per SM.
+// wgmma_decode_fold16.cuh: as wgmma_decode.cu, weights of every format rounded once to the type of x; two CTAs per SM.
 template <class Format>
-Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream);
+Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 // Of experts, a tile of 16 rows after another.
 template <class Format>
 Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // ---- before and after it
 
-// reduce_splits.cu: add the slices of K in their order and apply the epilogue.
-Status launch_reduce_splits(GemmProblem const& problem, int slices, float const* partials, Stream stream);
+// splitk_reduce.cu: add the slices of K in their order and apply the epilogue.
+Status launch_splitk_reduce(GemmProblem const& problem, int slices, float const* splitk_workspace, Stream stream);
 
 // quantize_activations.cu
 struct QuantizerStart {
@@ -95,8 +95,8 @@ struct QuantizerStart {
 };
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 
-// correct_zeros.cu: problem.quantized.zero_values and zero_scales
-Status launch_correct_zeros(GemmProblem const& problem, Stream stream);
+// compensate_zeros.cu: problem.quantized.zero_values and zero_scales
+Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);
 
 // upcast_activations.cu: problem.quantized.upcast, of quantised activations or, where these are none, of x
 Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
@@ -111,9 +111,9 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
 
-// sum_weights.cu: sums of codes or, with `of_zeros`, the zero points of the weight, which has them. `follows`: the kernel before is one of the same call that
-// starts the next when all earlier ones have ended; then this one runs beside it.
-Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream);
+// weight_colsum.cu: sums of codes or, with `of_zeros`, the zero points of an asymmetric weight. `follows`: the previous kernel belongs to the same call and
+// launches its dependents when all earlier kernels have ended; then this one runs concurrently with it.
+Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream);
 
 // flat_4bit.cu
 Status launch_quantize_flat(FlatProblem const& problem, Stream stream);

@@ -1,6 +1,6 @@
 // fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for W4A16 and W8A16, sm_80 and later.
 //
-// A block computes 128 output features x kTokens. Weights, activations, scales and zero points of 128 columns of K go through a ring of
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a ring of
 // stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
@@ -8,7 +8,7 @@
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and step
 //
-// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the tokens as operand A: the registers
+// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the rows of x as operand A: the registers
 // of two operands B, in another order, are one.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
@@ -26,39 +26,39 @@ namespace cutlass_ops {
 namespace {
 
 // kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kStages_: 0 for the table's.
-template <class Element_, class Format, int kTokens, bool kGeneral_, int kStages_ = 0>
-struct Config : BlockTile<kTokens> {
-  using Tile = BlockTile<kTokens>;
+template <class Element_, class Format, int kBlockM, bool kGeneral_, int kStages_ = 0>
+struct Config : BlockTile<kBlockM> {
+  using Tile = BlockTile<kBlockM>;
   using Element = Element_;
-  static constexpr bool kBook = Format::kTableBytes > 0;
+  static constexpr bool kHasCodebook = Format::kTableBytes > 0;
   using Decode = typename Format::template Decoder<Element>;
   static constexpr Operand kOperand = std::is_same_v<Element, __half> ? Operand::kHalf : Operand::kBFloat16;
   static constexpr int kBits = Format::kBits;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr bool kGeneral = kGeneral_;
   static constexpr int kPieces = kKPerTile / 16;
-  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;                                // of 16 columns
-  static constexpr bool kAhead = kTokens == 64 && !kGeneral;                                // multiply_tile_ahead
-  static constexpr bool kTwoStages = kTokens == 64 && (kBook || (kGeneral && kBits == 8));  // by shared memory
-  static constexpr int kStages = kStages_ ? kStages_ : kTwoStages ? 2 : mma_gemm_a16_tile(kBits, kTokens).stages;
+  static constexpr int kStepPieces = kGeneral ? 2 : kPieces;                                       // of 16 columns
+  static constexpr bool kAhead = kBlockM == 64 && !kGeneral;                                       // multiply_tile_ahead
+  static constexpr bool kTwoStages = kBlockM == 64 && (kHasCodebook || (kGeneral && kBits == 8));  // by shared memory
+  static constexpr int kStages = kStages_ ? kStages_ : kTwoStages ? 2 : mma_gemm_a16_tile(kBits, kBlockM).stages;
   // The next tile is wanted soon, or the multiplication takes all registers.
-  static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kTokens == 32);
+  static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kBlockM == 32);
   // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of them. Measured.
-  static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kTokens == 16 && !kGeneral) ? 3 : 1;
-  static constexpr int kMinBlocks = kGeneral && kTokens == 16 ? 2 : mma_gemm_a16_tile(kBits, kTokens).min_ctas_per_sm;
+  static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kBlockM == 16 && !kGeneral) ? 3 : 1;
+  static constexpr int kMinBlocks = kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
   static constexpr int kGroups = kGeneral ? 4 : 1;  // in a tile of K, at most
 
   static constexpr int kWeights = 0;
-  static constexpr int kActivations = kWeights + Tile::kSlabs * chunk_bytes(kBits);
-  static constexpr int kScales = kActivations + kTokens * kRowBytes;
+  static constexpr int kActivations = kWeights + Tile::kRowPanels * k_tile_bytes(kBits);
+  static constexpr int kScales = kActivations + kBlockM * kRowBytes;
   static constexpr int kZeros = kScales + kGroups * Tile::kRows * 4;
-  static constexpr int kOffsets = kZeros + (kBook ? 0 : kGroups * Tile::kRows);
-  static constexpr int kStageBytes = kOffsets + (kGeneral && !kBook ? kGroups * Tile::kRows * 4 : 0);
+  static constexpr int kOffsets = kZeros + (kHasCodebook ? 0 : kGroups * Tile::kRows);
+  static constexpr int kStageBytes = kOffsets + (kGeneral && !kHasCodebook ? kGroups * Tile::kRows * 4 : 0);
   static constexpr int kTable = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
   static constexpr int kSharedBytes = kTable + Format::kTableBytes;
   static_assert(kStageBytes % 128 == 0, "ldmatrix rows and their swizzle start on 128 bytes");
-  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kTokens).shared_bytes, "its tile promises less shared memory");
+  static_assert(kSharedBytes <= mma_gemm_a16_tile(kBits, kBlockM).shared_bytes, "its tile promises less shared memory");
   static_assert(kGroups * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
@@ -72,12 +72,12 @@ struct Params : TileParams {
 // What a thread copies for every tile.
 template <class C>
 struct Copies {
-  static constexpr int kVectors = C::kGeneral && !C::kBook ? 3 : 1;
-  static constexpr int kAll = WeightCopy<C>::kPieces + TokenCopy<C>::kPieces + kVectors;
+  static constexpr int kVectors = C::kGeneral && !C::kHasCodebook ? 3 : 1;
+  static constexpr int kAll = WeightCopy<C>::kPieces + XRowCopy<C>::kPieces + kVectors;
   Params const& p;
   uint8_t* shared;
   WeightCopy<C> weights;
-  TokenCopy<C> activations;
+  XRowCopy<C> activations;
   VectorCopy vectors[kVectors];
   int m0;
 
@@ -94,17 +94,17 @@ struct Copies {
     if constexpr (kVectors == 3) {
       vectors[1] = VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros);
       vectors[2] = VectorCopy(i, w.offsets, p.weight_rows, p.log_offset_bytes, C::kRows, n0, p.n_pad, at + C::kOffsets);
-    } else if constexpr (!C::kBook) {
+    } else if constexpr (!C::kHasCodebook) {
       vectors[0].take(VectorCopy(i - C::kRows / 4, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
     }
   }
 
   // `stage`: bytes from the first.
-  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool tokens_wanted) const {
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool x_rows_wanted) const {
     if (i < weights.kPieces) {
       weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
-      activations(stage, i, tokens_wanted);
+      activations(stage, i, x_rows_wanted);
     } else {
       VectorCopy const& vector = vectors[i - activations.kPieces];
       vector(stage, vector.row(k_tile), wanted);
@@ -123,9 +123,9 @@ struct Copies {
     }
 #pragma unroll 1
     for (int i = 0; i < activations.kPieces; ++i) {
-      int token = m0 + activations.first_token() + i / activations.kTurns * activations.kRowsAtOnce;
-      if (token >= p.epilogue.m) break;
-      uint16_t const* values = p.x + token * p.x_stride;
+      int x_row = m0 + activations.first_x_row() + i / activations.kTurns * activations.kRowsAtOnce;
+      if (x_row >= p.epilogue.m) break;
+      uint16_t const* values = p.x + x_row * p.x_stride;
       int k = first + activations.piece(i) * 8;
       uint8_t* to = shared + (activations.place(i) - shared_address(shared)) + stage;
 #pragma unroll 1
@@ -146,9 +146,9 @@ struct StepRows {
   decode::RowConstants zeros[C::kRowBlocks];
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group) : offsets() {
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int group) : offsets() {
     int index = group * C::kRows + at.group_index, codes[4];
-    if constexpr (!C::kBook) {
+    if constexpr (!C::kHasCodebook) {
       load_zeros(stage + C::kZeros, p.weight.zeros, index, codes);
 #pragma unroll
       for (int rb = 0; rb < C::kRowBlocks; ++rb) zeros[rb] = C::Decode::zero_constants(codes[2 * rb], codes[2 * rb + 1]);
@@ -162,19 +162,19 @@ struct StepRows {
 template <class C>
 struct PairSums {
   float main[2][C::kRowBlocks][4];
-  float tokens[4];  // sum x of tokens g in registers 0 and 2
+  float x_rows[4];  // sum x of rows of x g in registers 0 and 2
 };
 
 // Fold them into the total.
 template <class C, bool kOffsets>
-__device__ __forceinline__ void promote(Place<C> const& at, int pair, StepRows<C> const& rows, PairSums<C> const& step,
+__device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, StepRows<C> const& rows, PairSums<C> const& step,
                                         typename C::Sums& sums) {
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
     float x[2] = {};
     if constexpr (kOffsets) {
 #pragma unroll
-      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, step.tokens[2 * j], 8 * at.t + 4 * e);
+      for (int e = 0; e < 2; ++e) x[e] = __shfl_sync(~0u, step.x_rows[2 * j], 8 * at.t + 4 * e);
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -189,11 +189,11 @@ __device__ __forceinline__ void promote(Place<C> const& at, int pair, StepRows<C
 
 // One step: its pieces of 16 columns begin with `first` of the tile's.
 template <class C, bool kOffsets, class Beside>
-__device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
+__device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, ThreadCoord<C> const& at,
                                          int first, typename C::Sums& sums, Beside beside) {
   using Decode = typename C::Decode;
-  constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
-  // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
+  constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
+  // Long steps multiply all rows of x by a piece and then the next. In short ones promotion weighs more: 16 rows of x are multiplied by all
   // pieces while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
@@ -209,7 +209,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
       uint8_t const* unit = stage + C::kWeights + at.weights + (rb * C::kUnits + piece / kRecordPieces) * kUnitBytes;
       if (i % kRecordPieces == 0) records[rb] = *reinterpret_cast<uint4 const*>(unit);
       uint32_t const words[4] = {records[rb].x, records[rb].y, records[rb].z, records[rb].w};
-      if constexpr (C::kBook) {
+      if constexpr (C::kHasCodebook) {
         Decode::fragment(words + piece % kRecordPieces * Decode::kWords, table, threadIdx.x % 32, a[i][rb]);
       } else {
         Decode::fragment(words + piece % kRecordPieces * Decode::kWords, rows.zeros[rb], a[i][rb]);
@@ -230,7 +230,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
       for (int pair = begin; pair < begin + kBatch; ++pair) {
         PairSums<C>& d = step[pair % kSets];
         uint32_t b[4];
-        load_tokens<C>(stage + C::kActivations, at, pair, first + i, b);
+        load_x_rows<C>(stage + C::kActivations, at, pair, first + i, b);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
@@ -239,7 +239,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
         if constexpr (kOffsets) {
           constexpr uint32_t kOnes = C::kOperand == Operand::kHalf ? 0x3c003c00u : 0x3f803f80u;
           uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
-          multiply_add<C::kOperand>(d.tokens, both, kOnes, kOnes, i == 0, 0.0f);
+          multiply_add<C::kOperand>(d.x_rows, both, kOnes, kOnes, i == 0, 0.0f);
         }
       }
       if (begin == 0) beside(first + i);
@@ -251,11 +251,11 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* ta
 
 // One tile of K out of shared memory.
 template <class C, class Beside>
-__device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p, Place<C> const& at,
+__device__ __forceinline__ void compute(uint8_t const* stage, uint8_t const* table, Params const& p, ThreadCoord<C> const& at,
                                         typename C::Sums& sums, Beside beside) {
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
-    if (C::kGeneral && !C::kBook && p.weight.offsets) {
+    if (C::kGeneral && !C::kHasCodebook && p.weight.offsets) {
       add_step<C, C::kGeneral>(stage, table, p, at, first, sums, beside);
     } else {
       add_step<C, false>(stage, table, p, at, first, sums, beside);
@@ -282,19 +282,19 @@ __device__ __forceinline__ RawFour load_raw_four(uint8_t const* vector, bool wid
   return raw;
 }
 
-// A block's life as multiply_tile has it, for steps of a whole tile with all tokens at once, where registers allow a warp to be a piece ahead of its matrix
+// A block's life as multiply_tile has it, for steps of a whole tile with all rows of x at once, where registers allow a warp to be a piece ahead of its matrix
 // instructions: while they work on one piece, the next one's operands are loaded and decoded, across the border between tiles too.
 template <class C>
 __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* shared) {
   using Decode = typename C::Decode;
-  constexpr int kPieces = C::kPieces, kPairs = C::kTokenBlocks / 2, kLast = kPieces - 1;
+  constexpr int kPieces = C::kPieces, kPairs = C::kMBlocks / 2, kLast = kPieces - 1;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
   constexpr int kAll = Copies<C>::kAll;
-  static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast, "all copies of a stage are asked for before they are committed");
-  TileIndex tile(blockIdx.x, p.row_tiles, p.token_tiles);
-  int n0 = tile.n * C::kRows, m0 = tile.m * C::kTokens;
+  static_assert((kAll - 1) / C::kCopiesAtOnce + 1 < kLast, "all copies of a stage are issued before they are committed");
+  TileIndex tile(blockIdx.x, p.row_tiles, p.m_tiles);
+  int n0 = tile.n * C::kRows, m0 = tile.m * C::kBlockM;
   KRange range(p.k_tiles, blockIdx.y, p.splits);
-  Place<C> at(threadIdx.x);
+  ThreadCoord<C> at(threadIdx.x);
   Copies<C> copies(p, shared, n0, m0, range.first);
   fill_first_stages<C>(copies, range, [] {});
 
@@ -327,14 +327,14 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
   load_records(shared, 0);
   load_row_zeros(shared);
 #pragma unroll
-  for (int pair = 0; pair < kPairs; ++pair) load_tokens<C>(shared + C::kActivations, at, pair, 0, b[pair]);
+  for (int pair = 0; pair < kPairs; ++pair) load_x_rows<C>(shared + C::kActivations, at, pair, 0, b[pair]);
 #pragma unroll
   for (int rb = 0; rb < C::kRowBlocks; ++rb) decode_piece(0, rb);
 
 #pragma unroll 1
   for (int i = 0; i < range.count; ++i) {
     int ahead = i + C::kStages - 1, after = now == (C::kStages - 1) * C::kStageBytes ? 0 : now + C::kStageBytes;
-    bool wanted = ahead < range.count, tokens_wanted = wanted && !copies.special(next, range.first + ahead);
+    bool wanted = ahead < range.count, x_rows_wanted = wanted && !copies.special(next, range.first + ahead);
     RawFour raw_scales;
     float scales[4];
     typename C::Sums step;
@@ -368,15 +368,15 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
           for (int j = 0; j < 2; ++j)
             multiply_add<C::kOperand>(step[rb][pair * 2 + j], a[piece % 2][rb], b[pair][2 * j], b[pair][2 * j + 1], piece == 0,
                                       0.0f);
-        load_tokens<C>(stage + C::kActivations, at, pair, following, b[pair]);
+        load_x_rows<C>(stage + C::kActivations, at, pair, following, b[pair]);
         if (pair >= kPairs - C::kRowBlocks) decode_piece(following, pair - kPairs + C::kRowBlocks);
       }
 #pragma unroll
       for (int j = 0; j < kAll; ++j)
-        if (j / C::kCopiesAtOnce + 1 == piece) copies(next, range.first + ahead, j, wanted, tokens_wanted);
+        if (j / C::kCopiesAtOnce + 1 == piece) copies(next, range.first + ahead, j, wanted, x_rows_wanted);
     }
 #pragma unroll
-    for (int tb = 0; tb < C::kTokenBlocks; ++tb)
+    for (int tb = 0; tb < C::kMBlocks; ++tb)
 #pragma unroll
       for (int rb = 0; rb < C::kRowBlocks; ++rb)
 #pragma unroll
@@ -386,7 +386,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
     now = after;
   }
   wait_copies<0>();
-  leave_tile<C>(p, sums, shared, n0, m0);
+  store_tile<C>(p, sums, shared, n0, m0);
 }
 
 template <class C>
@@ -396,61 +396,62 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a16(__gri
     multiply_tile_ahead<C>(p, shared);
   } else {
     auto prepare = [&] {
-      if constexpr (C::kBook)
-        decode::Int4Book::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
+      if constexpr (C::kHasCodebook)
+        decode::Int4Codebook::fill<typename C::Element>(shared + C::kTable, p.weight.book, threadIdx.x, C::kThreads);
     };
     multiply_tile<C, Copies<C>>(p, shared, prepare,
-                                [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
+                                [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
                                   compute<C>(stage, shared + C::kTable, p, at, sums, beside);
                                 });
   }
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   PackedWeight const& w = problem.weight;
   bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
-  Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), static_cast<uint16_t const*>(problem.x), problem.x_stride,
-           vector_loads, vector_loads && w.k % kKPerTile == 0};
-  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kTokens, C::kGeneral, C::kBook, C::kStages),
+  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), static_cast<uint16_t const*>(problem.x),
+           problem.x_stride, vector_loads, vector_loads && w.k % kKPerTile == 0};
+  static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral, C::kHasCodebook, C::kStages),
                 "the plan has other shared memory");
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <class Element, int kBits, int kTokens>
-Status launch_groups(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <class Element, int kBits, int kBlockM>
+Status launch_groups(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   PackedWeight const& w = problem.weight;
   using Integers = std::conditional_t<kBits == 4, formats::Int4, formats::Int8>;
   using Others = std::conditional_t<kBits == 4, formats::Codebook, formats::E4m3>;
-  if (w.book || w.e4m3) return launch_config<Config<Element, Others, kTokens, true>>(problem, plan, partials, stream);
+  if (w.book || w.e4m3) return launch_config<Config<Element, Others, kBlockM, true>>(problem, plan, splitk_workspace, stream);
   if (w.offsets || w.group_size == 32 || w.group_size == 64) {
-    return launch_config<Config<Element, Integers, kTokens, true>>(problem, plan, partials, stream);
+    return launch_config<Config<Element, Integers, kBlockM, true>>(problem, plan, splitk_workspace, stream);
   }
-  using Whole = Config<Element, Integers, kTokens, false>;
+  using Whole = Config<Element, Integers, kBlockM, false>;
   if constexpr (Whole::kAhead && kBits == 8) {
-    if (plan.stages == 2) return launch_config<Config<Element, Integers, kTokens, false, 2>>(problem, plan, partials, stream);
+    if (plan.stages == 2)
+      return launch_config<Config<Element, Integers, kBlockM, false, 2>>(problem, plan, splitk_workspace, stream);
   }
-  return launch_config<Whole>(problem, plan, partials, stream);
+  return launch_config<Whole>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element, int kBits>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return plan.block_m == 16   ? launch_groups<Element, kBits, 16>(problem, plan, partials, stream)
-         : plan.block_m == 32 ? launch_groups<Element, kBits, 32>(problem, plan, partials, stream)
-                              : launch_groups<Element, kBits, 64>(problem, plan, partials, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return plan.block_m == 16   ? launch_groups<Element, kBits, 16>(problem, plan, splitk_workspace, stream)
+         : plan.block_m == 32 ? launch_groups<Element, kBits, 32>(problem, plan, splitk_workspace, stream)
+                              : launch_groups<Element, kBits, 64>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_element(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.bits == 4 ? launch_tile<Element, 4>(problem, plan, partials, stream)
-                                  : launch_tile<Element, 8>(problem, plan, partials, stream);
+Status launch_element(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.weight.bits == 4 ? launch_tile<Element, 4>(problem, plan, splitk_workspace, stream)
+                                  : launch_tile<Element, 8>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
-Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, partials, stream)
-                                              : launch_element<__nv_bfloat16>(problem, plan, partials, stream);
+Status launch_mma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half>(problem, plan, splitk_workspace, stream)
+                                              : launch_element<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -1,6 +1,6 @@
 // int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and W4A8, sm_80 and later.
 //
-// A block computes 128 output features x kTokens. Weights, activations, scales and zero points of 128 columns of K go through a ring of
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a ring of
 // stages in shared memory (cp.async). Per step of 128 columns, or 64 or 32 where groups are that short:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
@@ -16,7 +16,7 @@
 //   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc)         4 bit: c - zc is what the decoder makes
 //     = sum q c - za * sum c - zc * Q,   Q = sum q - width * za           8 bit: c - zc would not fit
 // and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand B of ones, in the registers that hold the
-// outputs of those rows; sum q by an operand B of ones to the tokens as operand A: the registers of two operands B, in another order, are
+// outputs of those rows; sum q by an operand B of ones to the rows of x as operand A: the registers of two operands B, in another order, are
 // one. Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0, whatever the weights' padding is.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
@@ -36,9 +36,9 @@ enum class Form { kSymmetric, kZeroPoints, kGeneral64, kGeneral32 };
 constexpr float kMagicNumber = 0x1.8p23f;
 constexpr uint32_t kMagicBits = 0x4b400000u;
 
-template <int kBits_, int kTokens, Form kForm_>
-struct Config : BlockTile<kTokens> {
-  using Tile = BlockTile<kTokens>;
+template <int kBits_, int kBlockM, Form kForm_>
+struct Config : BlockTile<kBlockM> {
+  using Tile = BlockTile<kBlockM>;
   static constexpr int kBits = kBits_;
   static constexpr int kUnits = kBits / 2;  // of a row block and tile of K (layout.h)
   static constexpr int kRowBytes = kKPerTile;
@@ -49,24 +49,24 @@ struct Config : BlockTile<kTokens> {
   static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : kPieces;
   // The zero points of 8-bit weights may lead beyond the magic number's range.
   static constexpr bool kMagic = !kGeneral || kBits == 4;
-  static constexpr int kStages = mma_gemm_a8_tile(kBits, kTokens).stages;
-  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kTokens).min_ctas_per_sm : 2;
+  static constexpr int kStages = mma_gemm_a8_tile(kBits, kBlockM).stages;
+  static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
   static constexpr int kCopiesAtOnce = 1;
-  static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kTokens == 64;  // the multiplication takes all registers
+  static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;  // the multiplication takes all registers
   static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
 
   static constexpr int kWeights = 0;
-  static constexpr int kActivations = kWeights + Tile::kSlabs * chunk_bytes(kBits);
-  static constexpr int kActivationScales = kActivations + kTokens * kKPerTile;
-  static constexpr int kScales = kActivationScales + kSteps * kTokens * 4;
+  static constexpr int kActivations = kWeights + Tile::kRowPanels * k_tile_bytes(kBits);
+  static constexpr int kActivationScales = kActivations + kBlockM * kKPerTile;
+  static constexpr int kScales = kActivationScales + kSteps * kBlockM * 4;
   static constexpr int kZeros = kScales + kSteps * Tile::kRows * 4;
   static constexpr int kActivationZeros = kZeros + (kForm != Form::kSymmetric ? kSteps * Tile::kRows : 0);
-  static constexpr int kOffsets = kActivationZeros + (kForm != Form::kSymmetric ? kSteps * kTokens : 0);
+  static constexpr int kOffsets = kActivationZeros + (kForm != Form::kSymmetric ? kSteps * kBlockM : 0);
   // ldmatrix rows and their swizzle want every stage to start on 128 bytes.
   static constexpr int kStageBytes = (kOffsets + (kGeneral ? kSteps * Tile::kRows * 4 : 0) + 127) / 128 * 128;
   static constexpr int kSharedBytes = kStages * kStageBytes > Tile::kSumBytes ? kStages* kStageBytes : Tile::kSumBytes;
-  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kTokens).shared_bytes, "its tile promises less shared memory");
+  static_assert(kSharedBytes <= mma_gemm_a8_tile(kBits, kBlockM).shared_bytes, "its tile promises less shared memory");
   static_assert(kSteps * Tile::kRows / 4 <= Tile::kThreads, "a thread copies one 16-byte piece of a vector's fp32 rows");
 };
 
@@ -79,9 +79,9 @@ struct Params : TileParams {
 template <class C>
 struct Copies {
   static constexpr int kVectors = C::kGeneral ? 3 : 1;
-  static constexpr int kAll = WeightCopy<C>::kPieces + TokenCopy<C>::kPieces + kVectors;
+  static constexpr int kAll = WeightCopy<C>::kPieces + XRowCopy<C>::kPieces + kVectors;
   WeightCopy<C> weights;
-  TokenCopy<C> activations;
+  XRowCopy<C> activations;
   VectorCopy vectors[kVectors];
 
   __device__ __forceinline__ Copies(Params const& p, uint8_t const* shared, int n0, int m0, int k_tile)
@@ -89,7 +89,7 @@ struct Copies {
         activations(shared_address(shared) + C::kActivations, p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0, p.epilogue.m,
                     k_tile) {
     PackedWeight const& w = p.weight;
-    // Threads from the first on copy vectors of weights, from the last on those of tokens.
+    // Threads from the first on copy vectors of weights, from the last on those of rows of x.
     int i = threadIdx.x, last = C::kThreads - 1 - i;
     uint32_t at = shared_address(shared);
     vectors[0] = VectorCopy(i, w.scales, p.weight_rows, p.log_scale_bytes, C::kRows, n0, p.n_pad, at + C::kScales);
@@ -100,19 +100,19 @@ struct Copies {
     }
     VectorCopy& others = vectors[kVectors - 1];
     if constexpr (C::kForm != Form::kSymmetric) {
-      constexpr int kScalePieces = C::kSteps * C::kTokens / 4;
+      constexpr int kScalePieces = C::kSteps * C::kBlockM / 4;
       others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
-      others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kTokens, m0, p.x.stride,
+      others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kBlockM, m0, p.x.stride,
                              at + C::kActivationZeros));
     }
-    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kTokens, m0, p.x.stride, at + C::kActivationScales));
+    others.take(VectorCopy(last, p.x.scales, p.activation_rows, 2, C::kBlockM, m0, p.x.stride, at + C::kActivationScales));
   }
 
-  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool tokens_wanted) const {
+  __device__ __forceinline__ void operator()(int stage, int k_tile, int i, bool wanted, bool x_rows_wanted) const {
     if (i < weights.kPieces) {
       weights(stage, i, wanted);
     } else if (i -= weights.kPieces; i < activations.kPieces) {
-      activations(stage, i, tokens_wanted);
+      activations(stage, i, x_rows_wanted);
     } else {
       VectorCopy const& vector = vectors[i - activations.kPieces];
       vector(stage, vector.row(k_tile), wanted);
@@ -130,7 +130,7 @@ struct StepRows {
   uint32_t sums[C::kRowBlocks][4];  // of c (4 bit: c - zc); registers 1, 3 repeat 0, 2
 
   // `group`: row of the stage's vectors.
-  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, Place<C> const& at, int group)
+  __device__ __forceinline__ StepRows(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int group)
       : offsets(), sums() {
     int index = group * C::kRows + at.group_index;
     load_float4(stage + C::kScales, p.weight.scale_type, index, scales);
@@ -143,28 +143,28 @@ struct StepRows {
 template <class C>
 struct PairSums {
   uint32_t main[2][C::kRowBlocks][4];
-  uint32_t tokens[4];  // sum q of tokens g in registers 0 and 2
+  uint32_t x_rows[4];  // sum q of rows of x g in registers 0 and 2
 };
 
 // Fold them into the fp32 sums. `block`: row of the stage's token vectors.
-template <class C, bool kTokenSums>
-__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, Place<C> const& at, int block, int pair,
+template <class C, bool kXRowSums>
+__device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int block, int pair,
                                         StepRows<C> const& rows, PairSums<C> const& step, typename C::Sums& sums) {
   constexpr float kDecodedScale = C::kBits == 4 && !C::kMinusZero ? 1.0f / decode::Int4Int8::kScale : 1.0f;
 #pragma unroll
   for (int j = 0; j < 2; ++j) {
-    int tb = pair * 2 + j, token = block * C::kTokens + tb * 8 + 2 * at.t;
-    float2 scale_pair = *reinterpret_cast<float2 const*>(stage + C::kActivationScales + token * 4);
+    int tb = pair * 2 + j, x_row = block * C::kBlockM + tb * 8 + 2 * at.t;
+    float2 scale_pair = *reinterpret_cast<float2 const*>(stage + C::kActivationScales + x_row * 4);
     float const token_scale[2] = {scale_pair.x, scale_pair.y};
     int za[2] = {0, 0}, q[2] = {0, 0};
     if (C::kForm != Form::kSymmetric && p.x.zeros) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + C::kActivationZeros + token);
+      char2 z = *reinterpret_cast<char2 const*>(stage + C::kActivationZeros + x_row);
       za[0] = z.x, za[1] = z.y;
     }
-    if constexpr (kTokenSums) {
+    if constexpr (kXRowSums) {
 #pragma unroll
       for (int e = 0; e < 2; ++e)
-        q[e] = __shfl_sync(~0u, int(step.tokens[2 * j]), 8 * at.t + 4 * e) - C::kStepPieces * 32 * za[e];
+        q[e] = __shfl_sync(~0u, int(step.x_rows[2 * j]), 8 * at.t + 4 * e) - C::kStepPieces * 32 * za[e];
     }
 #pragma unroll
     for (int rb = 0; rb < C::kRowBlocks; ++rb)
@@ -173,24 +173,24 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, P
         int row = 2 * rb + e / 2, integer = int(step.main[j][rb][e]);
         float& sum = sums[rb][tb][e];
         if (C::kForm != Form::kSymmetric) integer -= za[e % 2] * int(rows.sums[rb][e / 2 * 2]);
-        if (kTokenSums && C::kBits == 8) integer -= rows.zeros[row] * q[e % 2];
+        if (kXRowSums && C::kBits == 8) integer -= rows.zeros[row] * q[e % 2];
         float number = C::kMagic ? __int_as_float(integer) - kMagicNumber : float(integer);
         sum = fmaf(number, token_scale[e % 2] * (rows.scales[row] * kDecodedScale), sum);
-        if (kTokenSums) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
+        if (kXRowSums) sum = fmaf(rows.offsets[row], token_scale[e % 2] * float(q[e % 2]), sum);
       }
   }
 }
 
 // One step: its pieces of 32 columns begin with `first` of the tile's.
-template <class C, bool kTokenSums, class Beside>
-__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, Place<C> const& at, int first,
+template <class C, bool kXRowSums, class Beside>
+__device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int first,
                                          typename C::Sums& sums, Beside beside) {
-  constexpr int kPieces = C::kStepPieces, kPairs = C::kTokenBlocks / 2;
-  // Long steps multiply all tokens by a piece and then the next. In short ones promotion weighs more: 16 tokens are multiplied by all
+  constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
+  // Long steps multiply all rows of x by a piece and then the next. In short ones promotion weighs more: 16 rows of x are multiplied by all
   // pieces while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
-  constexpr uint32_t kOnes = 0x01010101u, kStart = C::kMagic ? kMagicBits : 0;
+  constexpr uint32_t kOnes = 0x01010101u, kInitialSum = C::kMagic ? kMagicBits : 0;
   int group = C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0;
   int block = C::kGeneral && p.activation_rows.count > 1 ? group : 0;
   StepRows<C> rows(stage, p, at, group);
@@ -221,7 +221,7 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
   auto promote_batch = [&](int begin) {
 #pragma unroll
     for (int pair = begin; pair < begin + kBatch; ++pair)
-      promote<C, kTokenSums>(stage, p, at, block, pair, rows, step[pair % kSets], sums);
+      promote<C, kXRowSums>(stage, p, at, block, pair, rows, step[pair % kSets], sums);
   };
 
 #pragma unroll
@@ -233,15 +233,15 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
       for (int pair = begin; pair < begin + kBatch; ++pair) {
         PairSums<C>& d = step[pair % kSets];
         uint32_t b[4];
-        load_tokens<C>(stage + C::kActivations, at, pair, first + i, b);
+        load_x_rows<C>(stage + C::kActivations, at, pair, first + i, b);
 #pragma unroll
         for (int j = 0; j < 2; ++j)
 #pragma unroll
           for (int rb = 0; rb < C::kRowBlocks; ++rb)
-            multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, kStart);
-        if constexpr (kTokenSums) {
+            multiply_add<Operand::kInt8>(d.main[j][rb], a[i][rb], b[2 * j], b[2 * j + 1], i == 0, kInitialSum);
+        if constexpr (kXRowSums) {
           uint32_t const both[4] = {b[0], b[2], b[1], b[3]};
-          multiply_add<Operand::kInt8>(d.tokens, both, kOnes, kOnes, i == 0, 0u);
+          multiply_add<Operand::kInt8>(d.x_rows, both, kOnes, kOnes, i == 0, 0u);
         }
       }
       if (begin == 0) beside(first + i);
@@ -253,12 +253,12 @@ __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, 
 
 // One tile of K out of shared memory.
 template <class C, class Beside>
-__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, Place<C> const& at, typename C::Sums& sums,
+__device__ __forceinline__ void compute(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, typename C::Sums& sums,
                                         Beside beside) {
-  bool token_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
+  bool x_sums = C::kGeneral && (p.weight.offsets || (C::kBits == 8 && p.weight.zeros));
 #pragma unroll
   for (int first = 0; first < C::kPieces; first += C::kStepPieces) {
-    if (token_sums) {
+    if (x_sums) {
       add_step<C, C::kGeneral>(stage, p, at, first, sums, beside);
     } else {
       add_step<C, false>(stage, p, at, first, sums, beside);
@@ -271,44 +271,46 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinBlocks) mma_gemm_a8(__grid
   extern __shared__ __align__(128) uint8_t shared[];
   multiply_tile<C, Copies<C>>(
       p, shared, [] {},
-      [&](uint8_t const* stage, Place<C> const& at, typename C::Sums& sums, auto beside) {
+      [&](uint8_t const* stage, ThreadCoord<C> const& at, typename C::Sums& sums, auto beside) {
         compute<C>(stage, p, at, sums, beside);
       });
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  Params p{TileParams(problem, plan, partials, C::kRows, C::kTokens), problem.quantized, VectorRows(problem.quantized.block)};
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), problem.quantized,
+           VectorRows(problem.quantized.block)};
   static_assert(
-      C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kTokens, C::kForm != Form::kSymmetric, C::kGeneral, C::kStages),
+      C::kSharedBytes == mma_gemm_a8_shared_bytes(C::kBits, C::kBlockM, C::kForm != Form::kSymmetric, C::kGeneral, C::kStages),
       "the plan has other shared memory");
   return launch_plan(mma_gemm_a8<C>, plan, C::kThreads, C::kSharedBytes, stream, p);
 }
 
-template <int kBits, int kTokens>
-Status launch_form(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <int kBits, int kBlockM>
+Status launch_form(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   PackedWeight const& w = problem.weight;
-  if (w.group_size == 32) return launch_config<Config<kBits, kTokens, Form::kGeneral32>>(problem, plan, partials, stream);
+  if (w.group_size == 32)
+    return launch_config<Config<kBits, kBlockM, Form::kGeneral32>>(problem, plan, splitk_workspace, stream);
   if (w.offsets || w.group_size == 64 || (w.zeros && kBits == 8)) {
-    return launch_config<Config<kBits, kTokens, Form::kGeneral64>>(problem, plan, partials, stream);
+    return launch_config<Config<kBits, kBlockM, Form::kGeneral64>>(problem, plan, splitk_workspace, stream);
   }
   return w.zeros || problem.quantized.zeros
-             ? launch_config<Config<kBits, kTokens, Form::kZeroPoints>>(problem, plan, partials, stream)
-             : launch_config<Config<kBits, kTokens, Form::kSymmetric>>(problem, plan, partials, stream);
+             ? launch_config<Config<kBits, kBlockM, Form::kZeroPoints>>(problem, plan, splitk_workspace, stream)
+             : launch_config<Config<kBits, kBlockM, Form::kSymmetric>>(problem, plan, splitk_workspace, stream);
 }
 
 template <int kBits>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return plan.block_m == 16   ? launch_form<kBits, 16>(problem, plan, partials, stream)
-         : plan.block_m == 32 ? launch_form<kBits, 32>(problem, plan, partials, stream)
-                              : launch_form<kBits, 64>(problem, plan, partials, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return plan.block_m == 16   ? launch_form<kBits, 16>(problem, plan, splitk_workspace, stream)
+         : plan.block_m == 32 ? launch_form<kBits, 32>(problem, plan, splitk_workspace, stream)
+                              : launch_form<kBits, 64>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace
 
-Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, partials, stream)
-                                  : launch_tile<8>(problem, plan, partials, stream);
+Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.weight.bits == 4 ? launch_tile<4>(problem, plan, splitk_workspace, stream)
+                                  : launch_tile<8>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -12,7 +12,7 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kColumns = 16;  // codes of a row that a lane moves at once
-constexpr int kBlocks = kRowsPerSlab / kRowsPerBlock;
+constexpr int kBlocks = kRowsPerPanel / kRowsPerBlock;
 
 // Stored codes are centred: the top bit is inverted.
 template <int kBits>
@@ -94,7 +94,7 @@ struct Coordinates {
     lane = threadIdx.x % 32;
     int const tiles = int(padded_k(p.k) / kKPerTile), block = int(warp % kBlocks), word = lane % 4;
     int64_t const chunk = warp / kBlocks;
-    row = int(chunk / tiles) * kRowsPerSlab + block * kRowsPerBlock + lane / 4 + (kBits == 8 ? word % 2 * 8 : 0);
+    row = int(chunk / tiles) * kRowsPerPanel + block * kRowsPerBlock + lane / 4 + (kBits == 8 ? word % 2 * 8 : 0);
     column = int(chunk % tiles) * kKPerTile + (kBits == 8 ? word / 2 : word) * kColumns;
     packed = warp * (kUnits * kUnitBytes) + lane * kLaneBytes;
   }
@@ -102,7 +102,7 @@ struct Coordinates {
 
 template <int kBits>
 __global__ void __launch_bounds__(kThreads) pack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
-  wait_alone();  // the next kernel may read a packed weight before it waits
+  pdl_wait();  // the next kernel may read a packed weight before it waits
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
   using C = Coordinates<kBits>;
@@ -126,7 +126,7 @@ __global__ void __launch_bounds__(kThreads) pack_codes(__grid_constant__ PackPro
 
 template <int kBits>
 __global__ void __launch_bounds__(kThreads) unpack_codes(__grid_constant__ PackProblem const p, int64_t warps) {
-  wait_alone();  // the next kernel may read a packed weight before it waits
+  pdl_wait();  // the next kernel may read a packed weight before it waits
   int64_t const warp = (int64_t(blockIdx.x) * kThreads + threadIdx.x) / 32;
   if (warp >= warps) return;
   using C = Coordinates<kBits>;

@@ -1,5 +1,5 @@
 // Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row. What is quantised is x, or one of two
-// functions of it that decoders compute in between, so that their results need no way through memory:
+// functions of it that decoders compute in between, so that their results do not pass through memory:
 //
 //   rms norm     s = x + residual, which is also written;  r = 1 / sqrt(mean of s^2 over the row + eps);  y = (s * r) * weight
 //   silu x up    y = silu(x) * up,  silu(v) = v / (1 + exp(-v))
@@ -12,11 +12,11 @@
 // A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
 // Columns from K to the next multiple of 128 hold the zero point of their block.
 //
-// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that corrects zero points for many blocks at
+// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that compensates zero points for many blocks at
 // once, their zero values too (device/zero_values.cuh).
 //
-// One lane owns pieces of 16 columns: 16 bytes of the permuted codes, which it stores at once. Memory is what takes the time: loads are asked for long
-// before they are used.
+// One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth is the limit, so loads are issued long
+// before their use.
 //   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
 //                     their scales lie side by side and leave in one store
 //   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both; the row stays in registers while the next is loaded
@@ -45,9 +45,9 @@ constexpr int kZeroRowThreads =
 constexpr int kBlockRows = 2;                     // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
-constexpr int kDecodeTokens = 16;
-// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of 4096 tokens x 4096 x 4096. A smaller one
-// may be found there, where whatever made it left it: 1 to 2 % of up to 1024 tokens.
+constexpr int kDecodeBlockM = 16;
+// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of M = 4096, 4096 x 4096. A smaller one
+// may be found there, where whatever made it left it: 1 to 2 % of up to 1024 rows of x.
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
@@ -155,7 +155,7 @@ __device__ __forceinline__ float sum_of_lanes(float v) {
 }
 
 // 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs of 512 columns. As eps is at least 1e-15, none but an infinite
-// sum leaves the range in which a reciprocal square root that is nearly right and one correction by the remainder make the square root.
+// sum leaves the range in which a reciprocal square root that is nearly right and one compensation by the remainder make the square root.
 __device__ __forceinline__ float norm_factor(float const* run_sums, int runs, QuantizeProblem const& q) {
   float sum = 0.0f, y;
   for (int run = threadIdx.x % 32; run < runs; run += 32) sum = __fadd_rn(sum, run_sums[run]);
@@ -228,8 +228,8 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> co
 template <class T, bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
-  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
-  wait_for_predecessor();
+  if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
+  pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   int const group = (blockIdx.z * kMaxGridY + blockIdx.y) * blockDim.y + threadIdx.y, row = group * kBlockRows;
   int const piece = blockIdx.x * blockDim.x + threadIdx.x, column = piece * kLaneColumns;
@@ -270,12 +270,12 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
 
 // ---- rows
 
-// The block's range and codes of 16 columns of a row. `token` is the range of a row that is one block.
+// The block's range and codes of 16 columns of a row. `x_row` is the range of a row that is one block.
 template <bool kMayUpcast, class T, bool kSymmetric>
 __device__ __forceinline__ void quantize_piece(Params const& p, int row, int piece, Columns<T> const& c,
-                                               Span<T, kSymmetric> const& token) {
+                                               Span<T, kSymmetric> const& x_row) {
   QuantizedActivations const& out = p.problem.out;
-  Span<T, kSymmetric> span = token;
+  Span<T, kSymmetric> span = x_row;
   if (out.block != -1) {
     span = {};
     span.add(c);
@@ -310,8 +310,8 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
   // In turn for even and odd rows, so that a warp may begin a row while others end the one before.
   __shared__ float run_sums[2][kWarps * kPieces];
   __shared__ Span<T, kSymmetric> spans[2][kWarps];
-  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
-  wait_for_predecessor();
+  if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
+  pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   int const first = threadIdx.x, step = blockDim.x, runs = (p.pieces + 31) / 32;
   void const* const other_rows = kNorm ? q.residual : q.up;
@@ -352,14 +352,14 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
 #pragma unroll
       for (int i = 0; i < kPieces; ++i) normalize(c[i], weight[i], factor, q.k - (first + i * step) * kLaneColumns, q.x_type);
     }
-    Span<T, kSymmetric> token;
+    Span<T, kSymmetric> x_row;
     if (q.out.block == -1) {
 #pragma unroll
-      for (int i = 0; i < kPieces; ++i) token.add(c[i]);
-      share_with_block(token, spans[odd]);
+      for (int i = 0; i < kPieces; ++i) x_row.add(c[i]);
+      share_with_block(x_row, spans[odd]);
     }
 #pragma unroll
-    for (int i = 0; i < kPieces; ++i) quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], token);
+    for (int i = 0; i < kPieces; ++i) quantize_piece<kFunction == Function::kNone>(p, row, first + i * step, c[i], x_row);
   }
 }
 
@@ -372,10 +372,10 @@ __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_co
 #if __CUDA_ARCH__ >= 900
   constexpr int kWarps = kPartThreads / 32;
   __shared__ Span<T, kSymmetric> spans[kMostParts * kWarps];
-  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
+  if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();  // all blocks are there to be written to
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   int const row = blockIdx.y, first = blockIdx.x * (kPartThreads * kPartPieces) + threadIdx.x, lane = threadIdx.x % 32;
   Columns<T> c[kPartPieces];
@@ -404,8 +404,8 @@ template <bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_constant__ Params const p) {
   extern __shared__ float run_sums[];
   __shared__ Span<float, kSymmetric> spans[kAnyThreads / 32];
-  if (p.start.early) let_successor_start();  // it asks for its weights meanwhile
-  wait_for_predecessor();
+  if (p.start.early) pdl_launch_dependents();  // it loads its weights meanwhile
+  pdl_wait_and_launch_dependents();
   QuantizeProblem const& q = p.problem;
   int const row = blockIdx.x, runs = (p.pieces + 31) / 32;
   float factor = 0.0f;
@@ -440,29 +440,29 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
     }
     return c;
   };
-  Span<float, kSymmetric> token;
+  Span<float, kSymmetric> x_row;
   if (q.out.block == -1) {
-    for (int piece = threadIdx.x; piece < p.pieces; piece += kAnyThreads) token.add(values(piece));
-    share_with_block(token, spans);
+    for (int piece = threadIdx.x; piece < p.pieces; piece += kAnyThreads) x_row.add(values(piece));
+    share_with_block(x_row, spans);
   }
   for (int piece = threadIdx.x; piece < runs * 32; piece += kAnyThreads)
-    quantize_piece<kFunction == Function::kNone>(p, row, piece, values(piece), token);
+    quantize_piece<kFunction == Function::kNone>(p, row, piece, values(piece), x_row);
 }
 
 // ---- launch
 
 // Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
-// all go to the first multiprocessors that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
-// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too. For more tokens a quarter is enough, which
-// fits beside two blocks of mma_gemm_a8: given half, 24 tokens' blocks outnumber the multiprocessors that hold no two of these and wait for others to end.
-// (W4A8 28672 x 4096 takes 23.8 us so, else 30; 32 tokens x 4096 x 4096 between kernels of others 10.2, else 12.2.)
+// all go to the first SMs that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
+// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too. For more rows of x a quarter is enough, which
+// fits beside two blocks of mma_gemm_a8: given half, the blocks for 24 rows outnumber the SMs that hold no two of these and wait for others to end.
+// (W4A8 28672 x 4096 takes 23.8 us so, else 30; M = 32, 4096 x 4096 between kernels of others 10.2, else 12.2.)
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  constexpr int kFew = 8;  // for each multiprocessor
+  constexpr int kFew = 8;  // for each SM
   int64_t const blocks = int64_t(grid.x) * grid.y * grid.z;
   int64_t const each = (blocks + device.multiprocessors - 1) / device.multiprocessors;
-  bool const few = p.problem.m <= kDecodeTokens;
+  bool const few = p.problem.m <= kDecodeBlockM;
   int const unused = int(device.shared_memory / std::max<int64_t>(each + 1, few ? 0 : 4));
   bool const spread =
       p.start.spread && device.architecture >= 90 && each <= kFew && (!few || 2 * blocks >= device.multiprocessors);
@@ -477,11 +477,11 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a multiprocessor's share, if that
+  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a SM's share, if that
   // is less: the product is waiting.
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
   int const threads =
-      p.problem.m > kDecodeTokens ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
+      p.problem.m > kDecodeBlockM ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);
   if (p.problem.out.zero_values) {
     int const y = std::min(groups, kMaxGridY), z = (groups + kMaxGridY - 1) / kMaxGridY;
     dim3 const grid((p.pieces + kZeroRowThreads - 1) / kZeroRowThreads, y, z);
@@ -526,7 +526,7 @@ Status launch_function(Params const& p, Stream stream) {
       Device device;
       if (Status status = current_device(&device); !status.ok()) return status;
       bool const fits = p.pieces <= kMostParts * kPartThreads * kPartPieces && !p.problem.out.upcast;
-      if (device.architecture >= 90 && p.problem.m <= kDecodeTokens && fits) return launch_row_parts<T, kSymmetric>(p, stream);
+      if (device.architecture >= 90 && p.problem.m <= kDecodeBlockM && fits) return launch_row_parts<T, kSymmetric>(p, stream);
     }
     if (p.pieces <= kRowThreads<1>) return launch_rows<T, kSymmetric, kFunction, 1>(p, stream);
     if constexpr (kFunction == Function::kNone) {

@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(1024) route(__grid_constant__ RouteParams cons
   RouteProblem const& r = p.problem;
   int const mine = blockIdx.x, positions = r.tokens * r.top, threads = blockDim.x;
   for (int e = threadIdx.x; e <= r.experts; e += threads) counts[e] = 0;
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   __syncthreads();
 #pragma unroll kEach
   for (int i = threadIdx.x; i < positions; i += threads) atomicAdd(counts + expert_of(r, i), 1);
@@ -101,13 +101,13 @@ struct GatherParams {
   RouteProblem route;
   RowSlots slots;
   GatherProblem problem;
-  bool whole_pieces;  // rows are of 16-byte pieces that start on 16 bytes
+  bool whole_pieces;  // rows are of 16-byte vectors that start on 16 bytes
 };
 
 constexpr int kGatherWarps = 8;
 
 __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant__ GatherParams const p) {
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   int const slot = blockIdx.x * kGatherWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
   if (slot >= *p.slots.used) return;
   int const position = p.slots.position[slot];
@@ -140,13 +140,13 @@ struct SumParams {
   DataType weight_type;
   void* out;
   DataType out_type;
-  bool vectors;  // rows are of 16-byte pieces
+  bool vectors;  // rows are of 16-byte vectors
 };
 
 constexpr int kSumThreads = 256, kSumColumns = 4, kAtATime = 8;
 
 __global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ SumParams const p) {
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   int const token = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * kSumColumns, top = p.route.top;
   if (column >= p.n) return;
   int const columns = min(kSumColumns, p.n - column);

@@ -16,7 +16,7 @@ struct UpcastParams {
 };
 
 __global__ void __launch_bounds__(kThreads) upcast_activations(__grid_constant__ UpcastParams const p) {
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   int64_t const index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= p.total) return;
   int const row = int(index / p.pieces), piece = int(index - int64_t(row) * p.pieces);
@@ -34,7 +34,7 @@ struct GatherParams {
 };
 
 __global__ void __launch_bounds__(kThreads) gather_activations(__grid_constant__ GatherParams const p) {
-  wait_for_predecessor();
+  pdl_wait_and_launch_dependents();
   int64_t const index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   if (index >= p.total) return;
   int const row = int(index / p.pieces), column = int(index - int64_t(row) * p.pieces) * kColumns;

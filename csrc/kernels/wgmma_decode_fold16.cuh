@@ -1,4 +1,4 @@
-// wgmma_decode_fold16's launchers. Each format has its instances in a file of its own, wgmma_decode_fold16_<format>.cu.
+// wgmma_decode_fold16's launchers. Each format has its instances in a separate file, wgmma_decode_fold16_<format>.cu.
 #pragma once
 
 #include "kernels/wgmma_decode.cuh"
@@ -6,23 +6,23 @@
 namespace cutlass_ops {
 namespace {
 
-// `launch` with the Fold that a weight beside x of `Element` takes.
+// `launch` with the Fold that a weight with x of `Element` takes.
 template <class Element, class Format, class Launch>
 Status with_fold(PackedWeight const& w, DataType x_type, Launch launch) {
   if (w.scale_type != x_type || (w.offsets && w.offset_type != x_type))
-    return launch(Fold<Element, Format, false, Shift::kAny>());
+    return launch(Fold<Element, Format, false, AffineTerm::kAny>());
   if constexpr (Format::kIntegers) {
-    if (w.zeros) return launch(Fold<Element, Format, true, Shift::kZeros>());
-    if (w.offsets) return launch(Fold<Element, Format, true, Shift::kOffsets>());
+    if (w.zeros) return launch(Fold<Element, Format, true, AffineTerm::kZeros>());
+    if (w.offsets) return launch(Fold<Element, Format, true, AffineTerm::kOffsets>());
   }
-  return launch(Fold<Element, Format, true, Shift::kNone>());
+  return launch(Fold<Element, Format, true, AffineTerm::kNone>());
 }
 
-template <class Element, class Format, bool kQuantizes, bool kAlone>
+template <class Element, class Format, bool kQuantizes, bool kOneCta>
 Status launch_fold(GemmProblem const& problem, Plan const& plan, Stream stream) {
   return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) {
     using F = decltype(fold);
-    return launch_config<FoldConfig<Element, Format, F::kNarrow, F::kShift, kQuantizes, kAlone>>(problem, plan, stream);
+    return launch_config<FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, kQuantizes, kOneCta>>(problem, plan, stream);
   });
 }
 
@@ -39,7 +39,8 @@ template <class Element, class Format>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   return with_fold<Element, Format>(problem.weight, problem.x_type, [&](auto fold) {
     using F = decltype(fold);
-    return launch_grouped_config<FoldConfig<Element, Format, F::kNarrow, F::kShift, false, false, true>>(problem, plan, stream);
+    return launch_grouped_config<FoldConfig<Element, Format, F::kNarrow, F::kAffineTerm, false, false, true>>(problem, plan,
+                                                                                                              stream);
   });
 }
 

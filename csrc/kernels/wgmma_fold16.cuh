@@ -11,10 +11,10 @@
 //        128 | ...                 |  CTA 1
 //
 //   panel    64 columns of x; a ring of them
-//   chunk    128 columns of codes with their scales, offsets and zero points; another ring
+//   K tile   128 columns of codes with their scales, offsets and zero points; another ring
 //   step     64 columns: decoded while the step before is multiplied
 //
-// Each format has its instances in a file of its own, wgmma_fold16_<format>.cu.
+// Each format has its instances in a separate file, wgmma_fold16_<format>.cu.
 #pragma once
 
 #include "device/fold.cuh"
@@ -29,45 +29,45 @@ namespace {
 
 // Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'; where gate and up are multiplied at a time, the first half
 // of the warpgroups has gate's features.
-template <class Element_, class Format_, bool kNarrow_, int kTokens_, bool kGrouped_ = false>
-struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
-  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, Shift::kAny>;
+template <class Element_, class Format_, bool kNarrow_, int kBlockM_, bool kGrouped_ = false>
+struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
+  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, AffineTerm::kAny>;
   using Element = Element_;
   using Format = Format_;
-  using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kTokens_>, hopper::Work>;
+  using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM_>, hopper::Work>;
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
   static constexpr bool kGrouped = kGrouped_;
   static constexpr bool kCodebook = Format::kTableBytes > 0;
-  static constexpr int kWindow = 0;
+  static constexpr int kWindowTiles = 0;
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
-  static constexpr int kBits = Format::kBits, kTokens = kTokens_, kCluster = 2;
+  static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
   static constexpr int kWarpgroups =
-      (kGrouped ? wgmma_fold16_grouped_tile(kTokens) : wgmma_fold16_tile(kTokens)).block_n / (kCluster * kRowsPerSlab);
+      (kGrouped ? wgmma_fold16_grouped_tile(kBlockM) : wgmma_fold16_tile(kBlockM)).block_n / (kCluster * kRowsPerPanel);
   static_assert(!kGrouped || kWarpgroups % 2 == 0);
-  static constexpr int kRows = kRowsPerSlab * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
+  static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
   static constexpr int kRegisters = kWarpgroups == 4 ? 112 : kWarpgroups == 3 ? 152 : 232;
-  static constexpr int kSums = kTokens / 2;                           // registers of a thread
-  static constexpr int kPieces = Fold::kGroups * Fold::kGroupPieces;  // MMAs of 16 columns in a step
-  static constexpr int kSteps = kKPerTile / 16 / kPieces;             // of a chunk
+  static constexpr int kSums = kBlockM / 2;                             // registers of a thread
+  static constexpr int kKSlices = Fold::kGroups * Fold::kGroupKSlices;  // MMAs of 16 columns in a step
+  static constexpr int kSteps = kKPerTile / 16 / kKSlices;              // of a K tile
 
-  // Results leave through shared memory, kLineTokens rows of x at a time; fp32 ones kStoreTokens at a time.
-  static constexpr int kStoreTokens = 16, kStoreStride = kRowsPerSlab + 4;
-  static constexpr int kLineTokens = kCodebook || kTokens < 64 ? 32 : 64, kLineBytes = kRowsPerSlab * 2;
-  static constexpr int kBoxTokens = kGrouped ? kSlotRows : kTokens % kLineTokens ? 16 : kLineTokens;
-  static constexpr int kLinesBytes = kLineTokens * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreTokens;
+  // Results leave through shared memory, kLineRows rows of x at a time; fp32 ones kStoreRows at a time.
+  static constexpr int kStoreRows = 16, kStoreStride = kRowsPerPanel + 4;
+  static constexpr int kLineRows = kCodebook || kBlockM < 64 ? 32 : 64, kLineBytes = kRowsPerPanel * 2;
+  static constexpr int kXBoxRows = kGrouped ? kSlotRows : kBlockM % kLineRows ? 16 : kLineRows;
+  static constexpr int kLinesBytes = kLineRows * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreRows;
   static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
 
   // A chunk: codes, then for each group scales, offsets and zero points.
-  static constexpr int kCodeBytes = kWarpgroups * chunk_bytes(kBits), kValueBytes = kNarrow_ ? 2 : 4;
+  static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits), kValueBytes = kNarrow_ ? 2 : 4;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
   static constexpr int kGroupBytes = kCodebook ? kRows * kValueBytes : kRows * (2 * kValueBytes + 1);
   static constexpr int kChunkBytes = kCodeBytes + kSteps * Fold::kGroups * kGroupBytes;
-  static constexpr int kChunks = kTokens == 256 ? 2 : kBits == 8 ? 3 : 4;
+  static constexpr int kChunks = kBlockM == 256 ? 2 : kBits == 8 ? 3 : 4;
   static constexpr int kBarrierBytes = 256, kMostBytes = 227 * 1024;
-  static constexpr int kPanelBytes = kTokens * 128;
+  static constexpr int kPanelBytes = kBlockM * 128;
   static constexpr int kPanelsThatFit =
       (kMostBytes - kBarrierBytes - kStoreBytes - Format::kTableBytes - kChunks * kChunkBytes - 1023) / kPanelBytes;
   static constexpr int kMostPanels = kBarrierBytes / 16 - kChunks;
@@ -78,7 +78,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
   static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
   static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes, "more shared memory than a CTA may have");
   // Of tiles along M that are computed together: with wide ones few, since a row of x has four times the bytes of a row of int4 weights.
-  static constexpr int kBand = kTokens >= 160 ? 4 : 16;
+  static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kTokenFactors = 0;
   static constexpr bool kPrepareScales = false;
   static constexpr bool kShortTiles = true;
@@ -88,15 +88,15 @@ struct Config : Fold<Element_, Format_, kNarrow_, Shift::kAny> {
 template <class C>
 __device__ __forceinline__ int first_row(typename C::Work const& work) {
   if constexpr (C::kGrouped) {
-    return work.first_token;
+    return work.first_x_row;
   } else {
-    return work.token_tile * C::kTokens;
+    return work.m_tile * C::kBlockM;
   }
 }
 template <class C>
 __device__ __forceinline__ int end_row(typename C::Work const& work, typename C::Params const& p) {
   if constexpr (C::kGrouped) {
-    return work.end_token;
+    return work.end_x_row;
   } else {
     return p.epilogue.m;
   }
@@ -109,9 +109,9 @@ struct Barriers {
 
 // One warp copies codes, scales, offsets and zero points. They do not depend on the kernel before: the copies start at once.
 template <class C>
-__device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p, int rank) {
+__device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p, int rank) {
   using Copy = cute::SM90_BULK_COPY_G2S;
-  constexpr int kChunk = chunk_bytes(C::kBits);
+  constexpr int kChunk = k_tile_bytes(C::kBits);
   PackedWeight const& w = p.weight;
   bool const leader = cute::elect_one_sync(), offsets = !C::kCodebook && w.offsets, zeros = !C::kCodebook && w.zeros;
   hopper::Ring<C::kChunks> ring;
@@ -119,15 +119,16 @@ __device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p);
-    // Slabs side by side in the chunk and in the weight: all, or half of them gate's and half up's.
-    int row0 = (work.pair * C::kCluster + rank) * C::kRows, slabs = C::kWarpgroups, until = p.n_pad, parts = 1, part_rows = 0;
+    // Row panels side by side in the chunk and in the weight: all, or half of them gate's and half up's.
+    int row0 = (work.pair * C::kCluster + rank) * C::kRows, row_panels = C::kWarpgroups, until = p.n_pad, parts = 1,
+        part_rows = 0;
     if constexpr (C::kGrouped) {
-      parts = p.groups.gated ? 2 : 1, slabs /= parts, row0 /= parts;
-      until = p.groups.slabs / parts * kRowsPerSlab, part_rows = until;
+      parts = p.groups.gated ? 2 : 1, row_panels /= parts, row0 /= parts;
+      until = p.groups.row_panels / parts * kRowsPerPanel, part_rows = until;
     }
-    slabs = max(0, min(slabs, (until - row0) / kRowsPerSlab));  // the last pair may reach beyond N
-    if constexpr (C::kGrouped) row0 += work.expert * p.groups.slabs * kRowsPerSlab;
-    int const rows = slabs * kRowsPerSlab;
+    row_panels = max(0, min(row_panels, (until - row0) / kRowsPerPanel));  // the last pair may reach beyond N
+    if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
+    int const rows = row_panels * kRowsPerPanel;
     int const group_bytes = rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
@@ -135,23 +136,23 @@ __device__ __forceinline__ void produce_chunks(uint8_t* shared, Barriers<C>& bar
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, parts * (slabs * kChunk + p.tile_groups * group_bytes));
+        TransactionBarrier::arrive_and_expect_tx(full, parts * (row_panels * kChunk + p.tile_groups * group_bytes));
         for (int part = 0; part < (C::kGrouped ? parts : 1); ++part) {
           int const row = row0 + part * part_rows, place = part * (C::kWarpgroups / 2);
-          for (int slab = 0; slab < slabs; ++slab) {
-            Copy::copy(w.codes + (int64_t(row / kRowsPerSlab + slab) * p.k_tiles + k) * kChunk, full,
-                       chunk + (place + slab) * kChunk, kChunk);
+          for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
+            Copy::copy(w.codes + (int64_t(row / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk, full,
+                       chunk + (place + row_panel) * kChunk, kChunk);
           }
           int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row;
           uint8_t* group_chunk = chunk;
           for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
             Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
-                       group_chunk + C::kScales + place * kRowsPerSlab * p.scale_bytes, rows * p.scale_bytes);
+                       group_chunk + C::kScales + place * kRowsPerPanel * p.scale_bytes, rows * p.scale_bytes);
             if (offsets) {
               Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
-                         group_chunk + C::kOffsets + place * kRowsPerSlab * p.offset_bytes, rows * p.offset_bytes);
+                         group_chunk + C::kOffsets + place * kRowsPerPanel * p.offset_bytes, rows * p.offset_bytes);
             }
-            if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints + place * kRowsPerSlab, rows);
+            if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints + place * kRowsPerPanel, rows);
           }
         }
       }
@@ -164,8 +165,8 @@ template <class C>
 __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p,
                                                CUtensorMap const& map, int rank) {
   constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
-  int const half = p.half_tokens;
-  wait_for_predecessor();
+  int const half = p.half_x_rows;
+  pdl_wait_and_launch_dependents();
   bool const leader = cute::elect_one_sync();
   hopper::Ring<C::kPanels> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
@@ -179,8 +180,8 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
       if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
         cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                               shared + ring.stage * C::kPanelBytes + rank * half * 128, step * C::kPieces * 16,
-                                               m0 + rank * half);
+                                               shared + ring.stage * C::kPanelBytes + rank * half * 128,
+                                               step * C::kKSlices * 16, m0 + rank * half);
       }
     }
   }
@@ -189,7 +190,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
 // Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with what lies there.
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
-  int const loaded = C::kCluster * p.half_tokens * 128;
+  int const loaded = C::kCluster * p.half_x_rows * 128;
   if (loaded == C::kPanelBytes) return;
   constexpr int kMultiplying = C::kThreads - 128;
   for (int panel = 0; panel < C::kPanels; ++panel) {
@@ -204,20 +205,20 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
 // same registers: those come to it through shared memory. False: this warpgroup has nothing to store.
 template <class C>
 __device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float* staging, typename C::Params const& p,
-                                                  hopper::Place<C> const& at, int expert, int row0) {
+                                                  hopper::ThreadCoord<C> const& coord, int expert, int row0) {
   constexpr int kHalf = C::kWarpgroups / 2, kFit = C::kStoreBytes / (C::kWarpgroups * 128 * 4) / 4 * 4,
                 kFloats = C::kSums % kFit == 0 ? kFit : 8;  // that go through it at a time
   static_assert(C::kSums % kFloats == 0);
   Groups const& g = p.groups;
-  bool const gate = g.gated && at.warpgroup < kHalf, up = g.gated && !gate;
-  int const slab = up ? at.warpgroup - kHalf : at.warpgroup, barrier = C::kWarpgroups * 2 + 3 + slab;
+  bool const gate = g.gated && coord.warpgroup < kHalf, up = g.gated && !gate;
+  int const row_panel = up ? coord.warpgroup - kHalf : coord.warpgroup, barrier = C::kWarpgroups * 2 + 3 + row_panel;
 #pragma unroll
   for (float& sum : sums) sum = nan_unless_finite(sum);
   if (g.bias) {
-    int64_t const first = int64_t(expert) * g.slabs * kRowsPerSlab + (up ? g.slabs / 2 * kRowsPerSlab : 0);
+    int64_t const first = int64_t(expert) * g.row_panels * kRowsPerPanel + (up ? g.row_panels / 2 * kRowsPerPanel : 0);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      int const row = row0 + slab * kRowsPerSlab + at.warp * 16 + at.lane / 4 + h * 8;
+      int const row = row0 + row_panel * kRowsPerPanel + coord.warp * 16 + coord.lane / 4 + h * 8;
       float const bias = row < p.epilogue.n ? load_float(g.bias, g.bias_type, first + row) : 0.0f;
 #pragma unroll
       for (int i = 0; i < C::kSums; ++i)
@@ -226,9 +227,9 @@ __device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float
   }
   if (!g.gated && g.activation == Activation::kNone) return true;
   // Gate's warpgroup writes to its part, and up's reads there. The lines before have been read.
-  if (at.warp == 0 && at.lane == 0) cute::tma_store_wait<0>();
-  cutlass::arch::NamedBarrier::sync(128, 1 + at.warpgroup);
-  float* const mine = staging + slab * kFloats * 128 + at.warp * 32 + at.lane;
+  if (coord.warp == 0 && coord.lane == 0) cute::tma_store_wait<0>();
+  cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
+  float* const mine = staging + row_panel * kFloats * 128 + coord.warp * 32 + coord.lane;
 #pragma unroll
   for (int first = 0; first < C::kSums; first += kFloats) {
     if (!up) {
@@ -254,13 +255,14 @@ __device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float
 
 template <class C>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, CUtensorMap const& out_map,
-                                        typename C::Params const& p, hopper::Place<C> const& at) {
+                                        typename C::Params const& p, hopper::ThreadCoord<C> const& coord) {
   if constexpr (C::kCodebook) {
     C::Unscaled::fill_table(shared + C::kTable, p.weight.book, threadIdx.x - 128, C::kThreads - 128);
     cutlass::arch::NamedBarrier::sync(C::kThreads - 128, C::kWarpgroups + 1);
   }
-  uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + at.lane * 4;
-  uint32_t const offsets = C::kOffsets + (at.zeros - C::kZeroPoints) * p.offset_bytes;  // as hopper::Place has scales
+  uint32_t const first = cute::cast_smem_ptr_to_uint(shared), table = first + C::kTable + coord.lane * 4;
+  uint32_t const offsets =
+      C::kOffsets + (coord.zeros - C::kZeroPoints) * p.offset_bytes;  // as the scales of hopper::ThreadCoord
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   // From the groups of a step's first 32 columns to those of its second, and from a step's to the next step's.
   uint32_t const next_group = p.tile_groups == 4 ? C::kGroupBytes : 0;
@@ -271,38 +273,38 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   int last_panel = 0;
   // The warpgroups issue MMAs in turn, so that the others decode meanwhile.
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and one for each warpgroup
-  int const turn = kTurnBarrier + at.warpgroup, next_turn = kTurnBarrier + (at.warpgroup + 1) % C::kWarpgroups;
-  if (at.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  int const turn = kTurnBarrier + coord.warpgroup, next_turn = kTurnBarrier + (coord.warpgroup + 1) % C::kWarpgroups;
+  if (coord.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
-    int row0 = (work.pair * C::kCluster + at.rank) * C::kRows;
+    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
     int const m0 = first_row<C>(work);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
-    uint32_t a[2][C::kGroups][C::kGroupPieces][4];
+    uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
     StoredCodes<typename C::Fold> codes;
     StoredGroup<typename C::Fold> vectors[C::kGroups];
     auto load = [&](int step) {
       if (step == 0) TransactionBarrier::wait(&barriers.full_chunks[chunks.stage], chunks.phase);
       uint32_t const chunk = first + C::kFirstChunk + chunks.stage * C::kChunkBytes;
-      codes.load(chunk + at.units + step * C::kLoads * kUnitBytes);
+      codes.load(chunk + coord.units + step * C::kLoads * kUnitBytes);
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) {
         uint32_t const group = chunk + step * next_step + i * next_group;
-        vectors[i].load({group + at.scales, group + offsets, group + at.zeros}, p);
+        vectors[i].load({group + coord.scales, group + offsets, group + coord.zeros}, p);
       }
     };
-    auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupPieces][4]) {
+    auto decode = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
       for (int i = 0; i < C::kGroups; ++i) vectors[i].decode(codes.words + i * C::kGroupWords, table, p, operands[i]);
     };
-    auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupPieces][4]) {
+    auto fence = [&](uint32_t (&operands)[C::kGroups][C::kGroupKSlices][4]) {
 #pragma unroll
-      for (int piece = 0; piece < C::kPieces; ++piece)
-        fence_registers(operands[piece / C::kGroupPieces][piece % C::kGroupPieces]);
+      for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+        fence_registers(operands[k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices]);
     };
     auto release = [&](int panel) {
-      if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty_panels[panel], at.lane, true);
+      if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty_panels[panel], coord.lane, true);
     };
     load(0);
     decode(a[0]);
@@ -311,16 +313,16 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     for (int i = 0; i < count; ++i) {
 #pragma unroll
       for (int step = 0; step < C::kSteps; ++step) {
-        uint64_t const tokens = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes);
+        uint64_t const x_rows = uniform_operand_descriptor(shared + panels.stage * C::kPanelBytes);
         TransactionBarrier::wait(&barriers.full_panels[panels.stage], panels.phase);
         fence(a[step]);
         fence_registers(sums);
         cutlass::arch::NamedBarrier::sync(256, turn);
         cute::warpgroup_arrive();
 #pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece)
-          wgmma_float<typename C::Element, C::kTokens>(a[step][piece / C::kGroupPieces][piece % C::kGroupPieces],
-                                                       tokens + piece * 2, sums, true);
+        for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice)
+          wgmma_float<typename C::Element, C::kBlockM>(a[step][k_slice / C::kGroupKSlices][k_slice % C::kGroupKSlices],
+                                                       x_rows + k_slice * 2, sums, true);
         cute::warpgroup_commit_batch();
         cutlass::arch::NamedBarrier::arrive(256, next_turn);
         fence_registers(sums);
@@ -334,7 +336,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         if (step == 0) {
           // All of the chunk is in registers. One arrival a warp: those of its lanes would come one after another.
           __syncwarp();
-          if (at.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
+          if (coord.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
           chunks.advance();
         }
         // After the decoding, which needs the registers: the wait for MMAs hides the latency.
@@ -347,18 +349,19 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     release(last_panel);
     if (p.x.scales) {  // of int8 activations, one a row of x
 #pragma unroll
-      for (int j = 0; j < C::kTokens / 8; ++j) {
-        float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + at.lane % 4);
+      for (int j = 0; j < C::kBlockM / 8; ++j) {
+        float2 const scale =
+            __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + coord.lane % 4);
 #pragma unroll
         for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
       }
     }
     if constexpr (C::kGrouped) {
       if (p.groups.gated) row0 /= 2;
-      if (!finish_group_tile<C>(sums, staging, p, at, work.expert, row0)) continue;
+      if (!finish_group_tile<C>(sums, staging, p, coord, work.expert, row0)) continue;
       if (p.groups.gated) row0 -= C::kRows / 2;  // the warpgroups of up's store, which are the second half
     }
-    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0, end_row<C>(work, p));
+    hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0, end_row<C>(work, p));
   }
 }
 
@@ -387,13 +390,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
-    if (warp == 0) produce_chunks<C>(shared, barriers, p, rank);
+    if (warp == 0) produce_weights<C>(shared, barriers, p, rank);
     if (warp == 1) produce_panels<C>(shared, barriers, p, map, rank);
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     clear_missing_rows<C>(shared, p);
-    wait_for_predecessor();
-    consume<C>(shared, barriers, out_map, p, hopper::Place<C>(p, rank, warpgroup - 1));
+    pdl_wait_and_launch_dependents();
+    consume<C>(shared, barriers, out_map, p, hopper::ThreadCoord<C>(p, rank, warpgroup - 1));
     cute::tma_store_wait<0>();
   }
   // A CTA's barriers must outlive its neighbour's arrivals and copies.
@@ -403,50 +406,50 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kTokens, C::kCodebook, C::kNarrow) &&
-                    C::kChunks == wgmma_fold16_tile(C::kTokens, C::kBits).stages,
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  static_assert(C::kSharedBytes == wgmma_fold16_shared_bytes(C::kBits, C::kBlockM, C::kCodebook, C::kNarrow) &&
+                    C::kChunks == wgmma_fold16_tile(C::kBlockM, C::kBits).stages,
                 "the plan has other shared memory or stages");
   CUtensorMap map;
-  Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
-                                        hopper::half_tokens<C>(problem.m), &map);
-  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan, partials, map, stream) : status;
+  Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
+                                        hopper::half_x_rows<C>(problem.m), &map);
+  return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 
-template <class Element, class Format, int kTokens>
-Status launch_format(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <class Element, class Format, int kBlockM>
+Status launch_format(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   PackedWeight const& w = problem.weight;
   bool const narrow = w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type);
-  return narrow ? launch_config<Config<Element, Format, true, kTokens>>(problem, plan, partials, stream)
-                : launch_config<Config<Element, Format, false, kTokens>>(problem, plan, partials, stream);
+  return narrow ? launch_config<Config<Element, Format, true, kBlockM>>(problem, plan, splitk_workspace, stream)
+                : launch_config<Config<Element, Format, false, kBlockM>>(problem, plan, splitk_workspace, stream);
 }
 
-template <class Element, class Format, int kTokens>
+template <class Element, class Format, int kBlockM>
 Status launch_groups(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
   if (w.scale_type == problem.x_type && (!w.offsets || w.offset_type == problem.x_type)) {
-    using C = Config<Element, Format, true, kTokens, true>;
+    using C = Config<Element, Format, true, kBlockM, true>;
     return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
   }
-  using C = Config<Element, Format, false, kTokens, true>;
+  using C = Config<Element, Format, false, kBlockM, true>;
   return hopper::launch_grouped<C>(wgmma_fold16<C>, problem, plan, stream);
 }
 
 template <class Element, class Format>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   switch (plan.block_m) {
     case 32:
-      return launch_format<Element, Format, 32>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 32>(problem, plan, splitk_workspace, stream);
     case 64:
-      return launch_format<Element, Format, 64>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 64>(problem, plan, splitk_workspace, stream);
     case 128:
-      return launch_format<Element, Format, 128>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 128>(problem, plan, splitk_workspace, stream);
     case 160:
-      return launch_format<Element, Format, 160>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 160>(problem, plan, splitk_workspace, stream);
     case 208:
-      return launch_format<Element, Format, 208>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 208>(problem, plan, splitk_workspace, stream);
     case 256:
-      return launch_format<Element, Format, 256>(problem, plan, partials, stream);
+      return launch_format<Element, Format, 256>(problem, plan, splitk_workspace, stream);
     default:
       return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows"};
   }
@@ -469,9 +472,9 @@ Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream st
 }  // namespace
 
 template <class Format>
-Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_tile<__half, Format>(problem, plan, partials, stream)
-                                              : launch_tile<__nv_bfloat16, Format>(problem, plan, partials, stream);
+Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_tile<__half, Format>(problem, plan, splitk_workspace, stream)
+                                              : launch_tile<__nv_bfloat16, Format>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Format>

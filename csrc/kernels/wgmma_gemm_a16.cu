@@ -5,7 +5,7 @@
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(the 128 columns' sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output
 //
-// 208 tokens are multiplied and promoted in halves, which share the weights and a set of registers for products.
+// 208 rows of x are multiplied and promoted in halves, which share the weights and a set of registers for products.
 //
 // Groups are of 128 or more, without offsets; wgmma_fold16 takes all formats, and rounds weights to x's type.
 #include "device/decode.cuh"
@@ -22,36 +22,36 @@ using hopper::Params;
 using hopper::StoredScales;
 
 // Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their time on an H200); or void.
-template <class Element_, int kBits, int kTokens, bool kZeros, class Scale = void, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kTokens, 2, true, false, false, kZeros,
-                                   wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).stages, kWarpgroups> {
-  using Work = hopper::GatheredWork;
+template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2>
+struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
+                                   wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+  using Work = hopper::StreamKWork;
   static constexpr bool kShortTiles = true;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
-  // Of tokens, multiplied one after the other: two where two sets of sums of all would not fit in registers.
-  static constexpr int kHalves = kTokens > 160 ? 2 : 1;
-  static constexpr int kColumns = kTokens / kHalves, kProducts = kColumns / 2;
+  // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
+  static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
+  static constexpr int kColumns = kBlockM / kHalves, kProducts = kColumns / 2;
   // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the next stage's first half behind
-  // the last. Beside one half of the tokens 144 take 2 % less time so, and with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
+  // the last. Beside one half of the rows of x 144 take 2 % less time so, and with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
   static constexpr bool kDecodesBehind =
-      kHalves == 2 || kTokens == 144 || (kBits == 4 && (kTokens == 96 || (kTokens == 128 && kWarpgroups == 2)));
+      kHalves == 2 || kBlockM == 144 || (kBits == 4 && (kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2)));
   static_assert(kHalves == 1 || kWarpgroups == 2);
-  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: few tokens'
-  // MMAs are too short for it, and behind many tokens' those of the other warpgroup hide the decoding. In four where registers are few.
+  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: with few rows of x
+  // the MMAs are too short for it, and with many those of the other warpgroup hide the decoding. In four where registers are few.
   static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
   // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
-  // a stage of 128 tokens and 8 bits instead of 1100. 160 tokens of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
-  static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kTokens >= 96;
-  // Whether scales become floats before the next weights are asked for. The compiler has loads that are under way together count on one scoreboard, so that
-  // the promotion waited for these weights: 208 tokens beside int8 took 4 % more clocks, 64 beside int4 5 % more time. Four warpgroups take 0.7 % more.
+  // a stage of 128 rows of x and 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
+  static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kBlockM >= 96;
+  // Whether scales become floats before the loads of the next weights are issued. Loads in flight together share a scoreboard, so that
+  // the promotion waited for these weights: 208 rows of x with int8 weights took 4 % more clocks, 64 with int4 weights 5 % more time. Four warpgroups take 0.7 % more.
   static constexpr bool kScalesFirst = kWarpgroups == 2;
-  static constexpr int kPieces = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
-  static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kTokens, kWarpgroups).shared_bytes,
+  static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
+  static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
                 "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                 CUtensorMap const& out_map, Params const& p, hopper::Place<Config> const& at);
+                                 CUtensorMap const& out_map, Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
 // A warpgroup's weights of a stage as they lie in shared memory, and the zero points of a thread's rows g and g + 8.
@@ -61,23 +61,23 @@ struct StoredWeights {
   uint32_t words[4 * kLoads];
   int8_t zeros[2] = {};
 
-  __device__ __forceinline__ void load(uint8_t const* stage, hopper::Place<C> const& at) {
+  __device__ __forceinline__ void load(uint8_t const* stage, hopper::ThreadCoord<C> const& coord) {
 #pragma unroll
     for (int i = 0; i < kLoads; ++i) {
-      uint4 q = reinterpret_cast<uint4 const*>(stage + at.units)[i * 32];
+      uint4 q = reinterpret_cast<uint4 const*>(stage + coord.units)[i * 32];
       words[4 * i] = q.x, words[4 * i + 1] = q.y, words[4 * i + 2] = q.z, words[4 * i + 3] = q.w;
     }
     if (C::kZeros) {
-      char2 z = *reinterpret_cast<char2 const*>(stage + at.zeros);
+      char2 z = *reinterpret_cast<char2 const*>(stage + coord.zeros);
       zeros[0] = z.x, zeros[1] = z.y;
     }
   }
 
   // A step's operands, of 16 columns each.
-  __device__ __forceinline__ void decode(int step, uint32_t (&a)[C::kPieces][4]) const {
+  __device__ __forceinline__ void decode(int step, uint32_t (&a)[C::kKSlices][4]) const {
 #pragma unroll
-    for (int i = 0; i < C::kPieces; ++i) {
-      uint32_t const* from = words + (step * C::kPieces + i) * C::Decode::kWords;
+    for (int i = 0; i < C::kKSlices; ++i) {
+      uint32_t const* from = words + (step * C::kKSlices + i) * C::Decode::kWords;
       if constexpr (C::kZeros) {
         C::Decode::fragment(from, C::Decode::zero_constants(zeros[0], zeros[1]), a[i]);
       } else {
@@ -87,62 +87,62 @@ struct StoredWeights {
   }
 };
 
-template <class Element, int kBits, int kTokens, bool kZeros, class Scale, int kWarpgroups>
-__device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, kWarpgroups>::consume(
+template <class Element, int kBits, int kBlockM, bool kZeros, class Scale, int kWarpgroups>
+__device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, kWarpgroups>::consume(
     uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, Params const& p,
-    hopper::Place<Config> const& at) {
+    hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   DataType const scale_type = std::is_void_v<Scale>           ? p.weight.scale_type
                               : std::is_same_v<Scale, float>  ? DataType::kFloat32
                               : std::is_same_v<Scale, __half> ? DataType::kFloat16
                                                               : DataType::kBFloat16;
   constexpr int kTurnBarrier = C::kWarpgroups + 2;  // and the next: each warpgroup's turn
-  if (C::kInTurn && at.warpgroup == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
+  if (C::kInTurn && coord.warpgroup == 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < p.work_end; index += p.clusters) {
-    hopper::GatheredWork work(index, p);
-    int row0 = (work.pair * C::kCluster + at.rank) * C::kRows, m0 = work.token_tile * C::kTokens;
+    hopper::StreamKWork work(index, p);
+    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = work.m_tile * C::kBlockM;
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kProducts], sums[C::kSums] = {};
     StoredWeights<C> weights;
-    uint32_t a[C::kSteps > 1 ? 2 : 1][C::kPieces][4];
+    uint32_t a[C::kSteps > 1 ? 2 : 1][C::kKSlices][4];
     uint8_t const* base = stages + ring.stage * C::kStageBytes;
     TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-    weights.load(base, at);
-    StoredScales next_scales(base + at.scales, scale_type);
+    weights.load(base, coord);
+    StoredScales next_scales(base + coord.scales, scale_type);
     if (C::kSteps > 1) weights.decode(0, a[0]);
 #pragma unroll 1
     for (int i = 0; i < count; ++i) {
       int const stage = ring.stage;
       base = stages + stage * C::kStageBytes;
-      uint64_t tokens = uniform_operand_descriptor(base + C::kActivations);
+      uint64_t x_rows = uniform_operand_descriptor(base + C::kActivations);
       if (C::kSteps == 1) weights.decode(0, a[0]);
       ring.advance();
       uint8_t const* next_base = stages + ring.stage * C::kStageBytes;
       auto load_next = [&] {
         if (i + 1 < count) {
           TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
-          weights.load(next_base, at);
+          weights.load(next_base, coord);
         }
       };
       if constexpr (C::kDecodesBehind) {
         auto const fence_operands = [&](int step) {
 #pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step][piece]);
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[step][k_slice]);
         };
         auto const multiply = [&](int step, int half) {
           fence_operands(step);
           fence_registers(products);
           cute::warpgroup_arrive();
 #pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) {
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
             constexpr int kInPanel = C::kPanelColumns / 16;
-            int const column = step * C::kPieces + piece, token = half * C::kColumns;
+            int const column = step * C::kKSlices + k_slice, x_row = half * C::kColumns;
             wgmma_float<Element, C::kColumns>(
-                a[step][piece],
-                tokens + (column / kInPanel * C::kPanelBytes + token * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
-                step > 0 || piece > 0);
+                a[step][k_slice],
+                x_rows + (column / kInPanel * C::kPanelBytes + x_row * C::kSwizzleBytes) / 16 + column % kInPanel * 2, products,
+                step > 0 || k_slice > 0);
           }
           cute::warpgroup_commit_batch();
           fence_registers(products);
@@ -150,16 +150,16 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, k
         float scale[2];
         // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
         // products and its next turn a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where they share code, the compiler
-        // orders those of short groups and of 32 tokens anew.)
+        // orders those of short groups and of 32 rows of x again.)
 #pragma unroll
         for (int half = 0; half < C::kHalves; ++half) {
-          cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
+          cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
           multiply(0, half);
           if (half == 0) weights.decode(1, a[1]);
           multiply(1, half);
-          cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
+          cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
           if (half == 0) {
-            StoredScales(base + at.scales, scale_type).values(scale_type, scale);
+            StoredScales(base + coord.scales, scale_type).values(scale_type, scale);
             load_next();
           }
           bool const last = half == C::kHalves - 1;
@@ -172,7 +172,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, k
           fence_registers(products);
           if (last) {
             fence_operands(1);
-            if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+            if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
           }
 #pragma unroll
           for (int j = 0; j < C::kProducts; ++j) {
@@ -184,20 +184,20 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, k
 #pragma unroll
         for (int step = 0; step < C::kSteps; ++step) {
 #pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[step % 2][piece]);
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[step % 2][k_slice]);
           fence_registers(products);
-          if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + at.warpgroup);
+          if (C::kInTurn) cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
           cute::warpgroup_arrive();
 #pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) {
+          for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) {
             constexpr int kInPanel = C::kPanelColumns / 16;
-            int const column = step * C::kPieces + piece;
-            wgmma_float<Element, C::kTokens>(a[step % 2][piece],
-                                             tokens + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
-                                             products, step > 0 || piece > 0);
+            int const column = step * C::kKSlices + k_slice;
+            wgmma_float<Element, C::kBlockM>(a[step % 2][k_slice],
+                                             x_rows + column / kInPanel * (C::kPanelBytes / 16) + column % kInPanel * 2,
+                                             products, step > 0 || k_slice > 0);
           }
           cute::warpgroup_commit_batch();
-          if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - at.warpgroup);
+          if (C::kInTurn) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier + 1 - coord.warpgroup);
           fence_registers(products);
           StoredScales const scales = next_scales;
           float scale[2];
@@ -205,7 +205,7 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, k
           if (step > 0) {  // the registers that are decoded to next are free
             cute::warpgroup_wait<1>();
 #pragma unroll
-            for (int piece = 0; piece < C::kPieces; ++piece) fence_registers(a[(step + 1) % 2][piece]);
+            for (int k_slice = 0; k_slice < C::kKSlices; ++k_slice) fence_registers(a[(step + 1) % 2][k_slice]);
           }
           if (step + 1 < C::kSteps) {
             weights.decode(step + 1, a[(step + 1) % 2]);
@@ -213,21 +213,21 @@ __device__ __forceinline__ void Config<Element, kBits, kTokens, kZeros, Scale, k
           } else {
             if (C::kSteps == 1) load_next();
             if (i + 1 < count) {
-              next_scales.load(next_base + at.scales, scale_type);
+              next_scales.load(next_base + coord.scales, scale_type);
               if (C::kSteps > 1) weights.decode(0, a[0]);
             }
           }
           if (step + 1 < C::kSteps) continue;
           cute::warpgroup_wait<0>();
           fence_registers(products);
-          if (at.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], at.lane, true);
+          if (coord.lane < C::kCluster) ClusterBarrier::arrive(&barriers.empty[stage], coord.lane, true);
           if (!C::kScalesFirst) scales.values(scale_type, scale);
 #pragma unroll
           for (int j = 0; j < C::kSums; ++j) sums[j] = fmaf(products[j], scale[j % 4 / 2], sums[j]);
         }
       }
     }
-    hopper::store<C>(sums, staging, out_map, p, at, index, row0, m0);
+    hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);
   }
 }
 
@@ -242,62 +242,63 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 }
 
 template <class C>
-Status launch_config(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
-                                       {C::kBits, C::kTokens, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
+                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_tokens(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
-                                        hopper::half_tokens<C>(problem.m), &map);
+  Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
+                                        hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
-  // Where 16 tiles of tokens are too large for the cache, few features pass through it with them: fewer tokens then, whose bytes are twice a feature's, or
-  // four times. (8192 tokens x 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
-  bool const large = int64_t(16) * C::kTokens * problem.weight.k * 2 > 64 << 20;
-  return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, partials, map, stream,
+  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then, whose bytes are twice a feature's, or
+  // four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
+  bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
+  return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map, stream,
                                       !large          ? 16
                                       : C::kBits == 8 ? 8
                                                       : 4);
 }
 
-template <class Element, int kBits, int kTokens, class Scale = void, int kWarpgroups = 2>
-Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
+template <class Element, int kBits, int kBlockM, class Scale = void, int kWarpgroups = 2>
+Status launch_zeros(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   return problem.weight.zeros
-             ? launch_config<Config<Element, kBits, kTokens, true, Scale, kWarpgroups>>(problem, plan, partials, stream)
-             : launch_config<Config<Element, kBits, kTokens, false, Scale, kWarpgroups>>(problem, plan, partials, stream);
+             ? launch_config<Config<Element, kBits, kBlockM, true, Scale, kWarpgroups>>(problem, plan, splitk_workspace, stream)
+             : launch_config<Config<Element, kBits, kBlockM, false, Scale, kWarpgroups>>(problem, plan, splitk_workspace,
+                                                                                         stream);
 }
 
-template <class Element, int kTokens>
-Status launch_bits(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.weight.bits == 4 ? launch_zeros<Element, 4, kTokens>(problem, plan, partials, stream)
-                                  : launch_zeros<Element, 8, kTokens>(problem, plan, partials, stream);
+template <class Element, int kBlockM>
+Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.weight.bits == 4 ? launch_zeros<Element, 4, kBlockM>(problem, plan, splitk_workspace, stream)
+                                  : launch_zeros<Element, 8, kBlockM>(problem, plan, splitk_workspace, stream);
 }
 
 template <class Element>
-Status launch_tile(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, partials, stream);
+Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
   switch (plan.block_m) {
     case 32:
-      return launch_bits<Element, 32>(problem, plan, partials, stream);
+      return launch_bits<Element, 32>(problem, plan, splitk_workspace, stream);
     case 64:
-      return launch_bits<Element, 64>(problem, plan, partials, stream);
+      return launch_bits<Element, 64>(problem, plan, splitk_workspace, stream);
     case 96:
-      return launch_bits<Element, 96>(problem, plan, partials, stream);
+      return launch_bits<Element, 96>(problem, plan, splitk_workspace, stream);
     case 128:
-      return launch_bits<Element, 128>(problem, plan, partials, stream);
+      return launch_bits<Element, 128>(problem, plan, splitk_workspace, stream);
     case 144:
-      return launch_bits<Element, 144>(problem, plan, partials, stream);
+      return launch_bits<Element, 144>(problem, plan, splitk_workspace, stream);
     case 160:
-      return launch_bits<Element, 160>(problem, plan, partials, stream);
+      return launch_bits<Element, 160>(problem, plan, splitk_workspace, stream);
     default:
-      return launch_bits<Element, 208>(problem, plan, partials, stream);
+      return launch_bits<Element, 208>(problem, plan, splitk_workspace, stream);
   }
 }
 
 }  // namespace
 
-Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* partials, Stream stream) {
-  return problem.x_type == DataType::kFloat16 ? launch_tile<__half>(problem, plan, partials, stream)
-                                              : launch_tile<__nv_bfloat16>(problem, plan, partials, stream);
+Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_tile<__half>(problem, plan, splitk_workspace, stream)
+                                              : launch_tile<__nv_bfloat16>(problem, plan, splitk_workspace, stream);
 }
 
 }  // namespace cutlass_ops

@@ -75,7 +75,8 @@ TEST(Decode, FourBitsToSubnormalHalf) {
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
         double const unit = double(Int4Subnormal::kUnit) * (r % 2 == 0 ? 1.0 : Int4Subnormal::kUpper);
-        ASSERT_EQ(emulate::half(out[r], h), unit * (nibble(word, kNibble[r][h]) + Int4Subnormal::kExcess)) << std::hex << word;
+        ASSERT_EQ(emulate::half(out[r], h), unit * (nibble(word, kNibble[r][h]) + Int4Subnormal::kCodeBias))
+            << std::hex << word;
       }
     }
   });
@@ -89,7 +90,7 @@ TEST(Decode, EightBitsToSubnormalHalf) {
     for (int r = 0; r < 4; ++r) {
       for (int h = 0; h < 2; ++h) {
         ASSERT_EQ(emulate::half(out[r], h),
-                  double(Int8Subnormal::kUnit) * (byte(words[r % 2], kByte[r][h]) + Int8Subnormal::kExcess))
+                  double(Int8Subnormal::kUnit) * (byte(words[r % 2], kByte[r][h]) + Int8Subnormal::kCodeBias))
             << std::hex << word;
       }
     }
@@ -164,16 +165,16 @@ TEST(Decode, EightBitsToBfloat16) {
 }
 
 TEST(Decode, FourBitsByCodeBook) {
-  std::vector<uint8_t> table(Int4Book::kTableBytes);
+  std::vector<uint8_t> table(Int4Codebook::kTableBytes);
   auto value_bits = [](int code) { return 0x3c00 + 257 * code; };  // 16 values that differ in either byte
-  for (int i = 0; i < Int4Book::kEntries * 32; ++i) {
-    uint32_t const entry = Int4Book::entry(i / 32, value_bits) + (i % 32 << 16);  // and differ by lane
+  for (int i = 0; i < Int4Codebook::kEntries * 32; ++i) {
+    uint32_t const entry = Int4Codebook::entry(i / 32, value_bits) + (i % 32 << 16);  // and differ by lane
     std::memcpy(&table[i * 4], &entry, 4);
   }
   for (int lane : {0, 5, 31}) {
     for_each_word([&](uint32_t word) {
       uint32_t out[4];
-      Int4Book::fragment(&word, table.data(), lane, out);
+      Int4Codebook::fragment(&word, table.data(), lane, out);
       for (int r = 0; r < 4; ++r) {
         for (int h = 0; h < 2; ++h) {
           int const code = nibble(word, kNibble[r][h]) + 8;

@@ -11,9 +11,9 @@
 #include <utility>
 #include <vector>
 
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
@@ -61,12 +61,12 @@ Plan planned(GemmProblem const& p, Device const& device = kHopper) {
   return chosen;
 }
 
-// Of a kernel with BLOCK_N = 48 whose split-K slices are added by reduce_splits.
-Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false, bool corrects = false) {
+// Of a kernel with BLOCK_N = 48 whose split-K slices are added by splitk_reduce.
+Plan laid_out(GemmProblem const& p, int slices, bool upcasts = false, bool compensates = false) {
   Plan chosen;
   chosen.slices = slices;
   chosen.block_m = 48;
-  chosen.corrects = corrects;
+  chosen.compensates = compensates;
   lay_out_workspace(p, upcasts, &chosen);
   return chosen;
 }
@@ -147,13 +147,13 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(p.quantizes || p.layout.block != 0, floats);
               std::vector<char const*> const order = launches(p);
               EXPECT_EQ(std::count(order.begin(), order.end(), p.kernel), 1);
-              EXPECT_EQ(std::count(order.begin(), order.end(), std::string("sum_weights")), p.layout.sums);
+              EXPECT_EQ(std::count(order.begin(), order.end(), std::string("weight_colsum")), p.layout.sums);
               EXPECT_EQ(std::string(order.front()) == "quantize_activations", p.layout.block != 0);
-              EXPECT_EQ(p.layout.sums, p.corrects && !input.problem.weight.sums);
-              EXPECT_EQ(std::string(order.back()) == "reduce_splits", p.slices > 1 && p.tail_tiles == 0);
-              used.emplace(p.kernel, p.block_n, p.block_m, p.corrects, p.one_cta_per_sm);
+              EXPECT_EQ(p.layout.sums, p.compensates && !input.problem.weight.sums);
+              EXPECT_EQ(std::string(order.back()) == "splitk_reduce", p.slices > 1 && p.tail_tiles == 0);
+              used.emplace(p.kernel, p.block_n, p.block_m, p.compensates, p.one_cta_per_sm);
               for (Candidate const& c : p.spec->candidates(input.problem))
-                offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.corrects,
+                offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.compensates,
                                 p.spec->decodes && c.tile.min_ctas_per_sm == 1);
               if (testing::Test::HasFailure()) return;
             }
@@ -221,7 +221,7 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
     int m, n, k, tail_tiles, slices;
   };
   for (Case const& c : {Case{256, 28672, 4096, 26, 2},     // 3 x 66 + 26 tiles, BLOCK_M = 128
-                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are split, and reduce_splits adds
+                        Case{64, 4096, 4096, 0, 4},        // 16 tiles: all are split, and splitk_reduce adds
                         Case{4096, 28672, 4096, 0, 1},     // 40 x 66 + 48 tiles, BLOCK_M = 176: no two clusters for each
                         Case{4224, 11264, 4096, 0, 1}}) {  // 16 x 66 tiles, BLOCK_M = 176
     SCOPED_TRACE(std::to_string(c.m) + " x " + std::to_string(c.n) + " x " + std::to_string(c.k));
@@ -304,40 +304,40 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
 // Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight has its column sums or not: they
 // are made if not, and nothing else differs.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
-  auto const corrects = [](GemmProblem const& p) {
+  auto const compensates = [](GemmProblem const& p) {
     Plan chosen;
     Status const status = plan(p, kHopper, &chosen);
     EXPECT_TRUE(status.ok()) << status.text;
-    EXPECT_EQ(chosen.layout.corrects, chosen.corrects);
-    return chosen.corrects;
+    EXPECT_EQ(chosen.layout.compensates, chosen.compensates);
+    return chosen.compensates;
   };
   for (int bits : {4, 8})
     for (int group_size : {-1, 128, 512}) {
       GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, bits, group_size), ActQuant::kBlock, false);
-      EXPECT_TRUE(corrects(base));
+      EXPECT_TRUE(compensates(base));
       GemmProblem summed = base;
       summed.weight.sums = &some_byte;
-      EXPECT_TRUE(corrects(summed));
+      EXPECT_TRUE(compensates(summed));
       for (ActQuant mode : {ActQuant::kBlock, ActQuant::kToken}) {
         base.act_quant = summed.act_quant = mode;
         Plan const makes = planned(base), reads = planned(summed);
-        EXPECT_EQ(makes.layout.sums, makes.corrects);
+        EXPECT_EQ(makes.layout.sums, makes.compensates);
         EXPECT_FALSE(reads.layout.sums);
         EXPECT_EQ(std::make_tuple(makes.spec, makes.block_m, makes.block_n, makes.grid_x, makes.slices, makes.tail_tiles,
-                                  makes.corrects),
+                                  makes.compensates),
                   std::make_tuple(reads.spec, reads.block_m, reads.block_n, reads.grid_x, reads.slices, reads.tail_tiles,
-                                  reads.corrects));
-        size_t const bytes = makes.corrects ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
+                                  reads.compensates));
+        size_t const bytes = makes.compensates ? size_t(colsum_bytes(base.weight) + 255) / 256 * 256 : 0;
         EXPECT_EQ(makes.workspace, reads.workspace + bytes);
         std::vector<char const*> names = launches(reads);
-        if (makes.corrects) names.insert(std::find(names.begin(), names.end(), makes.kernel), "sum_weights");
+        if (makes.compensates) names.insert(std::find(names.begin(), names.end(), makes.kernel), "weight_colsum");
         EXPECT_EQ(launches(makes), names);
       }
       base.act_quant = ActQuant::kBlock;
       struct Change {
         char const* name;
         void (*make)(GemmProblem&);
-        bool corrected;
+        bool compensated;
       };
       for (Change const& change :
            {Change{"few rows", [](GemmProblem& p) { p.m = 128; }, false},
@@ -350,19 +350,19 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
                    false}}) {
         GemmProblem changed = base;
         change.make(changed);
-        EXPECT_EQ(corrects(changed), change.corrected) << bits << " bits, groups of " << group_size << ": " << change.name;
+        EXPECT_EQ(compensates(changed), change.compensated) << bits << " bits, groups of " << group_size << ": " << change.name;
       }
       // One zero point a token is corrected without zero values, and from int32 sums over all of K taken exactly.
       GemmProblem token = base;
       token.act_quant = ActQuant::kToken;
       Plan const chosen = planned(token);
-      EXPECT_EQ(chosen.corrects, group_size != -1);
-      EXPECT_FALSE(chosen.layout.corrects);
+      EXPECT_EQ(chosen.compensates, group_size != -1);
+      EXPECT_FALSE(chosen.layout.compensates);
       GemmProblem codes = already_quantized(base, 128);
       codes.act_quant = ActQuant::kNone;
-      EXPECT_FALSE(corrects(codes));
+      EXPECT_FALSE(compensates(codes));
       codes.quantized.zeros = reinterpret_cast<int8_t*>(&some_byte);
-      EXPECT_TRUE(corrects(codes));
+      EXPECT_TRUE(compensates(codes));
     }
 }
 
@@ -374,7 +374,7 @@ TEST(Dispatch, CompensatesZeroPointsOfWeights) {
     base.weight.zeros = reinterpret_cast<int8_t const*>(&some_byte), base.weight.sums = &some_byte;
     Plan const chosen = planned(base);
     EXPECT_STREQ(chosen.kernel, "wgmma_gemm_a8");
-    EXPECT_TRUE(chosen.corrects && chosen.layout.corrects && chosen.layout.sums && !chosen.rounds);
+    EXPECT_TRUE(chosen.compensates && chosen.layout.compensates && chosen.layout.sums && !chosen.rounds);
     struct Change {
       void (*make)(GemmProblem&);
       char const* kernel;
@@ -389,12 +389,12 @@ TEST(Dispatch, CompensatesZeroPointsOfWeights) {
       change.make(changed);
       Plan const other = planned(changed);
       EXPECT_STREQ(other.kernel, change.kernel);
-      EXPECT_FALSE(other.corrects || other.layout.sums);
+      EXPECT_FALSE(other.compensates || other.layout.sums);
       // Of 4 bits by the same kernel, which compensates zero points of x alone.
       changed.weight.bits = 4;
       Plan const int4 = planned(changed);
       EXPECT_STREQ(int4.kernel, "wgmma_gemm_a8");
-      EXPECT_EQ(int4.corrects, !changed.act_symmetric);
+      EXPECT_EQ(int4.compensates, !changed.act_symmetric);
       EXPECT_FALSE(int4.layout.sums);
     }
     base.weight.bits = 4;
@@ -418,7 +418,7 @@ TEST(Dispatch, SharesKAmongTheBlocksOfAClusterWhileDecoding) {
     if (!c.cluster) continue;
     EXPECT_EQ(chosen.workspace, 0u);
     EXPECT_LE(shape.cluster * shape.clusters, kHopper.multiprocessors);
-    EXPECT_GE(shape.slabs * shape.clusters * kRowsPerSlab, c.n);
+    EXPECT_GE(shape.row_panels * shape.clusters * kRowsPerPanel, c.n);
     EXPECT_GE(shape.slice * shape.cluster * kKPerTile, c.k);
     EXPECT_LE(decode_memory(p, shape).total, kHopper.shared_memory);
   }
@@ -515,7 +515,7 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
 // With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the four warpgroups has its stages.
 TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   struct Case {
-    int n, k, cluster, clusters, slabs, sets;
+    int n, k, cluster, clusters, row_panels, sets;
     bool quantizes = false, zeros = false;
   };
   for (Case const& c :
@@ -526,22 +526,23 @@ TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
     p.act_quant = c.quantizes || c.zeros ? ActQuant::kBlock : ActQuant::kNone;
     p.act_symmetric = !c.zeros;
     WgmmaDecodeShape const shape = wgmma_decode_shape(p, kHopper, c.quantizes, true, false);
-    if (c.slabs || c.n > 100000) {
+    if (c.row_panels || c.n > 100000) {
       EXPECT_EQ(shape.cluster, c.cluster) << c.n << " x " << c.k;
     }
     if (!shape.cluster) continue;
-    if (c.slabs) {
+    if (c.row_panels) {
       EXPECT_EQ(shape.clusters, c.clusters) << c.n << " x " << c.k;
-      EXPECT_EQ(shape.most_slabs, c.slabs) << c.n << " x " << c.k;
+      EXPECT_EQ(shape.most_row_panels, c.row_panels) << c.n << " x " << c.k;
       EXPECT_EQ(shape.sets, c.sets) << c.n << " x " << c.k;
     }
     EXPECT_GE(shape.stages, 4);
     EXPECT_LE(shape.shared_bytes + 1024, kHopper.shared_memory);
     // No cluster's halves touch more row panels than it has room for.
-    int const units = (c.n + kRowsPerSlab - 1) / kRowsPerSlab * 2, base = units / shape.clusters, rest = units % shape.clusters;
+    int const units = (c.n + kRowsPerPanel - 1) / kRowsPerPanel * 2, base = units / shape.clusters,
+              rest = units % shape.clusters;
     for (int i = 0; i < shape.clusters; ++i) {
       int const first = base * i + std::min(i, rest), past = first + base + (i < rest);
-      EXPECT_LE((past + 1) / 2 - first / 2, shape.most_slabs) << c.n << " x " << c.k;
+      EXPECT_LE((past + 1) / 2 - first / 2, shape.most_row_panels) << c.n << " x " << c.k;
     }
   }
 }
@@ -836,7 +837,7 @@ TEST(Dispatch, HasKernelsThatMakeSense) {
     EXPECT_TRUE(names.insert(spec.name).second) << spec.name;
     for (int bits : {4, 8})
       for (Candidate const& c : spec.candidates(problem(1, 192, 576, bits))) {
-        EXPECT_EQ(c.tile.block_n % kRowsPerSlab, 0) << spec.name;
+        EXPECT_EQ(c.tile.block_n % kRowsPerPanel, 0) << spec.name;
         EXPECT_LE(c.min_m, c.max_m) << spec.name;
         EXPECT_EQ(c.cost.k4096 > 0, spec.cost && !spec.decodes) << spec.name;
         int measured = 0;
@@ -1089,7 +1090,7 @@ TEST(Workspace, HasAlignedPartsThatDoNotOverlap) {
               // Floats whose rows no tensor map describes are copied to rows that one does.
               EXPECT_EQ(layout.upcasts, upcasts && (act_quant != ActQuant::kNone || p.x_stride % 8 != 0 || p.x_stride < k));
               if (layout.upcasts) parts.push_back({layout.upcast, size_t(m) * size_t(padded_k(k)) * 2});
-              if (slices > 1) parts.push_back({layout.partials, size_t(slices) * m * 256 * 4});  // n is padded to 256
+              if (slices > 1) parts.push_back({layout.splitk_workspace, size_t(slices) * m * 256 * 4});  // n is padded to 256
               std::sort(parts.begin(), parts.end(), [](Part a, Part b) { return a.begin < b.begin; });
               size_t end = 0;
               for (Part const& part : parts) {
@@ -1122,12 +1123,12 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(layout.colsums % 256, 0u);
       EXPECT_GE(layout.colsums, layout.zero_scales + rows * 144 * 4);
       EXPECT_EQ(colsum_bytes(p.weight), 4 * windows * 4096 + 256 * 2 + 256 * 4);
-      EXPECT_EQ(layout.partials, layout.colsums + 4 * windows * 4096 + 256 * 2 + 256 * 4);
-      EXPECT_EQ(plan.workspace, layout.partials + 3u * 129 * 256 * 4);
+      EXPECT_EQ(layout.splitk_workspace, layout.colsums + 4 * windows * 4096 + 256 * 2 + 256 * 4);
+      EXPECT_EQ(plan.workspace, layout.splitk_workspace + 3u * 129 * 256 * 4);
       // The weight may hold its column sums already.
       p.weight.sums = &some_byte;
       EXPECT_FALSE(laid_out(p, 3, false, true).layout.sums);
-      EXPECT_EQ(laid_out(p, 3, false, true).layout.partials, layout.colsums);
+      EXPECT_EQ(laid_out(p, 3, false, true).layout.splitk_workspace, layout.colsums);
     }
 }
 
@@ -1181,8 +1182,8 @@ TEST(Experts, GateAndUpAreSharedByWholeClusters) {
     ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
     WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
     ASSERT_GT(shape.cluster, 0);
-    EXPECT_EQ(shape.most_slabs % 2, 0);
-    EXPECT_GE(shape.most_slabs / 2 * shape.clusters, intermediate / 64);
+    EXPECT_EQ(shape.most_row_panels % 2, 0);
+    EXPECT_GE(shape.most_row_panels / 2 * shape.clusters, intermediate / 64);
     EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
   }
 }
@@ -1201,7 +1202,7 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
   Device device;
   for (Status const& status :
        {current_device(&device), mixed_gemm(problem(5, 192, 576), {}, nullptr), quantize_activations({}, nullptr),
-        sum_weights({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, {}, nullptr)}) {
+        weight_colsum({}, nullptr, nullptr), dequantize({}, nullptr), route({}, {}, nullptr), mixed_moe({}, {}, {}, nullptr)}) {
     EXPECT_EQ(status.code, Status::kUnsupported);
     EXPECT_NE(status.text.find("no CUDA kernels"), std::string::npos) << status.text;
   }

@@ -23,12 +23,12 @@ using HalfWgmma = cute::SM90::GMMA::MMA_64x128x16_F32F16F16_RS<kKMajor, kKMajor>
 using Bfloat16Wgmma = cute::SM90::GMMA::MMA_64x128x16_F32BF16BF16_RS<kKMajor, kKMajor>;
 using IntWgmma = cute::SM90::GMMA::MMA_64x128x32_S32S8S8_RS_TN;
 
-constexpr int kChunkCodes = kRowsPerSlab * kKPerTile;
+constexpr int kChunkCodes = kRowsPerPanel * kKPerTile;
 
 // A chunk that holds, as its codes, digit `digit` (base 2^bits) of each code's own index
 // row * 128 + k. Decoding all digits tells which code an element came from.
 std::vector<uint32_t> chunk_of_digits(int bits, int digit) {
-  std::vector<uint32_t> chunk(size_t(chunk_bytes(bits)) / 4);
+  std::vector<uint32_t> chunk(size_t(k_tile_bytes(bits)) / 4);
   for (int index = 0; index < kChunkCodes; ++index) {
     CodePosition const at = code_position(index / kKPerTile, index % kKPerTile, kKPerTile, bits);
     int const code = (index >> bits * digit) - (1 << (bits - 1));
@@ -115,7 +115,7 @@ void check_fragments() {
   for (int digit = 0; digit * bits < 13; ++digit) chunks.push_back(chunk_of_digits(bits, digit));
 
   for (int k = 0; k < kKPerTile; k += kK) {
-    for (int block = 0; block < kRowsPerSlab / kRowsPerBlock; ++block) {  // that is, for each warp
+    for (int block = 0; block < kRowsPerPanel / kRowsPerBlock; ++block) {  // that is, for each warp
       for (int lane = 0; lane < 32; ++lane) {
         int const thread = kThreads == 32 ? lane : 32 * block + lane;
         int const first_row = kThreads == 32 ? 16 * block : 0;

@@ -20,10 +20,10 @@
 #include <utility>
 #include <vector>
 
-#include "cutlass_ops/corrections.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "cutlass_ops/pack.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "dispatch/decode_shape.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
@@ -210,7 +210,7 @@ std::vector<T> group_vectors(Weight const& w, std::vector<T> const& rows) {
   std::vector<T> packed(size_t(w.format.group_size == -1 ? 1 : padded_groups) * n_pad);
   for (int row = 0; row < w.n; ++row)
     for (int g = 0; g < w.groups; ++g)
-      packed[size_t(g) * n_pad + row / kRowsPerSlab * kRowsPerSlab + group_row(row)] = rows[size_t(row) * w.groups + g];
+      packed[size_t(g) * n_pad + row / kRowsPerPanel * kRowsPerPanel + group_row(row)] = rows[size_t(row) * w.groups + g];
   return packed;
 }
 
@@ -365,14 +365,14 @@ int block_of(ActQuant act_quant, int group_size) {
 
 // Product of the dequantised operands, [m][n].
 std::vector<double> product(Weight const& w, std::vector<float> const& x, int m, Input const& input) {
-  std::vector<float> gathered = x;
+  std::vector<float> tiles_per_cluster = x;
   if (!w.perm.empty()) {
     for (int row = 0; row < m; ++row)
-      for (int j = 0; j < w.k; ++j) gathered[size_t(row) * w.k + j] = x[size_t(row) * w.k + w.perm[j]];
+      for (int j = 0; j < w.k; ++j) tiles_per_cluster[size_t(row) * w.k + j] = x[size_t(row) * w.k + w.perm[j]];
   }
-  std::vector<double> a(gathered.begin(), gathered.end());
+  std::vector<double> a(tiles_per_cluster.begin(), tiles_per_cluster.end());
   if (input.act_quant != ActQuant::kNone) {
-    Quantized const q = quantized(gathered, m, w.k, block_of(input.act_quant, w.format.group_size), input.symmetric);
+    Quantized const q = quantized(tiles_per_cluster, m, w.k, block_of(input.act_quant, w.format.group_size), input.symmetric);
     for (int row = 0; row < m; ++row)
       for (int j = 0; j < w.k; ++j) a[size_t(row) * w.k + j] = q.value(row, j);
   }
@@ -620,7 +620,7 @@ TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   GemmProblem p = problem(packed.view, from, m, input);
   p.out_type = DataType::kFloat16;
   DeviceBytes const colsums(size_t(colsum_bytes(packed.view)));
-  finish(sum_weights(packed.view, colsums.data<void>(), nullptr));
+  finish(weight_colsum(packed.view, colsums.data<void>(), nullptr));
   EXPECT_TRUE(colsums.guards_are_whole());
   std::vector<uint16_t> results[2];
   for (bool has_sums : {false, true}) {
@@ -638,8 +638,8 @@ TEST_P(Products, AreTheSameBitsWithColumnSumsOfTheWeight) {
   finish(current_device(&device));
   finish(plan(p, device, &reads));
   bool const hopper = device.architecture == 90;
-  EXPECT_EQ(reads.corrects, hopper && input.act_quant != ActQuant::kNone && !input.symmetric);
-  if (reads.corrects) {  // a plan is for weights like the one that it was made for
+  EXPECT_EQ(reads.compensates, hopper && input.act_quant != ActQuant::kNone && !input.symmetric);
+  if (reads.compensates) {  // a plan is for weights like the one that it was made for
     p.weight = packed.view;
     DeviceBytes const workspace(reads.workspace);
     EXPECT_EQ(mixed_gemm(p, reads, {workspace.data<void>(), workspace.bytes()}, nullptr).code, Status::kInvalid);
@@ -835,14 +835,14 @@ TEST_P(Quantizer, WritesTheSpecificationsCodesScalesAndZeroPoints) {
         int const k_pad = int(padded_k(k)), blocks = block == -1 ? 1 : k_pad / block;
         std::vector<float> const x = special_rows(m, k, type);
         std::vector<int32_t> perm;
-        std::vector<float> gathered = x;
+        std::vector<float> tiles_per_cluster = x;
         if (permuted) {
           for (int j = 0; j < k; ++j) perm.push_back(j);
           std::shuffle(perm.begin(), perm.end(), std::mt19937(7));
           for (int row = 0; row < m; ++row)
-            for (int j = 0; j < k; ++j) gathered[size_t(row) * k + j] = x[size_t(row) * k + perm[j]];
+            for (int j = 0; j < k; ++j) tiles_per_cluster[size_t(row) * k + j] = x[size_t(row) * k + perm[j]];
         }
-        Quantized const q = quantized(gathered, m, k, block, symmetric);
+        Quantized const q = quantized(tiles_per_cluster, m, k, block, symmetric);
         DeviceBytes const from(stored(x, type)), device_perm(perm), codes(size_t(m) * k_pad),
             scales(size_t(blocks) * stride * 4), zeros(size_t(blocks) * stride);
         QuantizeProblem p{from.data<void>(), type, k, m, k, permuted ? device_perm.data<int32_t>() : nullptr, {}};

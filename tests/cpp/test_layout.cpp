@@ -65,8 +65,8 @@ TEST_P(Layout, IsABijection) {
 INSTANTIATE_TEST_SUITE_P(Bits, Layout, testing::Values(4, 8), testing::PrintToStringParamName());
 
 TEST(Layout, Sizes) {
-  EXPECT_EQ(chunk_bytes(4), 4096);
-  EXPECT_EQ(chunk_bytes(8), 8192);
+  EXPECT_EQ(k_tile_bytes(4), 4096);
+  EXPECT_EQ(k_tile_bytes(8), 8192);
   EXPECT_EQ(packed_bytes(1, 1, 4), 4096);
   EXPECT_EQ(packed_bytes(64, 128, 8), 8192);
   EXPECT_EQ(packed_bytes(65, 129, 8), 4 * 8192);

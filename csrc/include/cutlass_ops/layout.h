@@ -61,16 +61,16 @@
 
 namespace cutlass_ops {
 
-inline constexpr int kRowsPerSlab = 64;
+inline constexpr int kRowsPerPanel = 64;
 inline constexpr int kKPerTile = 128;
 inline constexpr int kRowsPerBlock = 16;
 inline constexpr int kLaneBytes = 16;
 inline constexpr int kUnitBytes = 32 * kLaneBytes;
 
 // Bytes of one row panel's K tile, 64 rows x 128 k: 4096 for 4 bits, 8192 for 8 bits.
-CUTLASS_OPS_HD constexpr int chunk_bytes(int bits) { return kRowsPerSlab * kKPerTile * bits / 8; }
+CUTLASS_OPS_HD constexpr int k_tile_bytes(int bits) { return kRowsPerPanel * kKPerTile * bits / 8; }
 
-CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) { return (n + kRowsPerSlab - 1) / kRowsPerSlab * kRowsPerSlab; }
+CUTLASS_OPS_HD constexpr int64_t padded_rows(int64_t n) { return (n + kRowsPerPanel - 1) / kRowsPerPanel * kRowsPerPanel; }
 
 CUTLASS_OPS_HD constexpr int64_t padded_k(int64_t k) { return (k + kKPerTile - 1) / kKPerTile * kKPerTile; }
 
@@ -96,10 +96,10 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
   int const unit = k % kKPerTile / k_per_unit;
   int const column = k % k_per_unit / 16;  // which 16 k of the unit
 
-  int64_t const chunk = int64_t(n / kRowsPerSlab) * (k_pad / kKPerTile) + k / kKPerTile;
-  int const block = n % kRowsPerSlab / kRowsPerBlock;
+  int64_t const chunk = int64_t(n / kRowsPerPanel) * (k_pad / kKPerTile) + k / kKPerTile;
+  int const block = n % kRowsPerPanel / kRowsPerBlock;
   int const units_per_block = kKPerTile / k_per_unit;
-  int64_t const unit_start = chunk * chunk_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
+  int64_t const unit_start = chunk * k_tile_bytes(bits) + (block * units_per_block + unit) * kUnitBytes;
   int const lane_start = (4 * g + t) * kLaneBytes;
   if (bits == 4) return {unit_start + lane_start + 4 * column + element, 4 * half};
   return {unit_start + lane_start + 4 * (2 * column + half) + element, 0};
@@ -109,7 +109,7 @@ CUTLASS_OPS_HD constexpr CodePosition code_position(int n, int k, int k_pad, int
 // transposition. Row 16*i + 8*h + g stands at 8*g + 2*i + h, so that the eight rows of a lane group g
 // are adjacent: one 16-byte load of fp16 scales, one 8-byte load of int8 zeros. And warp i of a
 // warpgroup takes its two rows, g and g+8, by one 4-byte load.
-CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + row % kRowsPerSlab / 8; }
+CUTLASS_OPS_HD constexpr int group_row(int row) { return 8 * (row % 8) + row % kRowsPerPanel / 8; }
 
 // Position of column k inside its 16 of the int8 activations: 0 .. 15 are stored as 0, 8, 1, 9,
 // ..., 7, 15. Then bytes 4t .. 4t+3, which the int8 instructions hand to lane t, are k = 2t, 2t+8,

@@ -55,9 +55,9 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
-// The column sums of a weight (corrections.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which place_colsums() then attaches to the weight, so
+// The column sums of a weight (zero_compensation.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which place_colsums() then attaches to the weight, so
 // that products need not compute them. Of groups of 128 or more, without offsets or a code book, and without zero points at 8 bits.
-Status sum_weights(PackedWeight const& weight, void* colsums, Stream stream);
+Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream);
 
 // Codes to the order of layout.h, all of packed_bytes(n, k, bits) written and padding zero, and back. The bits are those of
 // pack.h's functions on the host.

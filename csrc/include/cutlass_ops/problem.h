@@ -39,13 +39,13 @@ struct PackedWeight {
   DataType offset_type = DataType::kNone;
   bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
 
-  // Zero-point terms, for products with int8 activations where either side has zero points (corrections.h): each row's sums of 128 weights, or its zero points
+  // Zero-point terms, for products with int8 activations where either side has zero points (zero_compensation.h): each row's sums of 128 weights, or its zero points
   // of 8 bits, the scales of these, and the sums of all.
   // Null: mixed_gemm computes them in its workspace, with the same bits, where a product needs them. Given ones must belong to the codes, scales and zeros
   // as they are now.
   uint8_t const* sums = nullptr;
-  void const* sum_scales = nullptr;  // [n_pad] of scale_type
-  float const* row_sums = nullptr;   // [n_pad]: all of a row's weights
+  void const* sum_scales = nullptr;     // [n_pad] of scale_type
+  float const* total_colsum = nullptr;  // [n_pad]: all of a row's weights
 };
 
 // int8 activations in kernel order: codes [m][k_pad] (activation_position inside each 16), scales and zeros
@@ -64,7 +64,7 @@ struct QuantizedActivations {
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
 
   // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points of many blocks at once
-  // (corrections.h).
+  // (zero_compensation.h).
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
 };

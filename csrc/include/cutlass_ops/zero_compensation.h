@@ -1,4 +1,4 @@
-// Zero-point compensation (azp): y = sA sW (acc - zA colsum(W)), as one extra product for a window of K tiles. For dispatch/, correct_zeros.cu and
+// Zero-point compensation (azp): y = sA sW (acc - zA colsum(W)), as one extra product for a window of K tiles. For dispatch/, compensate_zeros.cu and
 // wgmma_gemm_a8.cu.
 //
 // Until that product the fp32 accumulators hold zero points, and round to about 2^-24 of their contribution. A zero point is at most 128 times its block's
@@ -29,10 +29,10 @@ constexpr int kTilesPerZeroRow = 32;  // K tiles whose zero values of a row of x
 constexpr int kZeroRow = 64;          // halves in that row
 
 // K tiles in a window: the column sums of a row panel take as many bytes as a tile's codes.
-constexpr int correction_window(int bits) { return 4 * bits; }
+constexpr int compensation_window(int bits) { return 4 * bits; }
 // Number of windows; the last may be short.
-constexpr int correction_windows(int64_t tiles, int bits) {
-  return int((tiles + correction_window(bits) - 1) / correction_window(bits));
+constexpr int compensation_windows(int64_t tiles, int bits) {
+  return int((tiles + compensation_window(bits) - 1) / compensation_window(bits));
 }
 
 constexpr int64_t zero_rows(int64_t k) {
@@ -41,9 +41,9 @@ constexpr int64_t zero_rows(int64_t k) {
 }
 constexpr int64_t zero_columns(int64_t k) { return zero_rows(k) * kZeroRow; }
 
-// The column sums of a weight are one allocation, aligned to 16 bytes: PackedWeight::sums, then sum_scales, then row_sums.
+// The column sums of a weight are one allocation, aligned to 16 bytes: PackedWeight::sums, then sum_scales, then total_colsum.
 inline int64_t sums_bytes(PackedWeight const& w) {
-  return padded_rows(w.n) / kRowsPerSlab * correction_windows(padded_k(w.k) / kKPerTile, w.bits) * chunk_bytes(w.bits);
+  return padded_rows(w.n) / kRowsPerPanel * compensation_windows(padded_k(w.k) / kKPerTile, w.bits) * k_tile_bytes(w.bits);
 }
 inline int64_t sum_scales_bytes(PackedWeight const& w) {
   return padded_rows(w.n) * (w.scale_type == DataType::kFloat32 ? 4 : 2);
@@ -54,7 +54,7 @@ inline int64_t colsum_bytes(PackedWeight const& w) {
 inline void place_colsums(PackedWeight* w, void const* memory) {
   auto const* const sums = static_cast<uint8_t const*>(memory);
   w->sums = sums, w->sum_scales = sums + sums_bytes(*w);
-  w->row_sums = reinterpret_cast<float const*>(sums + sums_bytes(*w) + sum_scales_bytes(*w));
+  w->total_colsum = reinterpret_cast<float const*>(sums + sums_bytes(*w) + sum_scales_bytes(*w));
 }
 
 }  // namespace cutlass_ops

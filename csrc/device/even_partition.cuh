@@ -4,9 +4,9 @@
 namespace cutlass_ops {
 
 // `whole` things over `parts`, as equal as can be: part i has base + (i < rest) of them.
-struct Shares {
+struct EvenPartition {
   int base, rest;
-  Shares(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
+  EvenPartition(int whole, int parts) : base(whole / parts), rest(whole % parts) {}
   __device__ __forceinline__ int first(int i) const { return base * i + min(i, rest); }
   __device__ __forceinline__ int count(int i) const { return base + (i < rest); }
 };

@@ -1,11 +1,11 @@
-// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and row_sums (corrections.h). A CTA takes a row panel, a set of four warps of it
+// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum (zero_compensation.h). A CTA takes a row panel, a set of four warps of it
 // every few sixteens of K tiles, and a warp 16 rows. The terms wait as fp32 numbers where their fp16 parts will stand until the scale of the row is known, so
 // that the weight is read once. Where the zero points of the weight are compensated, the terms are those times their scales, and no codes are read.
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
-#include "cutlass_ops/corrections.h"
+#include "cutlass_ops/zero_compensation.h"
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"
@@ -20,18 +20,18 @@ struct Params {
   PackedWeight weight;
   uint8_t* sums;
   void* sum_scales;
-  float* row_sums;
+  float* total_colsum;
   int tiles, windows, group_tiles, n_pad;  // group_tiles: tiles of K that share a scale
   bool follows;                            // nothing that ran before the kernel before is still running
 };
 
 // Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four lanes of a row.
 template <int kBits, bool kZeros>
-__device__ __forceinline__ void sum_tile(Params const& p, int slab, int tile, float (&sums)[2]) {
+__device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int tile, float (&sums)[2]) {
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
-  int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
+  int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
   uint8_t const* from =
-      p.weight.codes + (int64_t(slab) * p.tiles + tile) * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes;
+      p.weight.codes + (int64_t(row_panel) * p.tiles + tile) * k_tile_bytes(kBits) + warp * (kBits / 2) * kUnitBytes;
   int totals[2] = {};
 #pragma unroll
   for (int unit = 0; unit < kBits / 2; ++unit) {
@@ -71,12 +71,12 @@ struct Terms {
 };
 
 template <int kBits, bool kZeros>
-__device__ __forceinline__ void add_sums(Params const& p, int slab, int sixteen, Terms& terms) {
+__device__ __forceinline__ void add_sums(Params const& p, int row_panel, int sixteen, Terms& terms) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) {
     int const tile = sixteen * 16 + i;
     float sums[2];
-    sum_tile<kBits, kZeros>(p, slab, min(tile, p.tiles - 1), sums);
+    sum_tile<kBits, kZeros>(p, row_panel, min(tile, p.tiles - 1), sums);
     if (tile >= p.tiles) continue;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -86,9 +86,9 @@ __device__ __forceinline__ void add_sums(Params const& p, int slab, int sixteen,
   }
 }
 
-// Minus zero points times scales, likewise; totals are of no use. All that a thread loads is in flight at once.
+// Minus zero points times scales, in the same order; totals are of no use. All that a thread loads is in flight at once.
 template <int kBits, class Scale>
-__device__ __forceinline__ void add_zeros(Params const& p, int slab, int sixteen, Terms& terms) {
+__device__ __forceinline__ void add_zeros(Params const& p, int row_panel, int sixteen, Terms& terms) {
   constexpr float kCodes = kBits == 4 ? decode::Int4Int8::kScale : 1;
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4;
   char2 zeros[4];
@@ -96,7 +96,7 @@ __device__ __forceinline__ void add_zeros(Params const& p, int slab, int sixteen
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
     int const tile = min(sixteen * 16 + e / 2 * 8 + 2 * t + e % 2, p.tiles - 1);
-    int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + slab * kRowsPerSlab + lane / 4 * 8 + warp * 2;
+    int64_t const row = int64_t(tile / p.group_tiles) * p.n_pad + row_panel * kRowsPerPanel + lane / 4 * 8 + warp * 2;
     zeros[e] = *reinterpret_cast<char2 const*>(p.weight.zeros + row);
 #pragma unroll
     for (int h = 0; h < 2; ++h) scales[e][h] = static_cast<Scale const*>(p.weight.scales)[row + h];
@@ -121,29 +121,29 @@ __device__ __forceinline__ void add_zeros(Params const& p, int slab, int sixteen
 enum class Of { kCodes, kZeros };
 
 template <int kBits, bool kZeros, Of kOf>
-__global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__grid_constant__ Params const p) {
-  constexpr int kSixteens = correction_window(kBits) / 16;
-  __shared__ float largest[kMostSets][kRowsPerSlab];
-  __shared__ double totals[kMostSets][kRowsPerSlab];
-  int const slab = blockIdx.x, set = threadIdx.x / kSetThreads, sets = blockDim.x / kSetThreads;
+__global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(__grid_constant__ Params const p) {
+  constexpr int kSixteens = compensation_window(kBits) / 16;
+  __shared__ float largest[kMostSets][kRowsPerPanel];
+  __shared__ double totals[kMostSets][kRowsPerPanel];
+  int const row_panel = blockIdx.x, set = threadIdx.x / kSetThreads, sets = blockDim.x / kSetThreads;
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, t = lane % 4, first_row = lane / 4 * 8 + warp * 2;
   uint8_t* const out =
-      p.sums + int64_t(slab) * p.windows * chunk_bytes(kBits) + warp * (kBits / 2) * kUnitBytes + lane * kLaneBytes;
+      p.sums + int64_t(row_panel) * p.windows * k_tile_bytes(kBits) + warp * (kBits / 2) * kUnitBytes + lane * kLaneBytes;
   auto const place = [&](int sixteen) {
-    return out + int64_t(sixteen / kSixteens) * chunk_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
+    return out + int64_t(sixteen / kSixteens) * k_tile_bytes(kBits) + sixteen % kSixteens * 2 * kUnitBytes;
   };
-  let_successor_start();
-  if (!p.follows) wait_alone();
+  pdl_launch_dependents();
+  if (!p.follows) pdl_wait();
   Terms terms;
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     if constexpr (kOf == Of::kCodes) {
-      add_sums<kBits, kZeros>(p, slab, sixteen, terms);
+      add_sums<kBits, kZeros>(p, row_panel, sixteen, terms);
     } else if (p.weight.scale_type == DataType::kFloat16) {
-      add_zeros<kBits, __half>(p, slab, sixteen, terms);
+      add_zeros<kBits, __half>(p, row_panel, sixteen, terms);
     } else if (p.weight.scale_type == DataType::kBFloat16) {
-      add_zeros<kBits, __nv_bfloat16>(p, slab, sixteen, terms);
+      add_zeros<kBits, __nv_bfloat16>(p, row_panel, sixteen, terms);
     } else {
-      add_zeros<kBits, float>(p, slab, sixteen, terms);
+      add_zeros<kBits, float>(p, row_panel, sixteen, terms);
     }
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
@@ -168,10 +168,10 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
     int const wanted = int(__float_as_uint(row_most) >> 23) - 127 - 13;
     int const exponent = min(max(wanted, half ? -24 : -126), half ? 15 : 126);
     inverse[h] = power_of_two(-exponent);
-    int const position = slab * kRowsPerSlab + first_row + h;
+    int const position = row_panel * kRowsPerPanel + first_row + h;
     if (set != 0 || t != 0) continue;
     store_float(p.sum_scales, p.weight.scale_type, position, power_of_two(exponent));
-    p.row_sums[position] = float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
+    p.total_colsum[position] = float(row_total / (kBits == 4 && !kZeros ? decode::Int4Int8::kScale : 1));
   }
   for (int sixteen = set; sixteen < p.windows * kSixteens; sixteen += sets) {
     uint8_t* const to = place(sixteen);
@@ -196,32 +196,33 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) sum_weights_kernel(__g
           make_uint4(parts[part][0], parts[part][1], parts[part][2], parts[part][3]);
     }
   }
-  wait_alone();  // or the product might start before the kernel before this one has ended
+  pdl_wait();  // or the product might start before the kernel before this one has ended
 }
 
 }  // namespace
 
-Status launch_sum_weights(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream) {
+Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream) {
   int const tiles = int(padded_k(weight.k) / kKPerTile), n_pad = int(padded_rows(weight.n));
-  int const windows = correction_windows(tiles, weight.bits);
+  int const windows = compensation_windows(tiles, weight.bits);
   PackedWeight at = weight;
   place_colsums(&at, colsums);
   Params const p{weight,
                  const_cast<uint8_t*>(at.sums),
                  const_cast<void*>(at.sum_scales),
-                 const_cast<float*>(at.row_sums),
+                 const_cast<float*>(at.total_colsum),
                  tiles,
                  windows,
                  weight.group_size == -1 ? tiles : weight.group_size / kKPerTile,
                  n_pad,
                  follows};
   auto const kernel = [&] {
-    if (weight.bits == 8) return of_zeros ? sum_weights_kernel<8, true, Of::kZeros> : sum_weights_kernel<8, false, Of::kCodes>;
-    if (of_zeros) return sum_weights_kernel<4, true, Of::kZeros>;
-    return weight.zeros ? sum_weights_kernel<4, true, Of::kCodes> : sum_weights_kernel<4, false, Of::kCodes>;
+    if (weight.bits == 8)
+      return of_zeros ? weight_colsum_kernel<8, true, Of::kZeros> : weight_colsum_kernel<8, false, Of::kCodes>;
+    if (of_zeros) return weight_colsum_kernel<4, true, Of::kZeros>;
+    return weight.zeros ? weight_colsum_kernel<4, true, Of::kCodes> : weight_colsum_kernel<4, false, Of::kCodes>;
   }();
-  int const sets = std::min(windows * correction_window(weight.bits) / 16, kMostSets);
-  return launch(kernel, dim3(unsigned(n_pad / kRowsPerSlab)), kSetThreads * sets, 0, stream, p);
+  int const sets = std::min(windows * compensation_window(weight.bits) / 16, kMostSets);
+  return launch(kernel, dim3(unsigned(n_pad / kRowsPerPanel)), kSetThreads * sets, 0, stream, p);
 }
 
 }  // namespace cutlass_ops

@@ -9,15 +9,15 @@ namespace cutlass_ops {
 namespace {
 
 constexpr int kThreads = 128, kOutputs = 4;
-constexpr int kAtOnce = 8;  // parts whose loads are under way
+constexpr int kAtOnce = 8;  // parts whose loads are in flight
 
 __global__ void __launch_bounds__(kThreads)
-    reduce_splits(__grid_constant__ EpilogueParams const p, float const* __restrict__ partials, int splits, int n_pad) {
-  let_successor_start();  // it asks for its weights meanwhile
-  wait_for_predecessor();
+    splitk_reduce(__grid_constant__ EpilogueParams const p, float const* __restrict__ splitk_workspace, int splits, int n_pad) {
+  pdl_launch_dependents();  // it loads its weights meanwhile
+  pdl_wait_and_launch_dependents();
   int n = (blockIdx.y * kThreads + threadIdx.x) * kOutputs, m = blockIdx.x;
   if (n >= p.n) return;
-  float const* from = partials + int64_t(m) * n_pad + n;
+  float const* from = splitk_workspace + int64_t(m) * n_pad + n;
   int64_t const stride = int64_t(p.m) * n_pad;
   float sums[kOutputs] = {};
 #pragma unroll 1
@@ -35,10 +35,10 @@ __global__ void __launch_bounds__(kThreads)
 
 }  // namespace
 
-Status launch_reduce_splits(GemmProblem const& problem, int splits, float const* partials, Stream stream) {
+Status launch_splitk_reduce(GemmProblem const& problem, int splits, float const* splitk_workspace, Stream stream) {
   // Rows along x, of which there may be more than y can count: a batch-invariant product is split for any m.
   dim3 grid(problem.m, (problem.weight.n + kThreads * kOutputs - 1) / (kThreads * kOutputs));
-  return launch(reduce_splits, grid, kThreads, 0, stream, EpilogueParams(problem), partials, splits,
+  return launch(splitk_reduce, grid, kThreads, 0, stream, EpilogueParams(problem), splitk_workspace, splits,
                 int(padded_rows(problem.weight.n)));
 }
 
