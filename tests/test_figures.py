@@ -37,7 +37,7 @@ def test_the_five_numbers_of_the_readme_are_the_files() -> None:
         line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| (W\dA|NF4)[^|]* \| [\d.]+ \|", line)
     ]
     assert [line[0] for line in lines] == ["W4A16", "W8A16", "W4A8, scales for blocks", "W8A8, scales for blocks", "NF4"]
-    assert "28672 x 4096, one row of x" in README
+    assert "28672 x 4096, M = 1" in README
     picture = (ROOT / "results/five.svg").read_text()
     rows = {row["format"]: row for row in RESULT["rows"] if (row["n"], row["k"], row["m"]) == (28672, 4096, 1)}
     for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4"), strict=True):
