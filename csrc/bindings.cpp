@@ -102,7 +102,8 @@ Pointer data_ptr(py::handle tensor) {
   return call(tensor, name).cast<Pointer>();
 }
 
-// An uninitialised tensor on the device of `like`, of another dtype if one is given. By the tensor's method, of numbers: half the time of torch.empty.
+// An uninitialised tensor on the device of `like`, of another dtype if one is given. By the tensor's method, of numbers: half
+// the time of torch.empty.
 py::object new_empty(py::handle like, py::handle shape, py::handle dtype) {
   static Name const name("new_empty");
   static py::handle const keyword = py::make_tuple("dtype").release();

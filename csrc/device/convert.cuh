@@ -1,13 +1,14 @@
-// Words of 4-bit or 8-bit integers to pairs of fp16 or bf16, in the order in which they stand or interleaved, signed or unsigned. For tensors that
-// are not in the packed order (device/decode.cuh is for those that are).
+// Words of 4-bit or 8-bit integers to pairs of fp16 or bf16, in the order in which they stand or interleaved, signed or
+// unsigned. For tensors that are not in the packed order (device/decode.cuh is for those that are).
 //
-// As there, a converter is pure 32-bit assembly (`bits`, host and device, tested exhaustively on the CPU) and one vector FMA with constants: an
-// integer put into the mantissa of a power of two is that power plus the integer, in units of its last place. fp16: 0x6400 | u = 1024 + u and
-// 0x6400 | u << 4 = 1024 + 16 u; bf16: 0x4300 | u = 128 + u. Signed (two's complement) integers become unsigned by inverting their sign bit,
-// which rides on the XOR that sets the exponent, and what that adds goes with the power.
+// As there, a converter is pure 32-bit assembly (`bits`, host and device, tested exhaustively on the CPU) and one vector FMA
+// with constants: an integer put into the mantissa of a power of two is that power plus the integer, in units of its last
+// place. fp16: 0x6400 | u = 1024 + u and 0x6400 | u << 4 = 1024 + 16 u; bf16: 0x4300 | u = 128 + u. Signed (two's complement)
+// integers become unsigned by inverting their sign bit, which rides on the XOR that sets the exponent, and what that adds goes
+// with the power.
 //
-// Plain: element i is nibble or byte i of the word. Interleaved: element i is nibble [0, 4, 1, 5, 2, 6, 3, 7][i] (nibble i holds element
-// [0, 2, 4, 6, 1, 3, 5, 7][i], AutoAWQ's order), or byte [0, 2, 1, 3][i], so that pairs stand sixteen bits apart.
+// Plain: element i is nibble or byte i of the word. Interleaved: element i is nibble [0, 4, 1, 5, 2, 6, 3, 7][i] (nibble i
+// holds element [0, 2, 4, 6, 1, 3, 5, 7][i], AutoAWQ's order), or byte [0, 2, 1, 3][i], so that pairs stand sixteen bits apart.
 #pragma once
 
 #include "device/decode.cuh"
@@ -90,10 +91,11 @@ struct BytesHalf {
   CUTLASS_OPS_HD static constexpr uint32_t addend(int) { return both_halves(kSigned ? 0xe480u : 0xe400u); }
 };
 
-// 4 bytes -> 2 pairs of bf16, whose mantissa is one bit short: low 7 bits, 128 + low, minus 128 * (1 + sign) (Int8Bfloat16), where an
-// unsigned byte's sign bit is inverted first, and 128 added last: that addition is the FMA.
+// 4 bytes -> 2 pairs of bf16, whose mantissa is one bit short: low 7 bits, 128 + low, minus 128 * (1 + sign) (Int8Bfloat16),
+// where an unsigned byte's sign bit is inverted first, and 128 added last: that addition is the FMA.
 //
-// Worked example, w = 0x0000'fe03, interleaved, unsigned (elements 0 and 2 are 3 and 254): 0x8080'7e83, as signed (-125, 0), (126, 0)
+// Worked example, w = 0x0000'fe03, interleaved, unsigned (elements 0 and 2 are 3 and 254): 0x8080'7e83, as signed (-125, 0),
+// (126, 0)
 //   bytes 0, 2: 0x4300'4303 - 0x4300... as in Int8Bfloat16;  * 1 + 128 = (3, 0), (254, 0)
 template <bool kSigned, bool kInterleaved>
 struct BytesBfloat16 {

@@ -139,10 +139,11 @@ struct Int4Half {
 #endif
 };
 
-// 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero is a subnormal number, which tensor cores
-// multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller: out = kUnit * (c + kCodeBias) for
-// row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller starts its sums at -kCodeBias * sum x. Two bits to the
-// left, because the tensor cores align products by exponents alone: leading zeros of a mantissa are bits that the sums lose.
+// 4 bits -> fp16 without arithmetic: an integer in the mantissa of an fp16 whose exponent is zero is a subnormal number, which
+// tensor cores multiply exactly. So a third of Int4Half's instructions go, and the constant it subtracts is left to the caller:
+// out = kUnit * (c + kCodeBias) for row g and kUpper times that for row g+8, whose nibbles stand four bits higher. The caller
+// starts its sums at -kCodeBias * sum x. Two bits to the left, because the tensor cores align products by exponents alone:
+// leading zeros of a mantissa are bits that the sums lose.
 //
 // Worked example, w = 0x0000'00e3 (row g: c = 3; row g+8: c = -2), w << 2 = 0x0000'038c:
 //   out[0]: (w << 2 & 0x003c003c) ^ 0x00200020 = 0x0020'002c = (8, 11) * 2^-22
@@ -364,11 +365,11 @@ struct Int8Int8 {
   }
 };
 
-// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a word is the codes of rows g and g+8
-// for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a separate table, in its
-// own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16 values in
-// registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and SM; here that
-// pipe has 4, the multiplier 4, and the loads, at 32 a clock, take as long as both.)
+// 4 bits -> a code book's values, fp16 and bf16 alike, by look-up in shared memory. A byte of a word is the codes of rows g and
+// g+8 for one k, so a table of 256 entries gives both values at once, row g's in the low half. Each lane has a separate table,
+// in its own bank: entry e of lane l is word 32 * e + l, and the 32 look-ups of a warp never meet in a bank. (By PRMT from 16
+// values in registers it would be 21 instructions for eight codes, all of them on the pipe that does 64 a clock and SM; here
+// that pipe has 4, the multiplier 4, and the loads, at 32 a clock, take as long as both.)
 //
 // Worked example, word[0] = 0x0000'00e3 (byte 0: row g stored 3, code 11; row g+8 stored 14, code 6; the others: code 8 twice):
 //   offsets: lane 5 reads the words at 0xe3 * 128 + 20 = 29076 and three times at 20
@@ -384,9 +385,10 @@ struct Int4Codebook {
     return uint32_t(value_bits((e & 15) ^ 8)) | uint32_t(value_bits((e >> 4) ^ 8)) << 16;
   }
 
-  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset or an address. A byte
-  // is one instruction, a dot product of bytes of which one counts, and its constant a register: where there are those for kConstants alone, the
-  // other bytes are one instruction, and their product and sum another (the compiler would shift, mask and add).
+  // Where the four bytes of a word are looked up, k 2t, 2t+8, 2t+1, 2t+9, in a lane's table that begins at `first`: an offset
+  // or an address. A byte is one instruction, a dot product of bytes of which one counts, and its constant a register: where
+  // there are those for kConstants alone, the other bytes are one instruction, and their product and sum another (the compiler
+  // would shift, mask and add).
   template <int kConstants = 4>
   CUTLASS_OPS_HD static void places(uint32_t word, uint32_t first, uint32_t (&out)[4]) {
     for (int i = 0; i < 4; ++i) {
@@ -434,7 +436,8 @@ struct Int4Codebook {
   }
 
 #ifdef __CUDACC__
-  // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a time: four lanes' same entry.
+  // Fill the table with a book's values, rounded to Element; the caller synchronises. 16 bytes at a time: four lanes' same
+  // entry.
   template <class Element>
   __device__ static void fill(uint8_t* table, float const* book, int thread, int threads) {
     auto bits = [&](int code) {

@@ -8,8 +8,8 @@
 
 namespace cutlass_ops {
 
-// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit lines can do. An activation that is not named here does
-// not compile (-Werror=switch).
+// Whether an activation is a clamp to EpilogueParams::low and high, which the store of whole 16-bit lines can do. An activation
+// that is not named here does not compile (-Werror=switch).
 inline bool is_clamp(Activation activation) {
   switch (activation) {
     case Activation::kNone:

@@ -1,5 +1,6 @@
-// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or scale * codebook[code], rounded once to the type of x.
-// What a code means is csrc/formats/'s; here is where codes and what belongs to groups lie in shared memory, and how they become fragments.
+// Operand A of 16-bit MMAs with each weight as its value: scale * (code - zero point) + offset, or scale * codebook[code],
+// rounded once to the type of x. What a code means is csrc/formats/'s; here is where codes and what belongs to groups lie in
+// shared memory, and how they become fragments.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +14,8 @@ namespace cutlass_ops {
 // Whether weights have zero points or offsets; kAny: looked for at run time.
 enum class AffineTerm { kNone, kZeros, kOffsets, kAny };
 
-// kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any type, and the arithmetic is
-// fp32. Code books and floats have neither zero points nor offsets.
+// kNarrow: scales and offsets are of x's type and applied in it by one operation, which rounds once; otherwise they are of any
+// type, and the arithmetic is fp32. Code books and floats have neither zero points nor offsets.
 template <class Element_, class Format_, bool kNarrow_, AffineTerm kAffineTerm_>
 struct Fold {
   using Element = Element_;
@@ -63,7 +64,8 @@ template <class F>
 struct RowPair {
   uint32_t words[F::kNarrow ? 1 : 2] = {};
 
-  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around them.
+  // `bytes`: of a value; 0 if there is none. Predicated, since branches would keep the compiler from scheduling what is around
+  // them.
   __device__ __forceinline__ void load(uint32_t from, int bytes) {
     if constexpr (F::kNarrow && F::kAffineTerm != AffineTerm::kAny) {
       asm volatile("ld.shared.u32 %0, [%1];" : "=r"(words[0]) : "r"(from));

@@ -1,5 +1,5 @@
-// Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a multiple of 16 on ("slots"), and tiles of these, which a
-// kernel before has written (kernels/route.cu). How many there are is known on the GPU alone.
+// Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a multiple of 16 on ("slots"),
+// and tiles of these, which a kernel before has written (kernels/route.cu). How many there are is known on the GPU alone.
 #pragma once
 
 #include "cutlass_ops/layout.h"

@@ -1,4 +1,5 @@
-// The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what they do here.
+// The sm_90a instructions of the wgmma kernels: CUTLASS's and CuTe's barriers, copies and MMA atoms under the names of what
+// they do here.
 #pragma once
 
 #define CUTE_SM90_EXTENDED_MMA_SHAPES_ENABLED  // 104, 144, 160 and 176 columns
@@ -22,8 +23,8 @@ namespace cutlass_ops {
 using TransactionBarrier = cutlass::arch::ClusterTransactionBarrier;
 using ClusterBarrier = cutlass::arch::ClusterBarrier;
 
-// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait for every access to
-// memory that is in flight.
+// Into the shared memory of a block of the cluster; `barrier`, at its place there, counts the bytes. No fence, which would wait
+// for every access to memory that is in flight.
 __device__ __forceinline__ void store_remote(void* here, float4 const& v, uint64_t* barrier, int rank) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1, %2, %3, %4}, [%5];" ::"r"(
                    cute::set_block_rank(cute::cast_smem_ptr_to_uint(here), rank)),
@@ -66,7 +67,8 @@ __device__ __forceinline__ void wgmma_float(uint32_t const (&a)[4], uint64_t b, 
   wgmma_expand<FloatWgmma<Element, kBlockM>>(a, b, sums, add, std::make_index_sequence<kBlockM / 2>{});
 }
 
-// Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency shows.
+// Loads of shared memory that stay where they are written: the compiler would move them to their first use, where their latency
+// shows.
 __device__ __forceinline__ void load_shared(uint32_t address, uint32_t (&v)[4]) {
   asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v[0]), "=r"(v[1]), "=r"(v[2]), "=r"(v[3]) : "r"(address));
 }
@@ -88,9 +90,9 @@ __device__ __forceinline__ void fence_registers(float (&registers)[kCount]) {
   for (int i = 0; i < kCount; ++i) asm volatile("" : "+f"(registers[i])::"memory");
 }
 
-// Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes apart (PTX
-// ISA, "Matrix descriptor": start address / 16 in bits 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62). The atom starts on 1024 bytes; 32
-// columns further is +2.
+// Descriptor of a K-major operand of 128-byte rows in the 128-byte swizzle: 8 rows to an atom of 1024 bytes, atoms 1024 bytes
+// apart (PTX ISA, "Matrix descriptor": start address / 16 in bits 0..13, stride / 16 from bit 32, swizzle mode 1 from bit 62).
+// The atom starts on 1024 bytes; 32 columns further is +2.
 __device__ __forceinline__ uint64_t operand_descriptor(uint32_t shared) {
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | ((shared >> 4) & 0x3fff);
 }
@@ -101,7 +103,8 @@ __device__ __forceinline__ uint64_t uniform_operand_descriptor(void const* share
   return uint64_t(1) << 62 | uint64_t(1024 / 16) << 32 | address;
 }
 
-// Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row, not swizzled, 8 rows to 128 bytes.
+// Descriptor of 32 columns of bytes of which the first 16 are the second 16 too: 16 bytes a row, not swizzled, 8 rows to 128
+// bytes.
 __device__ __forceinline__ uint64_t repeated_descriptor(void const* shared) {
   return uint64_t(128 / 16) << 32 | ((cute::cast_smem_ptr_to_uint(shared) >> 4) & 0x3fff);
 }

@@ -1,7 +1,8 @@
-// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages keeps turning from tile to tile.
+// What the wgmma kernels share: a persistent GEMM of clusters of two blocks whose ring of stages keeps turning from tile to
+// tile.
 //
-// A block computes 128 output features x kBlockM (256 with four warpgroups that multiply). The two blocks of a cluster take neighbouring rows and the same rows of x, and each loads half of
-// the rows of x for both.
+// A block computes 128 output features x kBlockM (256 with four warpgroups that multiply). The two blocks of a cluster take
+// neighbouring rows of W and the same rows of x, and each loads half of the rows of x for both.
 //
 //                       kBlockM ->
 //             +---------------------------+
@@ -12,12 +13,12 @@
 //         192 | warpgroup 2               |
 //             +---------------------------+
 //
-// Warpgroup 0 loads: one warp the weights, one the rows of x, each waiting for a free stage; where stages bring token scales, a third brings them into
-// the order of the accumulators. Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps the tensor cores busy while the other
-// promotes.
+// Warpgroup 0 loads: one warp the weights, one the rows of x, each waiting for a free stage; where stages bring token scales, a
+// third brings them into the order of the accumulators. Warpgroups 1 and 2 run C::consume, each on its own, so that one keeps
+// the tensor cores busy while the other promotes.
 //
-// Clusters take tiles in turn. The stream-K tail, which is left after full waves, may be split along K, so that all clusters end at about the same time
-// (add_parts()); where the tiles fill no wave, all may be split, and splitk_reduce adds the slices.
+// Clusters take tiles in turn. The stream-K tail, which is left after full waves, may be split along K, so that all clusters
+// end at about the same time (add_parts()); where the tiles fill no wave, all may be split, and splitk_reduce adds the slices.
 #pragma once
 
 #include <cudaTypedefs.h>
@@ -83,8 +84,8 @@ struct TileConfig {
   static constexpr int kStageBytes =
       (kZeroPoints + (kZeros ? kRows : 0) + 1023) / 1024 * 1024;  // the swizzle repeats every 1024
 
-  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy. Stages of more than 176 rows of x leave
-  // little room: least where these have two bytes.
+  // Rows of x that leave through shared memory at a time, as floats and as lines of 16-bit outputs, and the lines of one copy.
+  // Stages of more than 176 rows of x leave little room: least where these have two bytes.
   static constexpr bool kLargeBlockM = kBlockM > 176 && kElementBytes == 2;
   static constexpr int kStoreRows = kLargeBlockM ? 16 : kBlockM % 32 ? kBlockM / 2 : 32;
   static constexpr int kStoreStride = kRowsPerPanel + 4;  // floats; keeps the transposing writes off each other's banks
@@ -93,8 +94,9 @@ struct TileConfig {
   static constexpr int kXBoxRows = kLargeBlockM ? 16 : kLineRows;
   static constexpr int kStagedFloats = kStoreStride * 4 * kStoreRows, kStagedLines = kLineBytes * kLineRows;  // bytes
   static constexpr int kStoreBytes = kWarpgroups * (kStagedFloats > kStagedLines ? kStagedFloats : kStagedLines);
-  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group scales), for each warpgroup, then token
-  // scales, which are applied at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice its length: so much lies behind the last.
+  // Behind the staged outputs: token zero points, 16 times where they are an operand (with group scales), for each warpgroup,
+  // then token scales, which are applied at the end, for each. compute-sanitizer takes an operand whose rows repeat for twice
+  // its length, so that much memory follows the last.
   static constexpr int kEndScales = kElementBytes == 1 && !kLoadTokenScales ? kBlockM : 0;
   static constexpr int kEndZeros = kTokenZeros_ ? kEndScales * (kLoadScales ? 16 : 1) : 0;  // bytes
   static constexpr int kEndScaleBytes = kWarpgroups * kEndScales * 4;
@@ -125,7 +127,8 @@ struct Params {
   bool store_halves;             // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
 };
 
-// Of kernels whose stages of K are its tiles and, after each window of these, a compensation (zero_compensation.h). Params::k_tiles counts both.
+// Of kernels whose stages of K are its tiles and, after each window of these, a compensation (zero_compensation.h).
+// Params::k_tiles counts both.
 struct CompensatedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
@@ -167,8 +170,9 @@ struct Part {
   }
 };
 
-// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that what runs together shares weights and rows of x in L2.
-// First come the whole tiles, then the last slices of the split ones, then the slices before those.
+// Work: (pair of row tiles, token tile, split of K), token tiles in bands (of 16) fastest, so that what runs together shares
+// weights and rows of x in L2. First come the whole tiles, then the last slices of the split ones, then the slices before
+// those.
 struct Work {
   using Part = hopper::Part;
   int pair, m_tile, split = 0, splits = 1;
@@ -187,9 +191,9 @@ struct Work {
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles * (split + 1) / splits; }
 };
 
-// The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are shorter, one after another: those of neighbouring tiles are multiplied
-// at a time, so that the columns of K in flight stay few, as the cache wants it. (Slices of equal length, which begin anywhere in K, took M = 1024,
-// 8192 x 28672 in W8A16 from 675 to 720 us.)
+// The same where a cluster takes the last slices of p.tail_split.tiles_per_cluster tiles, which are shorter, one after another:
+// those of neighbouring tiles are multiplied at a time, so that the columns of K in flight stay few, as the cache wants it.
+// (Slices of equal length, which begin anywhere in K, took M = 1024, 8192 x 28672 in W8A16 from 675 to 720 us.)
 struct StreamKSlice {
   int split_tile, split;
   __device__ __forceinline__ StreamKSlice(int index, Params const& p) {
@@ -206,7 +210,8 @@ struct StreamKSlice {
   __device__ __forceinline__ bool empty() const { return split < 0; }
 };
 
-// Only with 16-bit x: wgmma_gemm_a8's main loops are scheduled worse with it, M = 1024, 28672 x 4096 in W8A8 take 265 us instead of 256.
+// Only with 16-bit x: wgmma_gemm_a8's main loops are scheduled worse with it, M = 1024, 28672 x 4096 in W8A8 take 265 us
+// instead of 256.
 struct StreamKWork {
   using Part = StreamKSlice;
   int pair, m_tile;
@@ -322,8 +327,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   }
 }
 
-// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of all rows of x, in eights, if they are fewer. (Rows beyond the
-// last come as zeros, at 8 bytes a clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64 rows of x 19.4.)
+// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of all rows of x, in eights, if
+// they are fewer. (Rows beyond the last come as zeros, at 8 bytes a clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64
+// rows of x 19.4.)
 template <class C>
 constexpr int half_x_rows(int m) {
   constexpr int kHalf = C::kBlockM / C::kCluster, kAtom = 8;  // rows that the swizzle repeats after
@@ -381,9 +387,9 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a thread has those of its
-// four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t + 2 (j % 2) + e. Where C::kPrepareScales, it also makes
-// the weights' scales fp32 numbers, times C::kUnit, in their place.
+// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a
+// thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
+// 2 (j % 2) + e. Where C::kPrepareScales, it also makes the weights' scales fp32 numbers, times C::kUnit, in their place.
 template <class C>
 __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
   Ring<C::kStages> ring;
@@ -429,8 +435,8 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the first copies are in flight: with zeros products took
-// less time than with stale data (M = 40, 8192 x 28672 in W8A16 63 us, and 67).
+// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the first copies are in flight:
+// with zeros products took less time than with stale data (M = 40, 8192 x 28672 in W8A16 63 us, and 67).
 template <class C>
 __device__ __forceinline__ void clear_missing_x_rows(uint8_t* stages, Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * C::kSwizzleBytes;
@@ -446,8 +452,8 @@ __device__ __forceinline__ void clear_missing_x_rows(uint8_t* stages, Params con
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-// A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are pinned in registers: the compiler would recompute them
-// in every turn of the main loop.
+// A thread's coordinates in a tile, and the offsets of its operands in a stage. The offsets are pinned in registers: the
+// compiler would recompute them in every turn of the main loop.
 template <class C>
 struct ThreadCoord {
   int rank, warpgroup, warp, lane;
@@ -464,8 +470,9 @@ struct ThreadCoord {
   }
 };
 
-// The scales of a thread's rows as they are stored: a load from shared memory takes long while an MMA reads shared memory, and nothing should wait for one between
-// products and their promotion. The second of fp32 is loaded first: otherwise the compiler let that load wait until the next weights were loaded too.
+// The scales of a thread's rows as they are stored: a load from shared memory takes long while an MMA reads shared memory, and
+// nothing should wait for one between products and their promotion. The second of fp32 is loaded first: otherwise the compiler
+// let that load wait until the next weights were loaded too.
 struct StoredScales {
   uint32_t words[2];
 
@@ -489,9 +496,9 @@ struct StoredScales {
   }
 };
 
-// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's 64 outputs side
-// by side, in the 128-byte swizzle, and one thread's copy takes them away while the next tile is begun. The general way below takes many times
-// as long, and meanwhile the ring of stages stands still for both blocks.
+// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's
+// 64 outputs side by side, in the 128-byte swizzle, and one thread's copy stores them while the next tile is begun. The general
+// path below takes many times as long, and meanwhile the ring of stages stands still for both blocks.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
                                              ThreadCoord<C> const& coord, int row0, int m0, int end) {
@@ -523,7 +530,8 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
     if (copies) cute::tma_store_wait<0>();  // the lines before have been read
     cutlass::arch::NamedBarrier::sync(128, barrier);
     uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
-    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next eight. The lane gives the address of one line of one.
+    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next eight. The lane gives the
+    // address of one line of one.
     int matrix =
         (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes + ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
     auto const stage = [&](auto type) {
@@ -557,10 +565,11 @@ __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* sta
   }
 }
 
-// A slice of a tile of the stream-K tail: the warps of all clusters but the one with the first slice store their sums in the workspace, in the order of
-// registers, and set their flags; those of the first wait for the flags, add in the order of K, and return true: they store the tile.
-// They wait only for clusters of lower numbers, which were started before. The workspace is uninitialised, but holds no flag of this launch: a flag is
-// cleared by its reader, so that a graph replays the same launch correctly.
+// A slice of a tile of the stream-K tail: the warps of all clusters but the one with the first slice store their sums in the
+// workspace, in the order of registers, and set their flags; those of the first wait for the flags, add in the order of K, and
+// return true: they store the tile. They wait only for clusters of lower numbers, which were started before. The workspace is
+// uninitialised, but holds no flag of this launch: a flag is cleared by its reader, so that a graph replays the same launch
+// correctly.
 template <class C>
 __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const& p, ThreadCoord<C> const& coord,
                                           typename C::Work::Part part) {
@@ -570,7 +579,8 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
                  coord.warp * 32 + coord.lane;
   constexpr int kFlags = C::kCluster * C::kWarpgroups * 4;
   uint64_t* flags = p.flags + part.split_tile * others * kFlags + row_panel * 4 + coord.warp;
-  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to 4 %) with such a register assignment.
+  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to 4 %) with such a register
+  // assignment.
   if (part.split > 0) {
     float* to = parts + int64_t(part.split - 1) * kStride;
 #pragma unroll
@@ -597,7 +607,8 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
   return true;
 }
 
-// Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so that whole lines are stored. `end`: of an expert's rows of x.
+// Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so that whole lines are stored.
+// `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
                                       ThreadCoord<C> const& coord, int index, int row0, int m0, int end = 0) {
@@ -660,8 +671,9 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   cute::cluster_wait();
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
-    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take them from.
-    // Otherwise every copy becomes a loop over the lanes that might differ, and its instructions slow down concurrent MMAs.
+    // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take
+    // them from. Otherwise every copy becomes a loop over the lanes that might differ, and its instructions slow down
+    // concurrent MMAs.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1) produce_x_rows<C>(stages, barriers, p, map, rank);
@@ -704,7 +716,8 @@ inline Encoder const& tensor_map_encoder() {
   return encoder;
 }
 
-// A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores write nothing there.
+// A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores
+// write nothing there.
 template <int kRank>
 Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
               cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
@@ -728,7 +741,8 @@ inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// A number that no other launch of this process has, and that arbitrary memory holds with a chance of 2^-64: a counter's bits, well mixed.
+// A number that no other launch of this process has, and that arbitrary memory holds with a chance of 2^-64: a counter's bits,
+// well mixed.
 inline uint64_t new_flag() {
   static std::atomic<uint64_t> launches{uint64_t(std::chrono::steady_clock::now().time_since_epoch().count())};
   uint64_t x = launches.fetch_add(0x9e3779b97f4a7c15);

@@ -16,7 +16,8 @@ inline Status cuda_error(char const* call, cudaError_t error) {
   return {Status::kCuda, std::string(call) + ": " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")"};
 }
 
-// Let a kernel have so much dynamic shared memory on the current device. The runtime is asked once, or when it is to be more: it takes longer than a launch.
+// Allow a kernel this much dynamic shared memory on the current device. The runtime is called once, or when the size grows: the
+// call takes longer than a launch.
 inline Status allow_shared_memory(void const* kernel, int bytes) {
   static std::mutex mutex;
   static std::map<std::pair<int, void const*>, int> allowed;  // device, kernel -> bytes
@@ -50,8 +51,8 @@ Status launch_clusters(void (*kernel)(Params...), dim3 grid, int cluster, dim3 t
   cudaLaunchAttribute attributes[3];
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  // The same for all kernels, however little they need: an SM divides its memory between cache and shared memory again only once it is empty, so
-  // that a kernel with another division would not overlap with its predecessor, nor its successor with it.
+  // The same for all kernels, however little they need: an SM divides its memory between cache and shared memory again only
+  // once it is empty, so that a kernel with another division would not overlap with its predecessor, nor its successor with it.
   attributes[1].id = cudaLaunchAttributePreferredSharedMemoryCarveout;
   attributes[1].val.sharedMemCarveout = cudaSharedmemCarveoutMaxShared;
   attributes[2].id = cudaLaunchAttributeClusterDimension;
@@ -86,21 +87,22 @@ Status launch(void (*kernel)(Params...), dim3 grid, dim3 threads, int shared_byt
   return launch_clusters(kernel, grid, 1, threads, shared_bytes, stream, std::forward<Args>(args)...);
 }
 
-// Let the next kernel in the stream start its own preparations.
+// Let the next kernel in the stream start.
 __device__ __forceinline__ void pdl_launch_dependents() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that call pdl_launch_dependents() themselves.
+// Wait until all that earlier kernels in the stream wrote can be seen; for kernels that call pdl_launch_dependents()
+// themselves.
 __device__ __forceinline__ void pdl_wait() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
 
-// The same, then let the next one start its own preparations.
+// The same, then let the next kernel start.
 __device__ __forceinline__ void pdl_wait_and_launch_dependents() {
   pdl_wait();
   pdl_launch_dependents();

@@ -1,5 +1,5 @@
-// From floats to int8 codes: a lane loads kLaneColumns columns of a row, lanes find the range of a block or a row, a Quantizer makes the codes.
-// Shared by the quantising kernel and those that quantise on the way, so that all find the same codes.
+// From floats to int8 codes: a lane loads kLaneColumns columns of a row, lanes find the range of a block or a row, a Quantizer
+// makes the codes. Shared by the quantising kernel and those that quantise on the way, so that all find the same codes.
 #pragma once
 
 #include <type_traits>
@@ -64,8 +64,9 @@ __device__ __forceinline__ Range<kSymmetric> range_of(float const (&v)[kCount]) 
   return parts[0];
 }
 
-// a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two compensations of the quotient by its
-// remainder, which is exact. __fdiv_rn does the same, and calls a function for the other cases, at the cost of registers and branches.
+// a / b as IEEE has it, for a and b in 2^-100 .. 2^100: a reciprocal that is nearly right, a Newton step, and two compensations
+// of the quotient by its remainder, which is exact. __fdiv_rn does the same, and calls a function for the other cases, at the
+// cost of registers and branches.
 __device__ __forceinline__ float quotient(float a, float b) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(b));
@@ -102,8 +103,8 @@ struct Quantizer {
 
   __device__ __forceinline__ int shift() const { return int(zero) - 0x4b400000; }  // the bits of kMagic
 
-  // The code of v minus the zero point. Symmetric ones need no clamp: |v| * (127 / amax) is at most 127 and a few units in its last place. Of a block
-  // with NaN or infinity it may be anything: the scale is NaN.
+  // The code of v minus the zero point. Symmetric ones need no clamp: |v| * (127 / amax) is at most 127 and a few units in its
+  // last place. Of a block with NaN or infinity it may be anything: the scale is NaN.
   __device__ __forceinline__ float value(float v) const {
     float q = __fadd_rn(__uint_as_float(rounded(v)), -kMagic);
     return kSymmetric ? q : fminf(fmaxf(q + zero, -128.0f), 127.0f) - zero;
@@ -125,8 +126,9 @@ struct Quantizer {
   }
 };
 
-// 16 neighbouring columns. T is __half or __nv_bfloat16, or float for a type that is known at run time; results are rounded to that type. (Rounding a
-// sum or product of 16-bit floats to fp32 first would change nothing: fp32 has twice their digits and two.)
+// 16 neighbouring columns. T is __half or __nv_bfloat16, or float for a type that is known at run time; results are rounded to
+// that type. (Rounding a sum or product of 16-bit floats to fp32 first would change nothing: fp32 has twice their digits and
+// two.)
 template <class T>
 struct Columns {
   using Pair = std::conditional_t<std::is_same_v<T, __half>, __half2, __nv_bfloat162>;

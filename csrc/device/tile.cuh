@@ -1,5 +1,6 @@
-// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its warps, the order of tiles over the grid, the copies of
-// weights and group vectors, a block's main loop around its multiplications, and the epilogue store through shared memory.
+// What the two portable GEMM kernels share: the block tile of 128 output features x kBlockM, its warps, the order of tiles over
+// the grid, the copies of weights and group vectors, a block's main loop around its multiplications, and the epilogue store
+// through shared memory.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -9,8 +10,8 @@
 
 namespace cutlass_ops {
 
-// A warp takes 32 rows and all rows of x. Small blocks, so that several share an SM: while one waits at a barrier, decodes or promotes, another
-// multiplies.
+// A warp takes 32 rows and all rows of x. Small blocks, so that several share an SM: while one waits at a barrier, decodes or
+// promotes, another multiplies.
 template <int kBlockM_>
 struct BlockTile {
   static constexpr int kBlockM = kBlockM_;
@@ -26,7 +27,7 @@ struct BlockTile {
   using Sums = float[kRowBlocks][kMBlocks][4];
 };
 
-// Where a thread stands. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
+// A thread's coordinates. Fragment registers: (e / 2) picks row g or g + 8, (e % 2) token 2t or 2t + 1.
 template <class Tile>
 struct ThreadCoord {
   int g, t;
@@ -54,7 +55,8 @@ __device__ __forceinline__ int thread_again() {
   return thread;
 }
 
-// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one row tile, then the next rows.
+// Blocks that run together share weights and rows of x in L2: the grid walks 16 token tiles for one row tile, then the next
+// rows.
 struct TileIndex {
   int n, m;
   __device__ __forceinline__ TileIndex(int block, int row_tiles, int m_tiles) {
@@ -83,8 +85,8 @@ __device__ __forceinline__ void gather_sums(typename Tile::Sums const& sums, Thr
   __syncthreads();
 }
 
-// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad]. `plain`: the epilogue only rounds, to 16 bits, and rows
-// of the output start on 16 bytes.
+// From shared memory to the output, or, where K is split, to this split's partial sums [m][n_pad]. `plain`: the epilogue only
+// rounds, to 16 bits, and rows of the output start on 16 bytes.
 template <class Tile>
 __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m0, int n0, EpilogueParams const& p,
                                            float* splitk_workspace, int n_pad, bool plain = false) {
@@ -129,8 +131,8 @@ __device__ __forceinline__ void store_sums(float const* tiles_per_cluster, int m
   }
 }
 
-// Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than the tile. Made on the host: the
-// kernels divide by multiplying.
+// Which rows of a [groups][stride] vector a tile of K needs: several where groups are shorter than the tile. Made on the host:
+// the kernels divide by multiplying.
 struct VectorRows {
   static constexpr uint32_t kMostRows = 4;  // in a tile: reciprocals are larger
   int group;                                // columns a row covers; -1 for all of K
@@ -154,7 +156,8 @@ struct VectorRows {
 // A pointer into shared memory as instructions take it.
 __device__ __forceinline__ uint32_t shared_address(void const* pointer) { return cute::cast_smem_ptr_to_uint(pointer); }
 
-// 16 bytes from global memory to a shared address in the background, if `wanted`, without a branch; zeros, and nothing is read, where not `inside`.
+// 16 bytes from global memory to a shared address in the background, if `wanted`, without a branch; zeros, and nothing is read,
+// where not `inside`.
 __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, bool wanted, bool inside = true) {
   asm volatile(
       "{\n"
@@ -166,7 +169,8 @@ __device__ __forceinline__ void copy_16_if(uint32_t shared, void const* source, 
       : "memory");
 }
 
-// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every tile.
+// One 16-byte vector of a group vector's rows, of the [row][width] that a stage holds; it is this thread's to copy for every
+// tile.
 struct VectorCopy {
   uint8_t const* source = nullptr;  // in the vector's first row
   uint32_t row_bytes = 0;
@@ -175,8 +179,9 @@ struct VectorCopy {
 
   VectorCopy() = default;
 
-  // `i`: the thread's number among those that copy the vector; those below zero do not. Values have 2^log_bytes bytes; the tile begins at column `begin` of
-  // rows of `stride`. Columns from `stride` on repeat the last before it: no result that is stored depends on them.
+  // `i`: the thread's number among those that copy the vector; those below zero do not. Values have 2^log_bytes bytes; the tile
+  // begins at column `begin` of rows of `stride`. Columns from `stride` on repeat the last before it: no result that is stored
+  // depends on them.
   __device__ __forceinline__ VectorCopy(int i, void const* vector, VectorRows const& rows, int log_bytes, int width, int begin,
                                         int stride, uint32_t shared)
       : row_bytes(uint32_t(stride) << log_bytes), multiplier(rows.step | rows.reciprocal) {
@@ -189,7 +194,7 @@ struct VectorCopy {
     asm volatile("" : "+l"(source), "+r"(to));
   }
 
-  // Copy the other's piece, if it has one. No thread has pieces of both.
+  // Copy the other's 16 bytes, if it has any. No thread copies for both.
   __device__ __forceinline__ void take(VectorCopy const& other) {
     if (other.to >= 0) *this = other;
   }
@@ -221,7 +226,7 @@ struct WeightCopy {
     to = shared + warp * kWarpBytes + lane_byte;
   }
 
-  // Copy the j-th of a thread's pieces of a tile.
+  // Copy the j-th of a thread's 16-byte vectors of a tile.
   __device__ __forceinline__ void operator()(int stage, int j, bool wanted) const {
     copy_16_if(to + stage + j * kUnitBytes, source + j * kUnitBytes, wanted);
   }
@@ -229,11 +234,12 @@ struct WeightCopy {
   __device__ __forceinline__ void next() { source += kChunk; }
 };
 
-// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte vectors are swizzled by token % 8, so that
-// ldmatrix meets every bank once. Rows of x beyond the last are left as they are: no result that is stored depends on them.
+// A tile's columns of a row-major matrix, a token a row, to [token][kRowBytes] whose 16-byte vectors are swizzled by token % 8,
+// so that ldmatrix meets every bank once. Rows of x beyond the last are left as they are: no result that is stored depends on
+// them.
 //
-// Four threads share a row (eight, where there are no more rows) and take its pieces in turn: all addresses of a thread are constants
-// away from a pointer or two, and one predicate serves a row.
+// Four threads share a row (eight, where there are no more rows) and take its vectors in turn: all addresses of a thread are
+// constants away from a pointer or two, and one predicate serves a row.
 template <class Tile>
 struct XRowCopy {
   static constexpr int kRowBytes = Tile::kRowBytes, kRowPieces = kRowBytes / 16,
@@ -243,14 +249,15 @@ struct XRowCopy {
   static_assert(kRowThreads == 4 || kRowThreads == 8);
   uint8_t const* source[kRows];
   bool wanted[kRows];
-  uint32_t to;  // shared address in the first stage, a multiple of 128 for the first piece of the first token
+  uint32_t to;  // shared address in the first stage, a multiple of 128 for the first vector of the first row of x
 
-  // The first of a thread's rows of x. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the swizzle keeps apart.
+  // The first of a thread's rows of x. Eight lanes write at a time: of four to a row, those of rows r and r + 4, which the
+  // swizzle keeps apart.
   static __device__ __forceinline__ int first_x_row() {
     int lane = threadIdx.x % 32, x_row = threadIdx.x / 32 * (32 / kRowThreads) + lane / 8;
     return kRowThreads == 4 ? x_row + lane / 4 % 2 * 4 : x_row;
   }
-  // Of the i-th of a thread's pieces: its number in the row.
+  // The number in its row of a thread's i-th vector.
   static __device__ __forceinline__ int piece(int i) { return threadIdx.x % kRowThreads + i % kTurns * kRowThreads; }
 
   __device__ __forceinline__ XRowCopy(uint32_t shared, void const* matrix, int64_t stride_bytes, int m0, int m, int k_tile) {
@@ -264,13 +271,13 @@ struct XRowCopy {
     to = shared + x_row * kRowBytes + ((piece(0) ^ (x_row & 7)) << 4);
   }
 
-  // Where the i-th piece goes in the first stage.
+  // The address of the i-th vector in the first stage.
   __device__ __forceinline__ uint32_t place(int i) const {
     int turn = i % kTurns * kRowThreads * 16;
     return (to ^ (turn & 64)) + turn / 128 * 128 + i / kTurns * kRowsAtOnce * kRowBytes;
   }
 
-  // Copy the i-th of a thread's pieces of a tile; zeros, and nothing is read, where not `inside`.
+  // Copy the i-th of a thread's vectors of a tile; zeros without a read where not `inside`.
   __device__ __forceinline__ void operator()(int stage, int i, bool tile_wanted, bool inside = true) const {
     copy_16_if(place(i) + stage, source[i / kTurns] + i % kTurns * kRowThreads * 16, tile_wanted && wanted[i / kTurns], inside);
   }
@@ -281,7 +288,8 @@ struct XRowCopy {
   }
 };
 
-// Operand B of two neighbouring token blocks, 32 bytes of columns: `piece` of the warp's part of a row. Rows are swizzled (XRowCopy).
+// Operand B of two neighbouring token blocks, 32 bytes of columns: k-slice `piece` of the warp's columns of a row. Rows are
+// swizzled (XRowCopy).
 template <class Tile>
 __device__ __forceinline__ void load_x_rows(uint8_t const* activations, ThreadCoord<Tile> const& at, int pair, int piece,
                                             uint32_t (&b)[4]) {
@@ -331,7 +339,8 @@ struct TileParams {
               problem.out_type != DataType::kFloat32 && epilogue.vector_store) {}
 };
 
-// Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory that nothing else uses any more.
+// Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory that nothing else uses any
+// more.
 template <class C, class Params>
 __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums const& sums, uint8_t* shared, int n0, int m0) {
   float* tiles_per_cluster = reinterpret_cast<float*>(shared);
@@ -340,7 +349,8 @@ __device__ __forceinline__ void store_tile(Params const& p, typename C::Sums con
   store_sums<C>(tiles_per_cluster, m0, n0, p.epilogue, splitk_workspace, p.n_pad, p.plain);
 }
 
-// The copies of a block's first stages: the weights' may start before the kernels before have ended. `prepare`: as multiply_tile has it.
+// The copies of a block's first stages: the weights' may start before the kernels before have ended. `prepare`: as
+// multiply_tile has it.
 template <class C, class Copies, class Prepare>
 __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& range, Prepare prepare) {
   constexpr int kWeightCopies = WeightCopy<C>::kPieces;
@@ -363,9 +373,9 @@ __device__ __forceinline__ void fill_first_stages(Copies& copies, KRange const& 
   }
 }
 
-// A block's main loop. Its K tiles go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a share of the copies for the stage
-// that is filled meanwhile is issued, C::kCopiesAtOnce together: between the matrix instructions they cost next to nothing, before them a tenth of the
-// time. (All are issued before it where C::kCopiesFirst.)
+// A block's main loop. Its K tiles go through a ring of C::kStages stages; C::kPieces times in the multiplication of a tile, a
+// share of the copies for the stage that is filled meanwhile is issued, C::kCopiesAtOnce together: between the matrix
+// instructions they cost next to nothing, before them a tenth of the time. (All are issued before it where C::kCopiesFirst.)
 //
 //   copies     Copies<C>(p, shared, n0, m0, k_tile): weights, activations; copies(stage, k_tile, i, wanted, x_rows_wanted) for i below kAll, the
 //              weights' first; copies.special(stage, k_tile): handles the tile's rows of x if they cannot be copied that way, and says so

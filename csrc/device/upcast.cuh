@@ -1,5 +1,5 @@
-// int8 activations as 16-bit floats, for wgmma_fold16, in the order of columns: scale * (code - zero point), rounded once; or, where a row has one scale,
-// code - zero point, which is exact: the scale is applied to the sums.
+// int8 activations as 16-bit floats, for wgmma_fold16, in the order of columns: scale * (code - zero point), rounded once; or,
+// where a row has one scale, code - zero point, which is exact: the scale is applied to the sums.
 #pragma once
 
 #include "cutlass_ops/layout.h"

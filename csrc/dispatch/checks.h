@@ -8,8 +8,8 @@ namespace cutlass_ops {
 constexpr int kMaxM = 1 << 24;
 constexpr int kMaxNormK = 1 << 22;  // the sums of 512 columns each take 32 KB of shared memory
 constexpr double kLeastNormEps = 1e-15;
-// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there come slowly, some 8 bytes a clock. Among many tiles that is
-// nothing, and takes less power.
+// Quantised rows up to which they have memory for whole tiles: zeros for rows that are not there come slowly, some 8 bytes a
+// clock. Among many tiles that is nothing, and takes less power.
 constexpr int kPaddedRows = 512;
 
 Status unsupported(std::string text);

@@ -14,10 +14,11 @@ int64_t tile_count(GemmProblem const& problem, Tile const& tile) {
 
 int64_t time_of(PredictedTime const& time, int cost, int end) { return time.k_tiles * cost + time.ends * end + time.constant; }
 
-// The stream-K tail: slices of K of the tiles that whole waves of clusters leave over, so that more of them share the end. Where a last slice for each tile
-// is one too many, a cluster takes those of several, and all others are so much longer: not in wgmma_fold16, nor for int8 activations, where that was measured
-// to lose 2 % (of 512, 1024 and 8192 rows x 8192 x 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's; splitk_reduce
-// takes 2.5 us, and 2 a million sums.
+// The stream-K tail: the tiles left after full waves of clusters are split along K, so that more clusters share them. Where a
+// last slice for each tile is one too many, a cluster takes the last slices of several tiles, and the other slices are longer
+// in proportion: not in wgmma_fold16, nor for int8 activations, where that was measured to lose 2 % (of 512, 1024 and 8192 rows
+// x 8192 x 28672), nor of more than eight, which lost 1 %. Tiles that fill no wave are slice_count's; splitk_reduce takes 2.5
+// us, and 2 a million sums.
 TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate) {
   constexpr int kMostSlices = 16;  // a lane of a warp waits for each
   Tile const& tile = candidate.tile;
@@ -38,7 +39,7 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
     if (tail_split.tiles_per_cluster > most_tiles_per_cluster ||
         k - tail_split.share_numerator * (slices - 1) / tail_split.share_denominator < 2)
       continue;
-    // Tenths of a microsecond on an H200: to leave partial sums in the workspace and add them up.
+    // Tenths of a microsecond on an H200: to store partial sums in the workspace and add them.
     int64_t const exchange = 25 + 8 * (slices - 1) * tile.block_m / 128, whole = tiles / clusters;
     PredictedTime const time{whole * k + ceil_div(tail_split.share_numerator, tail_split.share_denominator), (whole + 2) * 32,
                              exchange * 32};
@@ -47,8 +48,8 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
   return best;
 }
 
-// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave. It was measured to be faster than splitk_reduce for many
-// sums of long slices: floats x int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
+// Whether clusters add up the two slices of each tile's K themselves where the tiles fill no wave. It was measured to be faster
+// than splitk_reduce for many sums of long slices: floats x int8 8192 x 28672 at M = 128 take 97.5 us, 99.7 by splitk_reduce.
 bool adds_two_slices(GemmProblem const& problem, int slices) {
   PackedWeight const& w = problem.weight;
   return slices == 2 && !multiplies_int8(problem) && w.bits == 8 && w.k >= 16384 && int64_t(problem.m) * w.n >= 1 << 20;
@@ -56,8 +57,8 @@ bool adds_two_slices(GemmProblem const& problem, int slices) {
 
 }  // namespace
 
-// Of weights at least eight tiles of K by 128 features each (two tiles in clusters). The count depends on shapes and the device alone, so a result's bits do
-// too.
+// Of weights at least eight tiles of K by 128 features each (two tiles in clusters). The count depends on shapes and the device
+// alone, so a result's bits do too.
 int slice_count(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Tile const& tile) {
   if (spec.decodes) return 1;
   int64_t const wanted =

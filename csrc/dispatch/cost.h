@@ -5,7 +5,8 @@
 
 namespace cutlass_ops {
 
-// A predicted time in 32nds of TileCost's unit, linear in the costs of a tile, so that these can be fitted to measured times (tools/fit_costs.py).
+// A predicted time in 32nds of TileCost's unit, linear in the costs of a tile, so that these can be fitted to measured times
+// (tools/fit_costs.py).
 struct PredictedTime {
   int64_t k_tiles = 0;   // times the cost of a tile of K, a 32nd of TileCost::k4096
   int64_t ends = 0;      // times TileCost::end

@@ -42,8 +42,9 @@ int cluster_places(Device const& device, int cluster) {
 
 }  // namespace
 
-// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and 13 of x; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a CTA without a cluster
-// 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
+// The shape of least time, from what was measured on an H200: an SM takes 18 bytes of weights a clock, 15 of a code book's, and
+// 13 of x; a row panel's sums of a row of x cost 30 clocks at the end, a cluster's exchange of sums 900, each tile of K of a
+// CTA without a cluster 60 where there is no code book, and a CTA that leaves no room for one of the next launch 3000.
 DecodeShape decode_shape(GemmProblem const& p, Device const& device) {
   constexpr int kStaticBytes = 1024;
   constexpr int kSmallPart = 32;  // tiles of a row panel
@@ -126,8 +127,8 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
   int const groups = WgmmaDecodeShape::warpgroups(one_cta), most = WgmmaDecodeShape::most_row_panels_of(one_cta, token_zeros),
             unit = WgmmaDecodeShape::unit(one_cta);
   int const all_units = int(padded_rows(w.n) / unit), all_tiles = int(padded_k(w.k) / kKPerTile);
-  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many in flight
-  // as two would have.
+  // Two CTAs per SM, this launch's and the next one's: its weights are in flight before this one ends. Or one that has as many
+  // in flight as two would have.
   int const table_bytes = w.book ? kCodebookLutBytes : 0;
   StageSizes const sizes{int8 && !quantizes ? kBlockM * kKPerTile + (token_zeros ? 8 * kKPerTile : 0) : kBlockM * kKPerTile * 2,
                          (int8 ? kBlockM * 4 : 0) + (token_zeros ? kBlockM : 0),
@@ -179,7 +180,8 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       shape.most_row_panels = (all_row_panels + needed - 1) / needed * halves;
       if (shape.most_row_panels > kGroups * kMost) continue;
       shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
-      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are whole, unless they are many.
+      // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are
+      // whole, unless they are many.
       double const cta = (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
       double const waves = double(row_tiles) * needed / (2 * cluster_places(device, c));
       double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);

@@ -64,7 +64,8 @@ struct GroupedGemm {
   Groups groups;
 };
 
-// How a cluster of wgmma_decode_fold16 shares a tile of an expert's rows; cluster is 0 if none fits. `tiles`: that are expected.
+// How a cluster of wgmma_decode_fold16 shares a tile of an expert's rows; cluster is 0 if none fits. `tiles`: that are
+// expected.
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, int tiles);
 
 }  // namespace cutlass_ops

@@ -53,8 +53,8 @@ bool shape_mma_gemm_a8(GemmProblem const& problem, Device const& device, Candida
   Tile const& tile = candidate.tile;
   bool const general = has_short_groups(w) || w.offsets || (w.zeros && w.bits == 8);
   bool const zeros = general || w.zeros || activations_have_zeros(problem);
-  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before still runs would crowd on the first that it leaves.
-  // (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6 where three fit.)
+  // No more CTAs on an SM than the grid is made for: those that are started while the kernel before still runs would crowd on
+  // the first that it leaves. (W8A8, 9 rows x 8192 x 28672: 58.3 us; 66.6 where three fit.)
   int const crowded = device.shared_memory / ((zeros ? 2 : tile.min_ctas_per_sm) + 1);
   plan->stages = tile.stages;
   plan->shared_bytes = std::max(crowded, mma_gemm_a8_shared_bytes(w.bits, tile.block_m, zeros, general, tile.stages));

@@ -1,5 +1,5 @@
-// Grid, threads and shared memory of each kernel: KernelSpec::shape. What a kernel's Config takes of shared memory is computed here once more, for builds
-// without CUDA, and the launchers assert that both agree.
+// Grid, threads and shared memory of each kernel: KernelSpec::shape. What a kernel's Config takes of shared memory is computed
+// here once more, for builds without CUDA, and the launchers assert that both agree.
 #pragma once
 
 #include "cutlass_ops/layout.h"

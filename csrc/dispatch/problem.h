@@ -1,4 +1,4 @@
-// Questions about a product that the choice of its kernel, the launchers and the kernels ask.
+// Properties of a problem, for dispatch, the launchers and the kernels.
 #pragma once
 
 #include <algorithm>
@@ -26,11 +26,11 @@ inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 
 inline bool multiplies_int8(GemmProblem const& problem) {
   return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
 }
-// Whether they have zero points then.
+// Whether these have zero points.
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether they have a scale a block then.
+// Whether these have a scale a block.
 inline bool activations_have_blocks(GemmProblem const& problem) {
   return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
@@ -39,17 +39,18 @@ inline bool quantizes_rows(GemmProblem const& problem) {
   return problem.act_quant == ActQuant::kToken && !problem.quantized.codes;
 }
 
-// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes reach 128 on one side, and on
-// the other too or, less their zero points, 255.
+// Whether int32 sums of int8 products run over all of K: no scale is a group's or a block's, and none overflows, where codes
+// reach 128 on one side, and on the other too or, less their zero points, 255.
 inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
          w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h), where x is symmetric with a scale a block
-// and the result is of 16 bits: as many rows of x pay for the launch that makes the terms. For fewer rows, zero points of int4 are subtracted from the codes; those of 8 bits,
-// which do not fit in int8 then, are left to wgmma_fold16.
+// Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h),
+// where x is symmetric with a scale a block and the result is of 16 bits: as many rows of x pay for the launch that makes the
+// terms. For fewer rows, zero points of int4 are subtracted from the codes; those of 8 bits, which do not fit in int8 then, are
+// left to wgmma_fold16.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return w.zeros && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
@@ -57,7 +58,8 @@ inline bool compensates_weight_zeros(GemmProblem const& problem) {
          problem.out_type != DataType::kFloat32;
 }
 
-// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero points that are int8.
+// Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero
+// points that are int8.
 inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && !(w.zeros && w.bits == 8); }
 
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
@@ -66,7 +68,8 @@ inline bool is_irregular(GemmProblem const& problem) {
          problem.x_stride < problem.weight.k;
 }
 
-// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and exact is not set.
+// Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and
+// exact is not set.
 inline bool may_round(GemmProblem const& problem) {
   return !problem.exact && problem.out_type != DataType::kFloat32 && problem.out_type == problem.x_type;
 }

@@ -1,4 +1,4 @@
-// What a kernel says of itself to the choice: what it can implement, by which tiles, at which cost, and how it is launched.
+// The description of a kernel for dispatch: the problems it can implement, its tiles and their costs, and its launch.
 #pragma once
 
 #include <string>
@@ -26,8 +26,8 @@ struct TileCost {
   int end = 0;         // and besides, whatever K is, where that is not in it; twice for a tile whose K is cut
 };
 
-// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is integers in groups of 128 or more (zero points of 4 bits among
-// them), another that is rounded to 16 bits, or a code book.
+// What the costs of decode kernels depend on: how x is multiplied, and whether the weight is integers in groups of 128 or more
+// (zero points of 4 bits among them), another that is rounded to 16 bits, or a code book.
 enum class DecodeKind { kFloats, kFloatsRounded, kCodebook, kBlock, kBlockRounded, kToken, kTokenRounded };
 constexpr int kDecodeKinds = 7;
 
@@ -49,7 +49,8 @@ struct Candidate {
   bool quantizes = false;                                 // it quantises floats itself
   bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Of a decode kernel, for 4 and 8 bits. One whose costs are all 0 is no choice: it lost wherever it was measured, or was not compiled.
+  // Of a decode kernel, for 4 and 8 bits. One whose costs are all 0 is no choice: it lost wherever it was measured, or was not
+  // compiled.
   DecodeCost decode_costs[2][kDecodeKinds] = {};
 };
 
@@ -91,13 +92,14 @@ struct KernelSpec {
   // kNone, or what forbids it; `device` has the architecture whose kernels are requested.
   Field (*can_implement)(GemmProblem const& problem, Device const& device);
   Candidates (*candidates)(GemmProblem const& problem);
-  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which compete with one another; negative if it does not fit. Null
-  // where the first candidate that applies is the choice.
+  // The time of a candidate, in 32nds of TileCost's unit or nanoseconds of decode kernels, which compete with one another;
+  // negative if it does not fit. Null where the first candidate that applies is the choice.
   int64_t (*cost)(GemmProblem const& problem, Device const& device, KernelSpec const& spec, Candidate const& candidate);
   // Fill in how the product is launched by a candidate, whose slices of K the plan has. False if it does not fit.
   bool (*shape)(GemmProblem const& problem, Device const& device, Candidate const& candidate, Plan* plan);
-  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `splitk_workspace` is null if plan.slices is 1; otherwise it
-  // holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan) of them and then flag_count(plan) 64-bit flags.
+  // Start it. problem.quantized is filled for int8 kernels, but for those that quantise floats themselves. `splitk_workspace`
+  // is null if plan.slices is 1; otherwise it holds plan.slices x [m][n_pad] sums or, with a stream-K tail, part_floats(plan)
+  // of them and then flag_count(plan) 64-bit flags.
   Status (*launch)(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 };
 
@@ -108,7 +110,7 @@ struct KernelSpecs {
   KernelSpec const* end() const { return first + count; }
 };
 
-// All kernels, in the order in which they are asked: the first that can implement a problem, and has a candidate that applies, is the choice.
+// All kernels in order of preference: the first that can implement a problem and has a candidate that applies is chosen.
 KernelSpecs kernel_specs();
 KernelSpec const* find_kernel(char const* name);  // null if there is none
 

@@ -135,8 +135,8 @@ bool can_quantize_values(GemmProblem const& problem) {
 bool can_quantize_blocks(GemmProblem const& problem) {
   return can_quantize_values(problem) && problem.weight.scale_type == problem.x_type;
 }
-// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which has K in more slices than a cluster: 8192 x 28672 takes
-// 32.9 to 37 us, by the decode kernels 36 to 38 (an H200).
+// After rows of a long x were quantised as a whole, int4's large weights are mma_gemm_a8's, which has K in more slices than a
+// cluster: 8192 x 28672 takes 32.9 to 37 us, by the decode kernels 36 to 38 (an H200).
 bool is_long_and_quantized(GemmProblem const& problem) {
   return quantizes_rows(problem) && !is_int8(problem) && problem.weight.k >= 16384 && has_millions(problem, 128);
 }
@@ -152,7 +152,8 @@ bool folds_few_rows(GemmProblem const& problem) {
   return has_short_groups(w) || w.offsets || w.e4m3 || !own_scales;
 }
 bool folds_and_quantizes(GemmProblem const& problem) { return folds_few_rows(problem) && can_quantize_values(problem); }
-// Of int4 and a K that is not long a product after the quantiser takes 16 to 20 us from run to run (18944 x 3584 on an H200), one that quantises x itself 17.5.
+// Of int4 and a K that is not long a product after the quantiser takes 16 to 20 us from run to run (18944 x 3584 on an H200),
+// one that quantises x itself 17.5.
 bool folds_alone(GemmProblem const& problem) {
   bool const erratic = problem.weight.bits == 4 && folds_and_quantizes(problem) && problem.weight.k < 8192;
   return folds_few_rows(problem) && !erratic;
@@ -203,27 +204,29 @@ constexpr Candidate kDecodeGemm[] = {
 
 // ---- tiles of the Hopper kernels, by their costs
 
-// Whether 256 rows have int32 sums over all of K, and the last tile has not few: rows beyond the last come slowly, as zeros, so that 4097 rows x 8192 x 8192
-// take 381 us, 353 by tiles of 176.
+// Whether 256 rows have int32 sums over all of K, and the last tile has not few: rows beyond the last come slowly, as zeros, so
+// that 4097 rows x 8192 x 8192 take 381 us, 353 by tiles of 176.
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
-// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it others. Larger tiles multiply the integers by the scales in
-// another order, where neither side has zero points and x has a scale a block.
+// Whether smaller tiles than 128 rows of int8 x int4 give a row the same bits, or may give it others. Larger tiles multiply the
+// integers by the scales in another order, where neither side has zero points and x has a scale a block.
 bool small_tiles_have_the_bits(GemmProblem const& problem) {
   return is_int8(problem) || !problem.batch_invariant || problem.weight.zeros || activations_have_zeros(problem) ||
          !activations_have_blocks(problem);
 }
-// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it cuts into more slices, mma_gemm_a8 takes less time.
+// Whether 17 to 32 rows of int8 have as many weights as wgmma_gemm_a8 wants: of fewer, whose K it cuts into more slices,
+// mma_gemm_a8 takes less time.
 bool has_many_weights(GemmProblem const& problem) {
   bool const zeros = problem.weight.zeros || activations_have_zeros(problem);
   return has_millions(problem, is_int8(problem) ? 32 : zeros ? 24 : 16);
 }
 constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
 
-// Whether zero points are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than fp32 sums lose that held zero
-// points for a while. It does not matter whether the weight's column sums are there already, or the bits of a result would tell. Where neither side has blocks
-// int32 sums run over all of K, from which zero points are taken exactly.
+// Whether zero points are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than
+// fp32 sums lose that held zero points for a while. It does not matter whether the weight's column sums are there already, or
+// the bits of a result would tell. Where neither side has blocks int32 sums run over all of K, from which zero points are taken
+// exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (compensates_weight_zeros(problem)) return true;

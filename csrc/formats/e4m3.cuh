@@ -1,10 +1,12 @@
-// 8-bit floats: a sign, 4 bits of exponent of bias 7, 3 of mantissa (e4m3): value = scale * float. The codes that are no number, 0x7f and 0xff, are in no
-// packed weight; here they are 480 and -480.
+// 8-bit floats: a sign, 4 bits of exponent of bias 7, 3 of mantissa (e4m3): value = scale * float. The codes that are no
+// number, 0x7f and 0xff, are in no packed weight; here they are 480 and -480.
 //
-// Moved to the sign, exponent and mantissa of an fp16, the bits of such a float are its value over 2^(15 - 7); of a bf16, over 2^(127 - 7);
-// subnormal ones too. So one exact multiplication gives the value. Codes are stored with their sign bit inverted (layout.h): the factor is negative.
+// Moved to the sign, exponent and mantissa of an fp16, the bits of such a float are its value over 2^(15 - 7); of a bf16, over
+// 2^(127 - 7); subnormal ones too. So one exact multiplication gives the value. Codes are stored with their sign bit inverted
+// (layout.h): the factor is negative.
 //
-// Worked example, fp16, word[0] = 0x0000'38b9 (byte 0: stored 0xb9, the float 0x39 = 1.125; byte 1: stored 0x38, the float 0xb8 = -1):
+// Worked example, fp16, word[0] = 0x0000'38b9 (byte 0: stored 0xb9, the float 0x39 = 1.125; byte 1: stored 0x38, the float 0xb8
+// = -1):
 //   out[0], bytes 0, 2: 0x8000'9c80 = -0x1.2p-8, times -2^8 = 1.125
 //   out[2], bytes 1, 3: 0x0000'1c00 =  0x1p-8,   times -2^8 = -1
 #pragma once

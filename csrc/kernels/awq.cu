@@ -8,8 +8,8 @@
 //                from the sums, times the sum of x, which an MMA with ones makes, and then scales are applied, once a group, in fp32. A block's
 //                warps add their sums in its shared memory, and a cluster's blocks in that of the one that ends with those columns: in the order of K
 //
-// To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0, so that zero times a
-// negative scale is +0, as in vLLM's and AutoAWQ's kernels.
+// To dequantise, (code - zero) is exact in fp16 and bf16, and the product with the scale is rounded once. It is an FMA with +0,
+// so that zero times a negative scale is +0, as in vLLM's and AutoAWQ's kernels.
 #include <algorithm>
 #include <array>
 #include <map>
@@ -123,7 +123,7 @@ struct GemmConfig {
 };
 
 constexpr int kStepRows = 32, kStripWords = 32, kStripChunks = 8, kChunkColumns = 32, kChunkQuads = kChunkColumns / 4;
-// Of a token in a chunk of a block's own sums: four more keep lanes on different banks.
+// Floats of a row of x in 32 columns of a block's sums: four more avoid bank conflicts.
 constexpr int kChunkTokenFloats = kChunkColumns + 4;
 
 struct GemmParams {
@@ -139,7 +139,7 @@ struct GemmParams {
   bool wide_words;  // rows begin on 16 bytes
 };
 
-// Column of an octet that stands in nibble i.
+// The column of eight that nibble i holds.
 __device__ __forceinline__ constexpr int column_of(int nibble) { return nibble % 4 * 2 + nibble / 4; }
 
 __device__ __forceinline__ void copy_weights(void* shared, void const* source) {
@@ -221,7 +221,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
   int const first_word = strip * kStripWords + warp_n * 8 * C::kOctets;  // of the warp
   int const first_x_row = blockIdx.y * C::kBlockM, x_rows = min(p.m - first_x_row, C::kBlockM);
 
-  // Sixteen bytes a lane, in the order in which they stand in memory, so that eight lanes ask for whole lines. Row 8 t + i of a stage is for the
+  // Sixteen bytes a lane, in memory order, so that eight lanes load whole lines. Row 8 t + i of a stage is for the
   // lanes t of an MMA's operand; the XOR of 32 t keeps their reads of row i off each other's banks.
   uint8_t* const ring = shared + warp * (C::kStages * C::kStageBytes);
   constexpr int kRowChunks = 2 * C::kOctets, kCopyRows = 32 / kRowChunks;  // sixteens of a row; rows that a warp copies at once
@@ -367,7 +367,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     }
     commit_copies();
     stage = stage + 1 == C::kStages ? 0 : stage + 1;
-    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what differs between codes and zero points.
+    // Long groups in several sums: codes are not centred, so the sums of many rows would lose what differs between codes and
+    // zero points.
     if (--group_left % 8 == 0 || step + 1 == end) {
       promote();
       if (group_left == 0 && step + 1 < end) {
@@ -377,7 +378,7 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     }
   }
 
-  // The warps' sums meet where their rings were: [split-K slice][chunk][token][columns].
+  // The warps' sums are exchanged in the memory of their rings: [split-K slice][chunk][token][columns].
   __syncthreads();
   float* const own = reinterpret_cast<float*>(shared);
   int const all = kStripChunks * x_rows * kChunkTokenFloats;
@@ -412,7 +413,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) awq_gemm(__grid
     return sum;
   };
 #if __CUDA_ARCH__ >= 900
-  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs leave them, in sixteens, took twice as long.
+  // To the blocks that end with them. A warp's stores follow one another in memory: sums as MMAs leave them, in sixteens, took
+  // twice as long.
   float* const received = reinterpret_cast<float*>(shared + C::kRingBytes);  // [rank][chunk of the receiver][token][columns]
   cute::cluster_wait();
   for (int chunk = warp; chunk < kStripChunks; chunk += C::kWarps) {
@@ -463,8 +465,8 @@ Status launch_gemm_config(GemmParams p, int cluster, Stream stream) {
   return launch_clusters(awq_gemm<C>, grid, cluster, C::kThreads, shared_bytes<C>(p, cluster), stream, p);
 }
 
-// How many blocks, two at least, share K so that the clusters take the fewest turns for their length. How many clusters a GPU runs at once only its driver knows:
-// it is asked once for each kind of grid.
+// How many blocks, two at least, share K so that the clusters take the fewest turns for their length. How many clusters a GPU
+// runs at once only its driver knows: it is asked once for each kind of grid.
 template <class C>
 Status choose_cluster(GemmParams const& p, int* cluster) {
   static std::mutex mutex;

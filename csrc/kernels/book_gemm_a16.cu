@@ -134,8 +134,8 @@ __device__ __forceinline__ float2 scale_values(DataType type, uint2 raw) {
 
 using Sums = float[kRowBlocks][4];
 
-// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb) loads the codes of
-// a row block again, as soon as they are decoded.
+// Half a tile: `x` is where its columns begin for this lane, `scales` the index of its first row's for this lane. next(rb)
+// loads the codes of a row block again, as soon as they are decoded.
 template <class C, class Next>
 __device__ __forceinline__ void multiply_half(uint4 (&codes)[kRowBlocks], Next next, uint32_t table, uint8_t const* x,
                                               Params const& p, int64_t scales, Sums& sums) {

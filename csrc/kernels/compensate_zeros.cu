@@ -1,5 +1,5 @@
-// int8 activations that are quantised already -> their zero values (zero_compensation.h): of their zero points or, without these, of the sums of their codes. A product
-// waits for it.
+// int8 activations that are quantised already -> their zero values (zero_compensation.h): of their zero points or, without
+// these, of the sums of their codes. A product waits for it.
 #include "device/launch.cuh"
 #include "device/quantize.cuh"
 #include "device/zero_values.cuh"
@@ -16,7 +16,8 @@ struct Params {
   int m, tiles, rows;  // rows of x, tiles of K, zero rows
 };
 
-// A CTA takes 32 rows of x and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is in flight at once.
+// A CTA takes 32 rows of x and one zero row, a warp four of its tiles of K, a lane a token, so that all that a thread reads is
+// in flight at once.
 __global__ void __launch_bounds__(kBlockM* kWarps) compensate_zeros(__grid_constant__ Params const p) {
   __shared__ float largest[kWarps][kBlockM];
   int const lane = threadIdx.x % kBlockM, warp = threadIdx.x / kBlockM;

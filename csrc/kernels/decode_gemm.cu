@@ -1,4 +1,5 @@
-// A few rows of x times int4, int8 or code-book weights (decoding): W4A16, W8A16, W4A8 and W8A8 for up to 8 rows of x, sm_90 and later.
+// A few rows of x times int4, int8 or code-book weights (decoding): W4A16, W8A16, W4A8 and W8A8 for up to 8 rows of x, sm_90
+// and later.
 //
 // The time is that of reading the weights once, so everything else is arranged around their stream:
 //
@@ -12,15 +13,16 @@
 //             always in the order of K: no scratch memory, no atomics. Blocks send them by st.async, whose bytes a barrier of the receiver counts: a
 //             fence at the scope of a cluster waits for every access in flight, a tenth of a small product's time
 //
-// Where zero points or offsets take the sums of x over a step, which a block adds up once, codes become fp16 by bit operations alone: subnormal numbers
-// (decode.cuh) with a bias that the sums' start takes away. Elsewhere the sums would cost more than the arithmetic of exact numbers saves.
+// Where zero points or offsets take the sums of x over a step, which a block adds up once, codes become fp16 by bit operations
+// alone: subnormal numbers (decode.cuh) with a bias that the sums' start takes away. Elsewhere the sums would cost more than
+// the arithmetic of exact numbers saves.
 //
-// The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps hide that, so a block leaves
-// no room for one of the next launch, but where its part is small.
+// The values of a code book are looked up in shared memory (decode.cuh), the next word's while one is multiplied. More warps
+// hide that, so a block leaves no room for one of the next launch, but where its part is small.
 //
 // int8 activations use the same loop. Blocks quantise x themselves in shared memory, with the quantiser's arithmetic
-// (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a step are integers
-// below 2^24, exact in fp32.
+// (quantize.cuh), and keep the codes minus their zero point as fp16, which holds them exactly; products and their sums over a
+// step are integers below 2^24, exact in fp32.
 #include "cutlass_ops/layout.h"
 #include "device/decode.cuh"
 #include "device/epilogue.cuh"
@@ -48,9 +50,9 @@ enum class Weights {
   kHasCodebook  // codes are looked up; neither zero points nor offsets
 };
 
-// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then; or 0: a step is a
-// piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every step takes a sixth of its time
-// (instructions under a predicate that is false are issued, too).
+// kBlockM: 8, or 4 of a code book. kShortGroup: 32 or 64 columns, where the weight has such groups, which are the steps then;
+// or 0: a step is a piece. kInt8: activations are integers with scales. kWeights: the test for zero points and offsets at every
+// step takes a sixth of its time (instructions under a predicate that is false are issued, too).
 template <class Element_, int kBits_, int kBlockM_, int kShortGroup_, bool kInt8_, int kWarps_, Weights kWeights>
 struct Config {
   using Element = Element_;
@@ -73,9 +75,9 @@ struct Config {
   // Two blocks a SM, of this launch and the next, where 128 registers a thread are enough.
   static constexpr int kMinCtasPerSm = kWarps == 8 && !(kShortGroups && kInt8) ? 2 : 1;
 
-  // Exact numbers where nothing else takes the sums of x. Beside zero points and offsets, which do, subnormal numbers: the fewest instructions. Not 8
-  // bits with 16-bit x: sums are then of products as large as their bias of 128, and lose what small weights, or values of x of one sign, leave of
-  // them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
+  // Exact numbers where nothing else takes the sums of x. With zero points and offsets, which do, subnormal numbers: the fewest
+  // instructions. Not 8 bits with 16-bit x: sums are then of products as large as their bias of 128, and lose what small
+  // weights, or values of x of one sign, leave of them (an error of 1e-4 instead of 1e-7 was seen). Integers lose nothing.
   using Decode =
       std::conditional_t<kHasCodebook, decode::Int4Codebook,
                          std::conditional_t<!kPlain && std::is_same_v<Element, __half> && (kBits == 4 || kInt8),
@@ -164,13 +166,13 @@ struct Pieces {
   __device__ __forceinline__ int warp_of(int piece) const { return Quotient((piece + 1) * C::kWarps - 1, count).quotient; }
 };
 
-// Where a warp is among its pieces.
+// A warp's position among its pieces.
 struct TileIterator {
   int row_panel;  // of the block's
   int piece;      // of the row panel's
 };
 
-// Brings pieces to the warp's ring.
+// Copies pieces to the warp's ring.
 template <class C>
 struct WeightLoader {
   uint8_t const* codes;
@@ -218,7 +220,7 @@ struct WeightLoader {
     }
   }
 
-  // Ask for the next piece, if there is one: half of its codes at a time (two calls), then the rest.
+  // Issue the loads of the next piece, if any: half of its codes at a time (two calls), then the rest.
   __device__ __forceinline__ void copy_codes(Params const& p, int half) const {
     if (left <= 0) return;
     uint8_t* to = ring + stage * p.memory.stage + half * kUnitBytes + threadIdx.x % 32 * kLaneBytes;
@@ -263,9 +265,9 @@ __device__ __forceinline__ void copy_bulk(uint32_t to, void const* from, int byt
                : "memory");
 }
 
-// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks, which want the same lines at the same time. Copies by
-// threads would be waited for together with the weights before them. What they need is in registers before the kernel waits: each instruction after
-// that stands between x and the first product.
+// The bulk copies of a warp: every so many rows of x, from a first one that differs between blocks, which want the same lines
+// at the same time. Copies by threads would be waited for together with the weights before them. What they need is in registers
+// before the kernel waits: each instruction after that stands between x and the first product.
 template <class C>
 struct RowCopies {
   uint16_t const* from;
@@ -394,7 +396,8 @@ __device__ __forceinline__ void find_ranges(uint8_t* shared, Params const& p, in
   TransactionBarrier::wait(&barriers.ranges, 0);
 }
 
-// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an instruction waits for the one before.
+// Integers and their scales, in the place of the floats they are made of. Two tiles at a time: an instruction waits for the one
+// before.
 template <class C, bool kSymmetric, bool kBlocks, bool kFloat32>
 __device__ __forceinline__ void stage_integers(uint8_t* shared, Params const& p, int first, TileWalk at,
                                                RangePartition<C>& partition) {
@@ -602,8 +605,9 @@ __device__ __forceinline__ void load_vector(uint8_t const* vector, DataType type
 template <class C>
 using Sums = float[C::kMBlocks][C::kSumBlocks][4];
 
-// Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8 for one column stand for
-// two columns of operand B, which for its first four columns are (x, 0), to pick row g of each token, and for the others (0, x), to pick row g + 8.
+// Up to 4 rows of x times two row blocks' look-ups at a time, which are operands as they are: the values of rows g and g + 8
+// for one column stand for two columns of operand B, which for its first four columns are (x, 0), to pick row g of each token,
+// and for the others (0, x), to pick row g + 8.
 template <class C, class LookUp>
 __device__ __forceinline__ void multiply_pairs(uint32_t (&pairs)[4][4], LookUp look_up, int first_turn, int turns,
                                                uint32_t const* x, bool first, float (&products)[C::kSumBlocks][4]) {
@@ -840,7 +844,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
   }
   if constexpr (C::kHasCodebook)
     decode::Int4Codebook::fill<typename C::Element>(shared + p.memory.table, p.weight.book, threadIdx.x, C::kThreads);
-  // Everything else that does not depend on x. Of each row panel the warps that share it: the first, and how many; and whether the last goes on.
+  // Everything else that does not depend on x. Of each row panel the warps that share it: the first, and how many; and whether
+  // the last goes on.
   uint32_t* parts = reinterpret_cast<uint32_t*>(shared + p.memory.parts);
 #pragma unroll 1
   for (int row_panel = threadIdx.x; row_panel < part.row_panels; row_panel += C::kThreads) {
@@ -913,7 +918,8 @@ __global__ void __launch_bounds__(C::kThreads, C::kMinCtasPerSm) decode_gemm(__g
     sum_steps<C>(shared, p, columns);
   }
   __syncthreads();
-  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue behind the next launch's weights.
+  // Not before this launch has issued all its loads: x, which all blocks wait for, would queue behind the next launch's
+  // weights.
   if (loader.left <= 0) pdl_launch_dependents();
 
   float *own_sums = reinterpret_cast<float*>(shared + warp * ring_bytes),

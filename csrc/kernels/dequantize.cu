@@ -1,9 +1,9 @@
 // Packed codes -> floats [N][K], for inspection, and for operators that need the matrix itself.
 //
-// A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at once. A lane's record holds pairs of columns of two rows; the
-// four lanes of those rows exchange words, so that each has eight neighbours of a row for a 16-byte store, and together whole lines. The
-// arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each operation rounded to fp32 by itself, then one rounding to the
-// output's type.
+// A warp takes 16 rows x 256 columns (128 at 8 bits), and issues the loads of all their codes at once. A lane's record holds
+// pairs of columns of two rows; the four lanes of those rows exchange words, so that each has eight neighbours of a row for a
+// 16-byte store, and together whole lines. The arithmetic is the reference's: (q - z) * s, c * s + o or value(q) * s, each
+// operation rounded to fp32 by itself, then one rounding to the output's type.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -29,8 +29,8 @@ struct Params {
   bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
 };
 
-// The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring columns, becomes the lane's share of four records:
-// word t has pair t of its eight columns. `t`: the lane's place among the four.
+// The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring columns, becomes the lane's share
+// of four records: word t has pair t of its eight columns. `t`: the lane's place among the four.
 __device__ __forceinline__ void trade_words(uint32_t (&words)[4], int t) {
 #pragma unroll
   for (int distance = 1; distance < 4; distance *= 2) {

@@ -1,14 +1,16 @@
-// Floats <-> 4-bit codes of a code book in flat blocks, as bitsandbytes stores them: both only move memory, 2.6 bytes an element for fp16.
+// Floats <-> 4-bit codes of a code book in flat blocks, as bitsandbytes stores them: both only move memory, 2.6 bytes an
+// element for fp16.
 //
 //   dequantise   a thread takes 4 bytes of codes to one 16-byte store; values from a table in shared memory, one copy a lane
 //   quantise     a thread takes 8 elements to one 4-byte store; lanes that share a block share their largest value by shuffles, and where a
 //                block is longer than the 256 elements of a warp's turn, the warp keeps all of it in registers
 //
-// A code is the number of limits ("cuts") below v = x / absmax. Instead of 15 comparisons: v picks one of 65 ranges of width 1/32, in which
-// lies at most one cut, and a table has that cut and the codes on either side of it. The range comes from the bits of a float: fma(v, 32,
-// 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on hold floor(32 * v + 32), and stand where
-// the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends the rounding of that sum (at most 2^-14 of v) may choose the
-// neighbour, so the cuts that count as inside are those within a little more than the range. Books with two cuts in a range are searched cut by cut.
+// A code is the number of limits ("cuts") below v = x / absmax. Instead of 15 comparisons: v picks one of 65 ranges of width
+// 1/32, in which lies at most one cut, and a table has that cut and the codes on either side of it. The range comes from the
+// bits of a float: fma(v, 32, 49152 + 32) is in [32768, 65536), where the unit in the last place is 2^-8, so its bits from 8 on
+// hold floor(32 * v + 32), and stand where the address of a 256-byte row (32 lanes x 8 bytes) wants them. Near a range's ends
+// the rounding of that sum (at most 2^-14 of v) may choose the neighbour, so the cuts that count as inside are those within a
+// little more than the range. Books with two cuts in a range are searched cut by cut.
 #include <cute/arch/util.hpp>
 
 #include "device/decode.cuh"
@@ -23,7 +25,7 @@ constexpr int kThreads = 256;
 
 // ---- dequantise
 
-// One launch covers all with `rounds` pieces of 16 bytes a thread.
+// One launch covers all with `rounds` vectors of 16 bytes a thread.
 template <class T>
 struct DequantizeTurn {
   static constexpr int kElements = 16 / int(sizeof(T));  // of a thread's store
@@ -198,7 +200,8 @@ struct Eight {
     return sizeof(T) == 4 ? number<T>(words[i], 0) : number<T>(words[i / 2], i % 2);
   }
 
-  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit types two, of each half of the words.
+  // The bits of the largest magnitudes, compared as integers: NaN is larger than all. Of 16-bit types two, of each half of the
+  // words.
   __device__ __forceinline__ uint32_t largest() const {
     uint32_t most = 0;
 #pragma unroll
@@ -219,7 +222,8 @@ __device__ __noinline__ uint32_t search(float const* cuts, uint8_t const* codes,
 template <class T>
 __device__ __forceinline__ float reciprocal_of(float absmax) {
   if constexpr (std::is_same_v<T, __half>) {
-    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: seen equal to __frcp_rn for all fp16 numbers but zero.
+    // One Newton step from the approximation rounds right where neither is near the ends of fp32's range: seen equal to
+    // __frcp_rn for all fp16 numbers but zero.
     float a, approximate;
     asm("max.NaN.f32 %0, %1, 0f33800000;" : "=f"(a) : "f"(absmax));  // 2^-24, fp16's least
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(approximate) : "f"(a));
@@ -229,7 +233,7 @@ __device__ __forceinline__ float reciprocal_of(float absmax) {
   }
 }
 
-// What a warp does with kBlocks blocks of kChunks pieces of 256 elements.
+// A warp's work on kBlocks blocks of kChunks x 256 elements.
 template <class T, int kChunks, int kBlocks, bool kMagnitudes>
 struct Turn {
   static constexpr int64_t kSpan = 256 * kChunks * kBlocks;
@@ -340,7 +344,8 @@ struct Turn {
   }
 };
 
-// Independent blocks that a warp has at a time, and whether it loads its next turn's elements before it works on this one's: as registers allow.
+// Independent blocks that a warp has at a time, and whether it loads its next turn's elements before it works on this one's: as
+// registers allow.
 template <class T>
 constexpr int blocks_at_once(int chunks) {
   return sizeof(T) == 2 && chunks == 1 ? 2 : 1;
@@ -350,7 +355,8 @@ constexpr bool looks_ahead(int chunks) {
   return blocks_at_once<T>(chunks) * chunks * Eight<T>::kWords <= 8;
 }
 
-// kChunks: pieces of 256 elements that share a block (1 where blocks are of 256 or less). A warp has kBlocks independent ones at a time.
+// kChunks: chunks of 256 elements in a block (1 where blocks have 256 or fewer). A warp has kBlocks independent blocks at a
+// time.
 template <class T, int kChunks, bool kMagnitudes>
 __global__ void __launch_bounds__(kThreads, kChunks == 16  ? 1
                                             : kChunks == 8 ? 2

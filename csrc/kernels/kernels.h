@@ -36,22 +36,25 @@ constexpr Tile mma_gemm_a8_tile(int bits, int block_m) {
 }
 Status launch_mma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs. `warpgroups`: of a CTA, that multiply. Four have half the registers of
-// two, for no more than 64 rows of x. 144 rows are for activations without zero points, 256 for int32 sums over all of K, which need no others besides.
+// wgmma_gemm_a8.cu: int8 activations on Hopper (sm_90a alone), clusters of two CTAs. `warpgroups`: of a CTA, that multiply.
+// Four have half the registers of two, for no more than 64 rows of x. 144 rows are for activations without zero points, 256 for
+// int32 sums over all of K, which need no others besides.
 constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   int stages = block_m >= 128 ? 4 : block_m >= 64 ? 6 : bits == 8 ? 9 : warpgroups == 4 ? 8 : 10;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups are for 64 rows, int4, and scales of x's type.
+// wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups
+// are for 64 rows, int4, and scales of x's type.
 constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
   int stages = block_m == 32 ? 6 : block_m == 64 ? 5 : block_m == 96 || (block_m < 160 && bits == 4) ? 4 : 3;
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters of two CTAs. `stages`: those of weights.
+// wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters of two CTAs. `stages`:
+// those of weights.
 constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
   int const warpgroups = block_m <= 64 ? 4 : block_m <= 128 ? 3 : 2;
   return {128 * warpgroups, block_m, block_m == 256 ? 2 : bits == 8 ? 3 : 4, 1, kHopperSharedBytes, 2};
@@ -66,11 +69,13 @@ constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
-// decode_gemm.cu: up to 8 rows of x, clusters that split K. 8 rows leave room for the next launch's CTAs. (Stages are the plan's.)
+// decode_gemm.cu: up to 8 rows of x, clusters that split K. 8 rows leave room for the next launch's CTAs. (Stages are the
+// plan's.)
 constexpr Tile decode_gemm_tile(int block_m) { return {64, block_m, 2, block_m == 8 ? 2 : 1, kPortableSharedBytes}; }
 Status launch_decode_gemm(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per SM or, of 8-bit weights, one with as much memory.
+// wgmma_decode.cu: up to 16 rows of x on Hopper (sm_90a alone), clusters that split K; two CTAs per SM or, of 8-bit weights,
+// one with as much memory.
 constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
   return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }
@@ -103,16 +108,17 @@ Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 
 // ---- other operators
 
-// route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to their slots, `rows` at most; and
-// the weighted sums of rows [slots][n] to y.
+// route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to
+// their slots, `rows` at most; and the weighted sums of rows [slots][n] to y.
 Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);
 Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
                           Stream stream);
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream);
 
-// weight_colsum.cu: sums of codes or, with `of_zeros`, the zero points of an asymmetric weight. `follows`: the previous kernel belongs to the same call and
-// launches its dependents when all earlier kernels have ended; then this one runs concurrently with it.
+// weight_colsum.cu: sums of codes or, with `of_zeros`, the zero points of an asymmetric weight. `follows`: the previous kernel
+// belongs to the same call and launches its dependents when all earlier kernels have ended; then this one runs concurrently
+// with it.
 Status launch_weight_colsum(PackedWeight const& weight, bool of_zeros, bool follows, void* colsums, Stream stream);
 
 // flat_4bit.cu

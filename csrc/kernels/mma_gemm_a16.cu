@@ -1,15 +1,16 @@
-// fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for W4A16 and W8A16, sm_80 and later.
+// fp16 or bf16 activations x int4 or int8 weights on mma.sync m16n8k16: the portable kernel for W4A16 and W8A16, sm_80 and
+// later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a ring of
-// stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a
+// ring of stages in shared memory (cp.async). Per step of 128 columns, or 32 where groups are shorter:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
 //   decode   int4 or int8 -> code minus zero point, an integer that fp16 and bf16 hold exactly; or a code book's value, looked up
 //   multiply fp32 sums of exact products
 //   promote  sum = fma(step's sum, weight scale, sum): the scale never rounds a weight, and costs one FFMA an output and step
 //
-// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the rows of x as operand A: the registers
-// of two operands B, in another order, are one.
+// A real offset o adds o * sum x, which comes from the tensor cores too, by an operand B of ones to the rows of x as operand A:
+// the registers of two operands B, in another order, are one.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -25,7 +26,8 @@
 namespace cutlass_ops {
 namespace {
 
-// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kStages_: 0 for the table's.
+// kGeneral: steps of 32 columns, offsets. Without it: steps of 128 columns, with or without zero points. kStages_: 0 for the
+// table's.
 template <class Element_, class Format, int kBlockM, bool kGeneral_, int kStages_ = 0>
 struct Config : BlockTile<kBlockM> {
   using Tile = BlockTile<kBlockM>;
@@ -43,7 +45,8 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kStages = kStages_ ? kStages_ : kTwoStages ? 2 : mma_gemm_a16_tile(kBits, kBlockM).stages;
   // The next tile is wanted soon, or the multiplication takes all registers.
   static constexpr bool kCopiesFirst = kStages == 2 || (kGeneral && kBlockM == 32);
-  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of them. Measured.
+  // For sm_90 ptxas puts three idle loads before each run of copies that follows an ldmatrix: the more at once, the fewer of
+  // them. Measured.
   static constexpr int kCopiesAtOnce = kAhead || (kBits == 8 && kBlockM == 16 && !kGeneral) ? 3 : 1;
   static constexpr int kMinBlocks = kGeneral && kBlockM == 16 ? 2 : mma_gemm_a16_tile(kBits, kBlockM).min_ctas_per_sm;
   static constexpr int kRowBytes = kKPerTile * 2;   // of a token
@@ -187,14 +190,14 @@ __device__ __forceinline__ void promote(ThreadCoord<C> const& at, int pair, Step
   }
 }
 
-// One step: its pieces of 16 columns begin with `first` of the tile's.
+// One step: its k-slices (16 columns) begin with the tile's k-slice `first`.
 template <class C, bool kOffsets, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, uint8_t const* table, Params const& p, ThreadCoord<C> const& at,
                                          int first, typename C::Sums& sums, Beside beside) {
   using Decode = typename C::Decode;
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
-  // Long steps multiply all rows of x by a piece and then the next. In short ones promotion weighs more: 16 rows of x are multiplied by all
-  // pieces while the 16 before are promoted.
+  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs more: 16 rows of x are
+  // multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 4 / Decode::kWords;  // in a lane's 16 bytes
   StepRows<C> rows(stage, p, at, C::kGeneral ? first * p.weight_rows.count / C::kPieces : 0);
@@ -282,8 +285,8 @@ __device__ __forceinline__ RawFour load_raw_four(uint8_t const* vector, bool wid
   return raw;
 }
 
-// A block's life as multiply_tile has it, for steps of a whole tile with all rows of x at once, where registers allow a warp to be a piece ahead of its matrix
-// instructions: while they work on one piece, the next one's operands are loaded and decoded, across the border between tiles too.
+// The main loop of multiply_tile for steps of a whole tile with all rows of x at once, where registers allow software
+// pipelining: while the MMAs of one k-slice run, the operands of the next one are loaded and decoded, also across tiles.
 template <class C>
 __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* shared) {
   using Decode = typename C::Decode;
@@ -347,7 +350,7 @@ __device__ __forceinline__ void multiply_tile_ahead(Params const& p, uint8_t* sh
         wait_copies<C::kStages - 2>();
         __syncthreads();
         if (p.weight.zeros) load_row_zeros(stage);
-        // The branch costs least beside the barrier.
+        // The branch costs least next to the barrier.
         if (half) {
 #pragma unroll
           for (int e = 0; e < 4; ++e) scales[e] = unpack_half<__half>(raw_scales.words[e / 2], e % 2);

@@ -1,23 +1,26 @@
 // int8 activations x int4 or int8 weights on mma.sync m16n8k32: the portable kernel for W8A8 and W4A8, sm_80 and later.
 //
-// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a ring of
-// stages in shared memory (cp.async). Per step of 128 columns, or 64 or 32 where groups are that short:
+// A block computes 128 output features x kBlockM. Weights, activations, scales and zero points of 128 columns of K go through a
+// ring of stages in shared memory (cp.async). Per step of 128 columns, or 64 or 32 where groups are that short:
 //
 //   load     weights: one 16-byte load a lane and unit (layout.h);  activations: ldmatrix from rows swizzled by token % 8
 //   decode   int4 -> int8 in registers, minus the zero point
 //   multiply exact int32 sums, which never leave registers
 //   promote  sum = fma(float(I), activation scale * weight scale, sum)
 //
-// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23, whose unit in the last place is 1, so that
-// for |I| < 2^22 the sum's bits are those of the float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs nothing, as the first
-// instruction of a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128, but for 8-bit zero points.
+// Integers become floats by a magic number: the sums of a step start at the bits of 1.5 * 2^23, whose unit in the last place is
+// 1, so that for |I| < 2^22 the sum's bits are those of the float 1.5 * 2^23 + I, and one exact subtraction leaves I. It costs
+// nothing, as the first instruction of a step adds those constant registers instead of zeros. |I| is at most 255 * 128 * 128,
+// but for 8-bit zero points.
 //
-// Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero point za, the sum over a step is
+// Asymmetric terms. With centred codes c, their zero point zc, activation codes q and their zero point za, the sum over a step
+// is
 //   I = sum (q - za)(c - zc) = sum q (c - zc) - za * sum (c - zc)         4 bit: c - zc is what the decoder makes
 //     = sum q c - za * sum c - zc * Q,   Q = sum q - width * za           8 bit: c - zc would not fit
-// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand B of ones, in the registers that hold the
-// outputs of those rows; sum q by an operand B of ones to the rows of x as operand A: the registers of two operands B, in another order, are
-// one. Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0, whatever the weights' padding is.
+// and a real offset o adds o * scale_a * Q. sum c comes from the tensor cores too, by an operand B of ones, in the registers
+// that hold the outputs of those rows; sum q by an operand B of ones to the rows of x as operand A: the registers of two
+// operands B, in another order, are one. Columns beyond K hold activations equal to za, so they add (za - za)(c - zc) = 0,
+// whatever the weights' padding is.
 #include "device/decode.cuh"
 #include "device/launch.cuh"
 #include "device/tile.cuh"
@@ -45,7 +48,7 @@ struct Config : BlockTile<kBlockM> {
   static constexpr Form kForm = kForm_;
   static constexpr bool kGeneral = kForm == Form::kGeneral64 || kForm == Form::kGeneral32;
   static constexpr int kPieces = kKPerTile / 32;
-  // A step's pieces of 32 columns.
+  // K-slices (32 columns) of a step.
   static constexpr int kStepPieces = kForm == Form::kGeneral32 ? 1 : kForm == Form::kGeneral64 ? 2 : kPieces;
   // The zero points of 8-bit weights may lead beyond the magic number's range.
   static constexpr bool kMagic = !kGeneral || kBits == 4;
@@ -181,13 +184,13 @@ __device__ __forceinline__ void promote(uint8_t const* stage, Params const& p, T
   }
 }
 
-// One step: its pieces of 32 columns begin with `first` of the tile's.
+// One step: its k-slices (32 columns) begin with the tile's k-slice `first`.
 template <class C, bool kXRowSums, class Beside>
 __device__ __forceinline__ void add_step(uint8_t const* stage, Params const& p, ThreadCoord<C> const& at, int first,
                                          typename C::Sums& sums, Beside beside) {
   constexpr int kPieces = C::kStepPieces, kPairs = C::kMBlocks / 2;
-  // Long steps multiply all rows of x by a piece and then the next. In short ones promotion weighs more: 16 rows of x are multiplied by all
-  // pieces while the 16 before are promoted.
+  // Long steps multiply all rows of x by one k-slice after another. In short ones promotion weighs more: 16 rows of x are
+  // multiplied by all k-slices while the 16 before are promoted.
   constexpr int kBatch = C::kGeneral ? 1 : kPairs, kSets = kBatch < kPairs ? 2 * kBatch : kPairs;
   constexpr int kRecordPieces = 8 / C::kBits;  // in a lane's 16 bytes
   constexpr uint32_t kOnes = 0x01010101u, kInitialSum = C::kMagic ? kMagicBits : 0;

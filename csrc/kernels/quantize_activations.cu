@@ -1,22 +1,23 @@
-// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row. What is quantised is x, or one of two
-// functions of it that decoders compute in between, so that their results do not pass through memory:
+// Floats -> int8 codes in kernel order, with a scale (and a zero point) for each row and block of K, or each row. What is
+// quantised is x, or one of two functions of it that decoders compute in between, so that their results do not pass through
+// memory:
 //
 //   rms norm     s = x + residual, which is also written;  r = 1 / sqrt(mean of s^2 over the row + eps);  y = (s * r) * weight
 //   silu x up    y = silu(x) * up,  silu(v) = v / (1 + exp(-v))
 //
-// The arithmetic is the reference's, operation by operation, so that codes and scales are the same bits on every device (but for the exponential, which
-// is the device's own): each operation is rounded to fp32, each parenthesis and y to x's type.
+// The arithmetic is the reference's, operation by operation, so that codes and scales are the same bits on every device (but
+// for the exponential, which is the device's own): each operation is rounded to fp32, each parenthesis and y to x's type.
 //   symmetric    s = amax / 127          q = clamp(rint(y * (127 / amax)), -127, 127)
 //   asymmetric   s = (hi - lo) / 255     z = clamp(rint(-128 - lo * r), -128, 127)     q = clamp(rint(y * r) + z, -128, 127),   r = 255 / (hi - lo)
 //                lo = min(0, min y), hi = max(0, max y)
-// A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is NaN.
-// Columns from K to the next multiple of 128 hold the zero point of their block.
+// A block of zeros has scale 1. A block that holds a NaN or an infinity has scale NaN and codes 0: every output of its row is
+// NaN. Columns from K to the next multiple of 128 hold the zero point of their block.
 //
-// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that compensates zero points for many blocks at
-// once, their zero values too (device/zero_values.cuh).
+// For a product of 16-bit floats the values of the codes are written instead (device/upcast.cuh); for one that compensates zero
+// points for many blocks at once, their zero values too (device/zero_values.cuh).
 //
-// One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth is the limit, so loads are issued long
-// before their use.
+// One lane owns 16 columns at a time: 16 bytes of the permuted codes, one store. Memory bandwidth is the limit, so loads are
+// issued long before their use.
 //   quantize_blocks   2, 4 or 8 lanes share a block of 32, 64 or 128 columns and find its range by shuffles. A thread has the same columns of two rows:
 //                     their scales lie side by side and leave in one store
 //   quantize_rows     a thread block takes a row, for one scale a row, or for the norm, or both; the row stays in registers while the next is loaded
@@ -41,13 +42,13 @@ namespace {
 constexpr int kBlockThreads = 128;  // of quantize_blocks, at most
 constexpr int kLeastThreads = 16;
 constexpr int kZeroRowThreads =
-    kTilesPerZeroRow * kKPerTile / kLaneColumns;  // where it writes zero values: the pieces of a zero row
+    kTilesPerZeroRow * kKPerTile / kLaneColumns;  // where it writes zero values: lanes of a zero row
 constexpr int kBlockRows = 2;                     // rows of a thread of quantize_blocks
 constexpr int kMaxGridY = 65535;
 constexpr int kAnyThreads = 256;  // of quantize_any_rows
 constexpr int kDecodeBlockM = 16;
-// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of M = 4096, 4096 x 4096. A smaller one
-// may be found there, where whatever made it left it: 1 to 2 % of up to 1024 rows of x.
+// An x that is larger leaves the cache first, for the codes to stay until they are multiplied: 1 % of a product of M = 4096,
+// 4096 x 4096. A smaller one may be found there, where whatever made it left it: 1 to 2 % of up to 1024 rows of x.
 constexpr int64_t kStreamedBytes = 12 << 20;
 
 enum class Function { kNone, kRmsNorm, kSiluMul };
@@ -62,8 +63,8 @@ struct Params {
 
 // ---- values of x's type
 
-// Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float takes rows that do not
-// start on 16 bytes, and numbers of columns that are no multiple of 16, and it leaves the cache its way.
+// Columns from `column` on of a row of `data`, in x's type; gathered by perm, if that is given; zeros from K on. Only T = float
+// takes rows that do not start on 16 bytes, and numbers of columns that are no multiple of 16, and it leaves the cache its way.
 template <class T>
 __device__ __forceinline__ void load(Columns<T>& to, QuantizeProblem const& q, void const* data, int64_t stride, int row,
                                      int column, int32_t const* perm, cuda::access_property cached = {}) {
@@ -112,8 +113,8 @@ __device__ __forceinline__ void store_codes(Params const& p, int row, int piece,
 
 // ---- what is quantised
 
-// v / (1 + exp(-v)), rounded as written. Beyond -88.7 the divisor is infinite; before, a quarter of both keeps its reciprocal from being subnormal. Near
-// zero it is 2, and a quarter of v might be subnormal.
+// v / (1 + exp(-v)), rounded as written. Beyond -88.7 the divisor is infinite; before, a quarter of both keeps its reciprocal
+// from being subnormal. Near zero it is 2, and a quarter of v might be subnormal.
 __device__ __forceinline__ float silu(float v) {
   float divisor = __fadd_rn(1.0f, expf(-v));
   float y = quotient(__fmul_rn(v, 0.25f), __fmul_rn(divisor, 0.25f));
@@ -154,8 +155,9 @@ __device__ __forceinline__ float sum_of_lanes(float v) {
   return v;
 }
 
-// 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs of 512 columns. As eps is at least 1e-15, none but an infinite
-// sum leaves the range in which a reciprocal square root that is nearly right and one compensation by the remainder make the square root.
+// 1 / sqrt(sum / K + eps), every operation rounded as IEEE has it, from the sums of the runs of 512 columns. As eps is at least
+// 1e-15, none but an infinite sum leaves the range in which a reciprocal square root that is nearly right and one compensation
+// by the remainder make the square root.
 __device__ __forceinline__ float norm_factor(float const* run_sums, int runs, QuantizeProblem const& q) {
   float sum = 0.0f, y;
   for (int run = threadIdx.x % 32; run < runs; run += 32) sum = __fadd_rn(sum, run_sums[run]);
@@ -185,8 +187,8 @@ __device__ __forceinline__ void normalize(Columns<T>& c, Columns<T> const& weigh
 
 // ---- blocks of 32, 64 or 128 columns
 
-// Those of kBlockRows rows and the columns of this block's threads, which are a zero row: zero points times scales or, without zero points, sums of the codes
-// times scales. All threads come here.
+// Those of kBlockRows rows and the columns of this block's threads, which are a zero row: zero points times scales or, without
+// zero points, sums of the codes times scales. All threads come here.
 template <class T, bool kSymmetric>
 __device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> const (&c)[kBlockRows],
                                                   Span<T, kSymmetric> (&spans)[kBlockRows], int row) {
@@ -366,7 +368,7 @@ __global__ void __launch_bounds__(kRowThreads<kPieces>) quantize_rows(__grid_con
 // A few rows, of one scale each, by clusters: a row in as many blocks as keep it in registers, whose ranges go to all of them.
 constexpr int kPartThreads = 128, kPartPieces = 2, kMostParts = 8;  // rows of 32768 columns
 
-// Blocks that fit beside two of wgmma_decode.cu: 40 registers a thread.
+// Blocks that fit on an SM together with two of wgmma_decode.cu: 40 registers a thread.
 template <class T, bool kSymmetric>
 __global__ void __launch_bounds__(kPartThreads, 12) quantize_row_parts(__grid_constant__ Params const p) {
 #if __CUDA_ARCH__ >= 900
@@ -451,11 +453,12 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
 
 // ---- launch
 
-// Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel before still runs, and would
-// all go to the first SMs that it leaves, to wait there, and then to share what those can load. Beside decoding kernels, two of whose blocks are
-// to fit beside one of these, only where these are on most of them: they keep the successor's from crowding, too. For more rows of x a quarter is enough, which
-// fits beside two blocks of mma_gemm_a8: given half, the blocks for 24 rows outnumber the SMs that hold no two of these and wait for others to end.
-// (W4A8 28672 x 4096 takes 23.8 us so, else 30; M = 32, 4096 x 4096 between kernels of others 10.2, else 12.2.)
+// Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel
+// before still runs, and would all go to the first SMs that it leaves, to wait there, and then to share what those can load.
+// Beside decoding kernels, two of whose blocks are to fit beside one of these, only where these are on most of them: they keep
+// the successor's from crowding, too. For more rows of x a quarter is enough, which fits beside two blocks of mma_gemm_a8:
+// given half, the blocks for 24 rows outnumber the SMs that hold no two of these and wait for others to end. (W4A8 28672 x 4096
+// takes 23.8 us so, else 30; M = 32, 4096 x 4096 between kernels of others 10.2, else 12.2.)
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -477,8 +480,8 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a SM's share, if that
-  // is less: the product is waiting.
+  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a SM's
+  // share, if that is less: the product is waiting.
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
   int const threads =
       p.problem.m > kDecodeBlockM ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);

@@ -1,4 +1,5 @@
-// Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the weighted sums of what comes out.
+// Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the
+// weighted sums of what comes out.
 #include "cutlass_ops/layout.h"
 #include "device/launch.cuh"
 #include "device/scalar.cuh"

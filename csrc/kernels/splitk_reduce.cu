@@ -1,5 +1,5 @@
-// The end of a product whose K was split over blocks: add the parts, always in the order of K, and apply the epilogue. Four neighbouring
-// outputs a thread; the parts were just written and come from L2.
+// The end of a product whose K was split over blocks: add the parts, always in the order of K, and apply the epilogue. Four
+// neighbouring outputs a thread; the parts were just written and come from L2.
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
 #include "device/launch.cuh"

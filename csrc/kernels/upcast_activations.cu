@@ -1,5 +1,6 @@
-// Rows of 16-bit floats that a tensor map describes, [m][k_pad], for wgmma_fold16: from int8 activations that are quantised already (device/upcast.cuh),
-// or from floats whose columns are to be gathered (act order) or whose rows do not start on 16 bytes. A thread makes 16 columns of a row.
+// Rows of 16-bit floats that a tensor map describes, [m][k_pad], for wgmma_fold16: from int8 activations that are quantised
+// already (device/upcast.cuh), or from floats whose columns are to be gathered (act order) or whose rows do not start on 16
+// bytes. A thread makes 16 columns of a row.
 #include "device/launch.cuh"
 #include "device/upcast.cuh"
 #include "kernels/kernels.h"

@@ -1,6 +1,7 @@
-// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum (zero_compensation.h). A CTA takes a row panel, a set of four warps of it
-// every few sixteens of K tiles, and a warp 16 rows. The terms wait as fp32 numbers where their fp16 parts will stand until the scale of the row is known, so
-// that the weight is read once. Where the zero points of the weight are compensated, the terms are those times their scales, and no codes are read.
+// A packed weight -> its zero-point terms: PackedWeight::sums, sum_scales and total_colsum (zero_compensation.h). A CTA takes a
+// row panel, a set of four warps of it every few sixteens of K tiles, and a warp 16 rows. The terms wait as fp32 numbers where
+// their fp16 parts will stand until the scale of the row is known, so that the weight is read once. Where the zero points of
+// the weight are compensated, the terms are those times their scales, and no codes are read.
 #include <cuda_fp16.h>
 
 #include <algorithm>
@@ -25,7 +26,8 @@ struct Params {
   bool follows;                            // nothing that ran before the kernel before is still running
 };
 
-// Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four lanes of a row.
+// Minus the sums of a tile's 128 weights of rows g and g + 8, times 16 where the decoder's codes are; the same in the four
+// lanes of a row.
 template <int kBits, bool kZeros>
 __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int tile, float (&sums)[2]) {
   int const warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
@@ -63,8 +65,8 @@ __device__ __forceinline__ void sum_tile(Params const& p, int row_panel, int til
 // Of -126 .. 127.
 __device__ __forceinline__ float power_of_two(int exponent) { return __uint_as_float(uint32_t(exponent + 127) << 23); }
 
-// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and rows g and g + 8; and these rows' largest magnitudes and
-// totals.
+// What a lane of wgmma's fragments has of 16 tiles of K: of tiles 2t, 2t + 1, 2t + 8 and 2t + 9 and rows g and g + 8; and these
+// rows' largest magnitudes and totals.
 struct Terms {
   float values[2][4] = {}, most[2] = {};
   double total[2] = {};
@@ -157,7 +159,7 @@ __global__ void __launch_bounds__(kSetThreads* kMostSets) weight_colsum_kernel(_
     if (t == 0) largest[set][first_row + h] = terms.most[h], totals[set][first_row + h] = terms.total[h];
   }
   __syncthreads();
-  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 beside the largest fp16 scales).
+  // Powers of two that scale_type holds, by which sums come below 2^14 (2^16 with the largest fp16 scales).
   float inverse[2];
 #pragma unroll
   for (int h = 0; h < 2; ++h) {

@@ -35,8 +35,9 @@
 namespace cutlass_ops {
 namespace {
 
-// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied; kQuantizes: and floats in memory, or they become the values of such
-// codes; kTokenZeros: int8 x has zero points; what they take away are sums of weights, and operand B has eight more columns, of ones, that make these.
+// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied; kQuantizes: and floats in memory,
+// or they become the values of such codes; kTokenZeros: int8 x has zero points; what they take away are sums of weights, and
+// operand B has eight more columns, of ones, that make these.
 // kGrouped: rows of x and weights are experts' (device/grouped.cuh).
 template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kOneCta_, bool kGrouped_ = false>
 struct StageConfig {
@@ -59,13 +60,15 @@ struct StageConfig {
   static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
   // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
   static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
-  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not follow how one speaks for its warp.
+  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not follow how one speaks for its
+  // warp.
   static constexpr int kReaders = kInt8 ? 128 : 4;
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
   static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;  // of a row panel's sums: 16 features x 8 rows of x
   static_assert(4 * kMBlocks == 1 << kLogPieces);
-  // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before its weights where a quantiser
-  // comes between. But not much earlier: x, which all blocks wait for, stands behind the next launch's weights.
+  // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before
+  // its weights where a quantiser comes between. But not much earlier: x, which all blocks wait for, stands behind the next
+  // launch's weights.
   static constexpr int kEarlyBytes = (kOneCta ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
 };
 
@@ -86,7 +89,7 @@ struct Config
   static constexpr int kGroupSteps =
       kCodebook || kIntegers ? 1 : 2;                          // promoted together: a code book's groups may be of 64 columns
   using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // of a tile's products
-  static constexpr int kWords = 4 * Decode::kWords;            // of the four pieces of a step
+  static constexpr int kWords = 4 * Decode::kWords;            // of the four k-slices of a step
 };
 
 // Of wgmma_decode_fold16: x of 16 bits.
@@ -129,10 +132,12 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
-// A block's part of the product: its row panels, but for the features before `begin` and from `end` on, which count from the first row panel's.
+// A block's part of the product: its row panels, but for the features before `begin` and from `end` on, which count from the
+// first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  // Of experts: the tile's, and row panels whose outputs are wanted; where gate and up are multiplied at a time, as many of up lie behind most_row_panels / 2.
+  // Of experts: the tile's, and row panels whose outputs are wanted; where gate and up are multiplied at a time, as many of up
+  // lie behind most_row_panels / 2.
   GroupTile group;
   int outputs;
 
@@ -190,7 +195,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
     if (offsets) GroupedCopy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, row_panel, 0, group);
     if (zeros) GroupedCopy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, row_panel, 0, group);
   } else {
-    // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any cluster has, and of all groups of the tile.
+    // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any cluster has, and of all groups
+    // of the tile.
     constexpr int kRowBytes = C::kChunk / kRowsPerPanel;  // on average: units are whole blocks of 16 rows
     int const code_bytes = C::kOneCta ? (part.end - part.begin) * kRowBytes : p.shape.most_row_panels * C::kChunk;
     int const row_bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
@@ -314,8 +320,8 @@ __device__ __forceinline__ void store_codes(Columns<Element> const& c, uint32_t 
   }
 }
 
-// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns of a token, eight threads share a tile. What that takes is
-// computed again each time: products need the registers.
+// x of a stage to codes, or their values, in its place, by a warpgroup: a thread has 16 columns of a token, eight threads share
+// a tile. What that takes is computed again each time: products need the registers.
 template <class C>
 __device__ __forceinline__ void quantize(uint32_t x, int stage, uint32_t phase, uint64_t* full, Params const& p) {
   using Element = typename C::Element;
@@ -538,7 +544,8 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
   if (releases) ClusterBarrier::arrive(empty);
 }
 
-// A warpgroup's kRowPanels row panels, from `first` of the block's: their sums over the block's tiles, and those to the blocks that end with them.
+// A warpgroup's kRowPanels row panels, from `first` of the block's: their sums over the block's tiles, and those to the blocks
+// that end with them.
 template <class C, int kRowPanels>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p, Part const& part, int warp,
                                         int first) {
@@ -564,13 +571,15 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
     if constexpr (C::kQuantizes) {
-      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is another than this one, if there are enough.
+      // Every third tile is this warpgroup's, some time before it is multiplied: in a stage that is another than this one, if
+      // there are enough.
       int const ahead = p.shape.sets == 1 ? 1 : p.shape.stages > C::kWarpgroups ? C::kWarpgroups : 0;
       if (i + ahead == to_quantize) {
         bool const wraps = stage + ahead >= p.shape.stages;
         if (to_quantize < part.tiles)
           quantize<C>(x_at, stage + ahead - (wraps ? p.shape.stages : 0), phase ^ uint32_t(wraps), full, p);
-        // (Where a cluster has fewer row panels than warpgroups, which then are one set if a warpgroup takes few, by those that have one.)
+        // (Where a cluster has fewer row panels than warpgroups, which then are one set if a warpgroup takes few, by those that
+        // have one.)
         to_quantize +=
             C::kMostRowPanels < C::kWarpgroups && p.shape.sets == 1 ? min(C::kWarpgroups, part.row_panels) : C::kWarpgroups;
       }
@@ -616,8 +625,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
 }
 
-// A piece's sums as wgmma leaves them in a warp, of rows g, g + 8 and rows of x 2t, 2t + 1: the four lanes of neighbouring rows exchange theirs, until each has
-// four neighbouring features of a token.
+// The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t, 2t + 1: the four lanes of
+// neighbouring rows exchange theirs, until each has four neighbouring features of a token.
 struct FeaturesOfRow {
   int x_row, feature;  // from the piece's first
   float sums[4];

@@ -1,7 +1,9 @@
 // 16-bit activations x weights of any format on Hopper's wgmma (sm_90a): y = x W^T with W's values folded into operand A.
 //
-// A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code], and rounded once to the type of x. Nothing is left
-// to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of x a tile. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are device/hopper_gemm.cuh's.
+// A weight is decoded to its value, scale * (code - zero point) + offset or scale * codebook[code], and rounded once to the
+// type of x. Nothing is left to do between products: one set of fp32 sums over all of K, which leaves registers for 256 rows of
+// x a tile. csrc/formats/ says what a code means. Clusters, order of tiles, split K and the epilogue are
+// device/hopper_gemm.cuh's.
 //
 //              BLOCK_M rows of x ->
 //            +---------------------+
@@ -27,8 +29,8 @@
 namespace cutlass_ops {
 namespace {
 
-// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'; where gate and up are multiplied at a time, the first half
-// of the warpgroups has gate's features.
+// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'; where gate and up are
+// multiplied at a time, the first half of the warpgroups has gate's features.
 template <class Element_, class Format_, bool kNarrow_, int kBlockM_, bool kGrouped_ = false>
 struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, AffineTerm::kAny>;
@@ -59,7 +61,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kLinesBytes = kLineRows * kLineBytes, kFloatsBytes = kStoreStride * 4 * kStoreRows;
   static constexpr int kStoreBytes = kWarpgroups * (kLinesBytes > kFloatsBytes ? kLinesBytes : kFloatsBytes);
 
-  // A chunk: codes, then for each group scales, offsets and zero points.
+  // A K tile: codes, then for each group scales, offsets and zero points.
   static constexpr int kCodeBytes = kWarpgroups * k_tile_bytes(kBits), kValueBytes = kNarrow_ ? 2 : 4;
   static constexpr int kWeights = 0, kScales = kCodeBytes, kOffsets = kScales + kRows * kValueBytes;
   static constexpr int kZeroPoints = kOffsets + kRows * kValueBytes;
@@ -77,7 +79,8 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kStaging = (kTable + Format::kTableBytes + 1023) / 1024 * 1024;
   static constexpr int kSharedBytes = kStaging + kStoreBytes + kBarrierBytes;
   static_assert(kPanels >= 3 && kSharedBytes <= kMostBytes, "more shared memory than a CTA may have");
-  // Of tiles along M that are computed together: with wide ones few, since a row of x has four times the bytes of a row of int4 weights.
+  // Of tiles along M that are computed together: with wide ones few, since a row of x has four times the bytes of a row of int4
+  // weights.
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kTokenFactors = 0;
   static constexpr bool kPrepareScales = false;
@@ -119,7 +122,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p);
-    // Row panels side by side in the chunk and in the weight: all, or half of them gate's and half up's.
+    // Row panels that are adjacent in the stage and in the weight: all, or half of them gate's and half up's.
     int row0 = (work.pair * C::kCluster + rank) * C::kRows, row_panels = C::kWarpgroups, until = p.n_pad, parts = 1,
         part_rows = 0;
     if constexpr (C::kGrouped) {
@@ -187,7 +190,7 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   }
 }
 
-// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with what lies there.
+// Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with stale data.
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
   int const loaded = C::kCluster * p.half_x_rows * 128;
@@ -201,8 +204,9 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
 }
 
-// The sums of a tile of experts to outputs: bias, activation, and gate's times up's, which another warpgroup has for the same features and rows of x, in the
-// same registers: those come to it through shared memory. False: this warpgroup has nothing to store.
+// The sums of a tile of experts to outputs: bias, activation, and gate's times up's, which another warpgroup has for the same
+// features and rows of x, in the same registers: those come to it through shared memory. False: this warpgroup has nothing to
+// store.
 template <class C>
 __device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float* staging, typename C::Params const& p,
                                                   hopper::ThreadCoord<C> const& coord, int expert, int row0) {
@@ -334,7 +338,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
         bool const more = i + 1 < count;
         if (step == 0 || more) decode(a[1 - step]);
         if (step == 0) {
-          // All of the chunk is in registers. One arrival a warp: those of its lanes would come one after another.
+          // All of the K tile is in registers. One arrival a warp: those of its lanes would be serialised.
           __syncwarp();
           if (coord.lane == 0) ClusterBarrier::arrive(&barriers.empty_chunks[chunks.stage]);
           chunks.advance();

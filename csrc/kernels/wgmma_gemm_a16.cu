@@ -1,5 +1,5 @@
-// fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads and its stores are
-// device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
+// fp16 or bf16 activations x int4 or int8 weights on Hopper's wgmma: W4A16 and W8A16 at prefill, sm_90a. The tile, its loads
+// and its stores are device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
 //   decode   the stage's weights, which were loaded while the previous MMAs ran, to code minus zero point, exact in fp16 and bf16
 //   multiply fp32 sums of exact products
@@ -21,7 +21,8 @@ namespace {
 using hopper::Params;
 using hopper::StoredScales;
 
-// Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their time on an H200); or void.
+// Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
+// time on an H200); or void.
 template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2>
 struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
@@ -32,19 +33,23 @@ struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros
   // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
   static constexpr int kHalves = kBlockM > 160 ? 2 : 1;
   static constexpr int kColumns = kBlockM / kHalves, kProducts = kColumns / 2;
-  // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the next stage's first half behind
-  // the last. Beside one half of the rows of x 144 take 2 % less time so, and with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
+  // Whether all weights are decoded behind products: the second half of a stage's columns behind those of the first, and the
+  // next stage's first half behind the last. Together with one half of the rows of x, BLOCK_M = 144 takes 2 % less time so, and
+  // with int4 96 2 % and 128 0.6 %; with int8 128 take 1 % more, 160 3 %.
   static constexpr bool kDecodesBehind =
       kHalves == 2 || kBlockM == 144 || (kBits == 4 && (kBlockM == 96 || (kBlockM == 128 && kWarpgroups == 2)));
   static_assert(kHalves == 1 || kWarpgroups == 2);
-  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one where that lost: with few rows of x
-  // the MMAs are too short for it, and with many those of the other warpgroup hide the decoding. In four where registers are few.
+  // A stage's columns are multiplied in so many steps: one's weights are decoded while the one before is multiplied. In one
+  // where that lost: with few rows of x the MMAs are too short for it, and with many those of the other warpgroup hide the
+  // decoding. In four where registers are few.
   static constexpr int kSteps = kWarpgroups == 4 ? 4 : kDecodesBehind ? 2 : 1;
-  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the tensor cores wait: 1500 clocks
-  // a stage of 128 rows of x and 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more clocks so, and up to 5 % less time: less power.
+  // Whether the warpgroups start a stage's MMAs in turn. Otherwise both come to promote and decode at the same time, and the
+  // tensor cores wait: 1500 clocks a stage of 128 rows of x and 8 bits instead of 1100. 160 rows of x of 8 bits take 2 % more
+  // clocks so, and up to 5 % less time: less power.
   static constexpr bool kInTurn = (kSteps == 1 || kDecodesBehind) && kBlockM >= 96;
-  // Whether scales become floats before the loads of the next weights are issued. Loads in flight together share a scoreboard, so that
-  // the promotion waited for these weights: 208 rows of x with int8 weights took 4 % more clocks, 64 with int4 weights 5 % more time. Four warpgroups take 0.7 % more.
+  // Whether scales become floats before the loads of the next weights are issued. Loads in flight together share a scoreboard,
+  // so that the promotion waited for these weights: 208 rows of x with int8 weights took 4 % more clocks, 64 with int4 weights
+  // 5 % more time. Four warpgroups take 0.7 % more.
   static constexpr bool kScalesFirst = kWarpgroups == 2;
   static constexpr int kKSlices = kKPerTile / 16 / kSteps;  // of 16 columns, in a step
   static_assert(Config::TileConfig::kSharedBytes <= wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).shared_bytes,
@@ -148,9 +153,10 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
           fence_registers(products);
         };
         float scale[2];
-        // The second step's weights are decoded behind the first half's first products, the next stage's first behind the second half's last: between a half's
-        // products and its next turn a warpgroup has nothing to do but to promote. (The other tiles' loop stands apart: where they share code, the compiler
-        // orders those of short groups and of 32 rows of x again.)
+        // The second step's weights are decoded behind the first half's first products, the next stage's first behind the
+        // second half's last: between a half's products and its next turn a warpgroup has nothing to do but to promote. (The
+        // other tiles' loop stands apart: where they share code, the compiler orders those of short groups and of 32 rows of x
+        // again.)
 #pragma unroll
         for (int half = 0; half < C::kHalves; ++half) {
           cutlass::arch::NamedBarrier::sync(256, kTurnBarrier + coord.warpgroup);
@@ -250,8 +256,9 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
                                         hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
-  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then, whose bytes are twice a feature's, or
-  // four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to 5090, int8 by 5270 instead of 5335.)
+  // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
+  // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to
+  // 5090, int8 by 5270 instead of 5335.)
   bool const large = int64_t(16) * C::kBlockM * problem.weight.k * 2 > 64 << 20;
   return hopper::launch_persistent<C>(wgmma_gemm_a16<C>, problem, plan, splitk_workspace, map, stream,
                                       !large          ? 16

@@ -1,5 +1,5 @@
-// int8 activations x int4 or int8 weights on Hopper's wgmma: W8A8 and W4A8 at prefill, sm_90a. The tile, its loads and its stores are
-// device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
+// int8 activations x int4 or int8 weights on Hopper's wgmma: W8A8 and W4A8 at prefill, sm_90a. The tile, its loads and its
+// stores are device/hopper_gemm.cuh. Per 128 columns of K a warpgroup's turn is:
 //
 //   decode   the stage's weights, which were loaded during the promotion of the previous sums
 //   multiply exact int32 sums of 128 columns, which never leave registers
@@ -45,13 +45,15 @@ struct Config : hopper::TileConfig<kBits, kBlockM, 1, kPromotion_ != Promotion::
   // What the decoder multiplies codes by.
   static constexpr float kCodeScale = kBits == 4 && !kZeros ? float(decode::Int4Int8::kScale) : 1.0f;
   static constexpr float kUnit = 1.0f / kCodeScale;
-  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit: instructions concurrent with the MMAs slow these down, even those that
-  // nothing waits for. For the same reason stages are then addressed without the block's rank in its cluster. (Measured on an H200, where it is done.)
+  // A warp that multiplies nothing makes the weights' scales fp32 numbers, times kUnit: instructions concurrent with the MMAs
+  // slow these down, even those that nothing waits for. For the same reason stages are then addressed without the block's rank
+  // in its cluster. (Measured on an H200, where it is done.)
   static constexpr bool kPrepareScales = kPromotion_ == Promotion::kBlock && !kAsymmetric && !kZeros && kBlockM >= 128;
-  // Whether a warp's lanes wait for each other before they give a stage back. They need not, but the compiler then schedules the main loop of these another
-  // way: M = 4096, 28672 x 4096 in W4A8 take 810 us instead of 899 with one scale a token, 1003 instead of 1014 with one a block. Other tiles, int8
-  // weights and those with zero points take as long or up to 8 % longer. Where zero points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4
-  // that lose, 1096 and 1072. (Measured on an H200.)
+  // Whether a warp's lanes wait for each other before they give a stage back. They need not, but the compiler then schedules
+  // the main loop of these another way: M = 4096, 28672 x 4096 in W4A8 take 810 us instead of 899 with one scale a token, 1003
+  // instead of 1014 with one a block. Other tiles, int8 weights and those with zero points take as long or up to 8 % longer.
+  // Where zero points are compensated it is int8 weights that gain, 1038 us instead of 1064, and int4 that lose, 1096 and 1072.
+  // (Measured on an H200.)
   static constexpr bool kMeetAtEnd =
       kCompensatesByWindow ? kBits == 8
                            : kBits == 4 && kBlockM == 176 && !kZeros && !kAsymmetric && kPromotion != Promotion::kChannel;
@@ -62,9 +64,10 @@ struct Config : hopper::TileConfig<kBits, kBlockM, 1, kPromotion_ != Promotion::
                                  CUtensorMap const& out_map, hopper::Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
-// With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its binade the unit is 1, so that
-// int8 products add to them as to integers, and what they come to, kBias + I with |I| <= 255 * 128 * 128 < 2^22, is a float again. That takes as many
-// instructions as the way without zero points, which converts integers. All of it is exact, but for a rounding of I * scale.
+// With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its
+// binade the unit is 1, so that int8 products add to them as to integers, and what they come to, kBias + I with |I| <= 255 *
+// 128 * 128 < 2^22, is a float again. That takes as many instructions as the way without zero points, which converts integers.
+// All of it is exact, but for a rounding of I * scale.
 constexpr float kBias = 12582912.0f;  // 1.5 * 2^23
 
 // A scale whose product with kBias is a float: 22 bits of it, rounded. Narrower ones stay as they are.
@@ -73,7 +76,8 @@ __device__ __forceinline__ float short_scale(float scale) {
   return __fsub_rn(high, __fsub_rn(high, scale));
 }
 
-// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and g + 8.
+// A stage's weights as they lie in shared memory, the fragments of 128 columns, and their scales and zero points for rows g and
+// g + 8.
 template <class C>
 struct RawWeights {
   static constexpr int kLoads = C::kBits / 2;  // of 16 bytes
@@ -151,8 +155,8 @@ struct TokenFactors {
   }
 };
 
-// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2), token 8j + 2t + e % 2. The same three operations in
-// two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200).
+// Fold the integers of eight rows of x into the fp32 sums. Register 4j + e: row g + 8 (e / 2), token 8j + 2t + e % 2. The same
+// three operations in two orders, of which each kernel runs faster in its own (by 2 to 5 %, measured on an H200).
 template <class C>
 __device__ __forceinline__ void promote(int j, float const* x_row, uint32_t const (&integers)[C::kSums],
                                         float const (&scale)[2], float (&sums)[C::kSums]) {
@@ -169,7 +173,8 @@ __device__ __forceinline__ void promote(int j, float const* x_row, uint32_t cons
   }
 }
 
-// This lane's part of the sums of 128 weights of rows g and g + 8: with them a product of codes becomes one of codes minus zero points.
+// This lane's part of the sums of 128 weights of rows g and g + 8: with them a product of codes becomes one of codes minus zero
+// points.
 __device__ __forceinline__ void add_weights(uint32_t const (&a)[4][4], uint32_t (&sum)[2]) {
 #pragma unroll
   for (int k_slice = 0; k_slice < 4; ++k_slice) {
@@ -220,8 +225,8 @@ __device__ __forceinline__ void start_sums(float const (&codes)[2], uint32_t (&i
   }
 }
 
-// promote() for sixteen rows of x, whose integers have kBias added; `bias` is -kBias * scale. The products take the integers' place: the compiler would give
-// them too few separate registers to run in parallel.
+// promote() for sixteen rows of x, whose integers have kBias added; `bias` is -kBias * scale. The products take the integers'
+// place: the compiler would give them too few separate registers to run in parallel.
 template <class C>
 __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)[4], float const (&scale)[2],
                                                float const (&bias)[2], uint32_t (&integers)[C::kSums],
@@ -239,10 +244,10 @@ __device__ __forceinline__ void promote_biased(int sixteen, float const (&x_row)
   }
 }
 
-// Compensation of token zero points in a stage: one more product, whose second operand is the zero point in each of 32 columns and
-// whose first is -(sum of a row's weights), spread over as many bytes. What is beyond their range is left to subtract(), which works where a row of the
-// warp has such a sum. All of it is exact. (Sums that start from -za * colsum, as with block zero points, take up to 6 % more time here, measured on
-// an H200.)
+// Compensation of token zero points in a stage: one more product, whose second operand is the zero point in each of 32 columns
+// and whose first is -(sum of a row's weights), spread over as many bytes. What is beyond their range is left to subtract(),
+// which works where a row of the warp has such a sum. All of it is exact. (Sums that start from -za * colsum, as with block
+// zero points, take up to 6 % more time here, measured on an H200.)
 template <class C>
 class ZeroPointProduct {
  public:
@@ -266,8 +271,8 @@ class ZeroPointProduct {
     for (int h = 0; h < 2; ++h) {
       int inside = min(max(sums[h], -32 * 127), 32 * 120);  // an eighth of a quarter, and up to 7 more, is a byte
       beyond_[h] = inside - sums[h];
-      // Lane t takes a quarter, rounded down after t is added, so that the four make up the sum. Each of its eight bytes has an eighth of that, rounded
-      // down, and one of them the rest.
+      // Lane t takes a quarter, rounded down after t is added, so that the four make up the sum. Each of its eight bytes has an
+      // eighth of that, rounded down, and one of them the rest.
       int quarter = (inside + int(threadIdx.x % 4)) >> 2, eighth = quarter >> 3;
       operand[h] = __byte_perm(eighth, eighth + (quarter & 7), 0x0004);
       operand[h + 2] = __byte_perm(eighth, 0, 0);
@@ -292,7 +297,8 @@ class ZeroPointProduct {
   bool any_beyond_;
 };
 
-// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are operands as they are loaded, promoted like others.
+// A stage that compensates a window of tiles: products of 16-bit floats, whose weights are operands as they are loaded,
+// promoted like others.
 template <class C>
 __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8_t* stages, hopper::Ring<C::kStages>& ring,
                                            hopper::Barriers<C>& barriers, Params const& p, hopper::ThreadCoord<C> const& coord,
@@ -341,7 +347,8 @@ __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8
   if (coord.lane < C::kCluster) ClusterBarrier::arrive(empty, coord.lane, true);
 }
 
-// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared memory for a warpgroup's rows of x, which nothing waits for.
+// Where a token has one zero point: less that times all of a row's weights. `zeros` is shared memory for a warpgroup's rows of
+// x, which nothing waits for.
 template <class C>
 __device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros, Params const& p,
                                                 hopper::ThreadCoord<C> const& coord, int row0, int m0) {
@@ -367,7 +374,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
   int clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
   int const t = coord.lane % 4;
-  // The same in all lanes, as the compiler can see, and nothing that it would work out again in every turn.
+  // Provably uniform over the lanes, and not recomputed in every turn.
   uint32_t const first_stage = C::kPrepareScales ? __shfl_sync(~0u, cute::cast_smem_ptr_to_uint(stages), 0) : 0;
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -411,7 +418,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
       return cute::cast_smem_ptr_to_uint(stage) + coord.token_factors + C::kBlockM * 4;
     };
     if constexpr (kChannel) {
-      // Were the first product to start from zeros itself, sums of 256 rows of x would live from tile to tile, and not all in registers.
+      // Were the first product to start from zeros itself, sums of 256 rows of x would live from tile to tile, and not all in
+      // registers.
 #pragma unroll
       for (uint32_t& sum : integers) sum = 0;
     }
@@ -487,8 +495,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         fence_registers(integers);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.subtract(end_zeros, integers);
         if constexpr (C::kStartsFromZeroPoints) {
-          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in between: what is loaded
-          // needs registers, and time.
+          // A sixteen's zero points come kLate sixteens after its integers have gone, and the next weights and their sums in
+          // between: what is loaded needs registers, and time.
           constexpr int kSixteens = C::kBlockM / 16, kLate = 2;
           constexpr int kWeightsAt = kBlockM == 176  ? 4
                                      : kBlockM == 32 ? 0
@@ -515,11 +523,12 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
           start_sums<C>(codes, integers);
         } else {
           constexpr int kEvery =
-              kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // eights of rows of x between one piece of weights and the next
+              kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // groups of eight rows of x between two loads of weights
 #pragma unroll
           for (int j = 0; j < C::kBlockM / 8; ++j) {
             if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
-            // The next weights, a piece at a time: before the products end there is no register to spare, and none for 8-bit ones at all.
+            // The next weights, 16 bytes at a time: before the products end there is no register to spare, and none for 8-bit
+            // ones at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, coord, j / kEvery);
             if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);

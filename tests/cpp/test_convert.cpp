@@ -1,4 +1,5 @@
-// The converters of device/convert.cuh, exhaustively: every integer at every place of a word, against every integer at its partner's place.
+// The converters of device/convert.cuh, exhaustively: every integer at every place of a word, against every integer at its
+// partner's place.
 #include <gtest/gtest.h>
 
 #include <cstdint>

@@ -24,7 +24,8 @@ namespace {
 uint8_t some_byte;  // what non-null pointers point to; nothing here reads it
 float some_book[16];
 
-// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX 5090.
+// CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX
+// 5090.
 Device const kDevices[] = {{80, 108, 166912}, {86, 82, 101376},   {89, 128, 101376},
                            {90, 132, 232448}, {100, 148, 232448}, {120, 170, 101376}};
 Device const kHopper = kDevices[3];
@@ -256,8 +257,8 @@ TEST(Splits, SplitTheTailAfterFullWaves) {
   }
 }
 
-// Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact products is as fast, the result has the type of x, and
-// exact=True is not set.
+// Weights, and values of int8 activations, are rounded to 16 bits only where no kernel of exact products is as fast, the result
+// has the type of x, and exact=True is not set.
 TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   auto const choice = [](GemmProblem const& p) {
     Plan chosen;
@@ -301,8 +302,8 @@ TEST(Dispatch, RoundsOperandsOnlyWhereItMay) {
   rounds(p, "mma_gemm_a8");
 }
 
-// Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight has its column sums or not: they
-// are made if not, and nothing else differs.
+// Zero points of activations are corrected for many blocks at once where the result is rounded to 16 bits, whether the weight
+// has its column sums or not: they are made if not, and nothing else differs.
 TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
   auto const compensates = [](GemmProblem const& p) {
     Plan chosen;
@@ -366,8 +367,8 @@ TEST(Dispatch, CorrectsZeroPointsWhereItMay) {
     }
 }
 
-// Zero points of weights are compensated in the same way, where x is symmetric and has a scale a block, by terms that are of no other use. Otherwise those of 4 bits are
-// taken from the codes, and those of 8 are wgmma_fold16's or a portable kernel's.
+// Zero points of weights are compensated in the same way, where x is symmetric and has a scale a block, by terms that are of no
+// other use. Otherwise those of 4 bits are taken from the codes, and those of 8 are wgmma_fold16's or a portable kernel's.
 TEST(Dispatch, CompensatesZeroPointsOfWeights) {
   for (int group_size : {-1, 128, 512}) {
     GemmProblem base = quantized_on_the_way(problem(1024, 28672, 4096, 8, group_size), ActQuant::kBlock, true);
@@ -472,7 +473,8 @@ TEST(Dispatch, DecodesUpTo16Rows) {
   EXPECT_EQ(planned(book).slices, 16);  // 8 tiles of 512 rows for 132 multiprocessors
 }
 
-// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the size of the weight and its bits.
+// Whether wgmma_decode_fold16 quantises x itself, and whether it has an SM for each CTA: by the size of the weight and its
+// bits.
 TEST(Dispatch, UpcastsFewRowsOnlyWhereItMust) {
   // Rows that a tensor map does not describe, and codes that are there, are upcast before.
   GemmProblem p = problem(16, 4096, 4096, 4, 32);
@@ -512,7 +514,8 @@ TEST(Dispatch, CutsSmallBatchesIntoStagesThatFit) {
   }
 }
 
-// With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the four warpgroups has its stages.
+// With one CTA per SM, halves of row panels are distributed, so that shares are equal; each of the four warpgroups has its
+// stages.
 TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   struct Case {
     int n, k, cluster, clusters, row_panels, sets;
@@ -958,7 +961,8 @@ TEST(Dispatch, GivesFewInt8RowsBlockM32ForLargeWeights) {
   };
   for (ActQuant act_quant : {ActQuant::kBlock, ActQuant::kToken})
     for (int m : {17, 32}) {
-      // 112 tiles of 256 features are two waves over 66 clusters, 56 of 512 are one; the latter have no registers for the activations' zero points.
+      // 112 tiles of 256 features are two waves over 66 clusters, 56 of 512 are one; the latter have no registers for the
+      // activations' zero points.
       EXPECT_EQ(rows(m, 28672, 4096, 4, act_quant), 512);
       EXPECT_EQ(rows(m, 28672, 4096, 4, act_quant, false), 256);
       EXPECT_EQ(rows(m, 28672, 4096, 8, act_quant), 256);
@@ -1117,7 +1121,8 @@ TEST(Workspace, HasZeroValuesForCorrections) {
       EXPECT_EQ(layout.zero_values % 256, 0u);
       EXPECT_EQ(layout.zero_scales % 256, 0u);
       EXPECT_GE(layout.zero_scales, layout.zero_values + 129 * rows * 128);
-      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a tile, 256 scales in fp16, and as many floats.
+      // The column sums: 4 row panels of windows of 16 tiles of K, each as large as the codes of a tile, 256 scales in fp16,
+      // and as many floats.
       size_t const windows = (k + 2047) / 2048;
       EXPECT_TRUE(layout.sums);
       EXPECT_EQ(layout.colsums % 256, 0u);

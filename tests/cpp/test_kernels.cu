@@ -495,8 +495,8 @@ TEST_P(Products, SplitK) {
   }
 }
 
-// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The values of M reach each of their tiles, on 66
-// clusters with K split or not; elsewhere the portable kernels answer.
+// K that is a multiple of 8 and groups of at least a tile: what the Hopper kernels take. The values of M reach each of their
+// tiles, on 66 clusters with K split or not; elsewhere the portable kernels answer.
 TEST_P(Products, OfTheShapesThatHopperTakes) {
   struct Case {
     int n, k, m;
@@ -524,8 +524,9 @@ TEST_P(Products, OfTheShapesThatHopperTakes) {
   if (device.architecture == 90 && device.multiprocessors == 132 && input.symmetric) EXPECT_GE(tiles.size(), 3u);
 }
 
-// The shapes that reach every cluster of decode_gemm: single CTAs, and 2, 4 and 8 that split K; x copied unchanged (K is a multiple of 8), and not;
-// row panels shared by several warps, one per warp, and fewer than the clusters. The kernel is called directly, whatever dispatch chooses.
+// The shapes that reach every cluster of decode_gemm: single CTAs, and 2, 4 and 8 that split K; x copied unchanged (K is a
+// multiple of 8), and not; row panels shared by several warps, one per warp, and fewer than the clusters. The kernel is called
+// directly, whatever dispatch chooses.
 TEST_P(Products, OfTheShapesThatDecodeTakes) {
   struct Case {
     int n, k, m, cluster;

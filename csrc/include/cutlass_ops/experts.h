@@ -1,5 +1,6 @@
-// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights that are packed as one. As in ops.h, every call returns at
-// once, works on the stream and device it is given, allocates nothing and never synchronises: it can be captured, and replayed with other routings.
+// Mixture of experts on a GPU: rows of x sorted by expert, and products of these with weights that are packed as one. As in
+// ops.h, every call returns at once, works on the stream and device it is given, allocates nothing and never synchronises: it
+// can be captured, and replayed with other routings.
 #pragma once
 
 #include <cstddef>
@@ -42,8 +43,9 @@ struct Routing {
 
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream);
 
-// y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j], in fp32 and in the order of j, rounded once. The products'
-// weights, and values of quantised activations, are rounded to x's type, and so are outputs of experts that have many rows on average.
+// y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j], in fp32 and in the order of
+// j, rounded once. The products' weights, and values of quantised activations, are rounded to x's type, and so are outputs of
+// experts that have many rows on average.
 struct MoeProblem {
   RouteProblem route;
   void const* x = nullptr;  // [tokens][hidden] of x_type, rows x_stride elements apart

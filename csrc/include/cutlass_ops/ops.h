@@ -38,8 +38,9 @@ class DeviceGuard {
   int previous_ = -1;  // to go back to, or -1
 };
 
-// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for earlier kernels of the stream: a kernel that
-// writes a weight must have ended (the stream synchronised) before a product of it is launched. x, bias and residual are read after the wait.
+// On Hopper the kernels are launched with programmatic stream serialization and read the weight before they wait for earlier
+// kernels of the stream: a kernel that writes a weight must have ended (the stream synchronised) before a product of it is
+// launched. x, bias and residual are read after the wait.
 
 // Choose a kernel. Needs no GPU: `device` may describe an absent one.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
@@ -55,8 +56,9 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
-// The column sums of a weight (zero_compensation.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which place_colsums() then attaches to the weight, so
-// that products need not compute them. Of groups of 128 or more, without offsets or a code book, and without zero points at 8 bits.
+// The column sums of a weight (zero_compensation.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which
+// place_colsums() then attaches to the weight, so that products need not compute them. Of groups of 128 or more, without
+// offsets or a code book, and without zero points at 8 bits.
 Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream);
 
 // Codes to the order of layout.h, all of packed_bytes(n, k, bits) written and padding zero, and back. The bits are those of
@@ -74,8 +76,8 @@ Status dequantize_flat(FlatProblem const& problem, Stream stream);
 // (code - zero) * scale, [k][n] of the scales' type.
 Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream);
 
-// x [m][k] of the scales' type, rows x_stride elements apart, each from an address of a multiple of 16 bytes, times the weight, [m][n]: up to
-// kMaxAwqRows rows, groups of a multiple of 32.
+// x [m][k] of the scales' type, rows x_stride elements apart, each from an address of a multiple of 16 bytes, times the weight,
+// [m][n]: up to kMaxAwqRows rows, groups of a multiple of 32.
 constexpr int kMaxAwqRows = 64;
 Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream);
 

@@ -18,16 +18,17 @@ struct WorkspaceLayout {
   bool sums = false;         // the weight's column sums are computed: it has none
 };
 
-// The stream-K tail of a product: how clusters share the tiles that remain after full waves over the GPU. The K of each tile is split into `parts` slices, and
-// each slice but the last has a separate cluster. Where fewer clusters remain than tiles, each computes the last slices of `tiles_per_cluster` tiles, one after another,
-// and these slices are shorter in proportion.
+// The stream-K tail of a product: how clusters share the tiles that remain after full waves over the GPU. The K of each tile is
+// split into `parts` slices, and each slice but the last has a separate cluster. Where fewer clusters remain than tiles, each
+// computes the last slices of `tiles_per_cluster` tiles, one after another, and these slices are shorter in proportion.
 struct StreamKTail {
-  // Starting another last slice costs a cluster as much as so many K tiles, some 4 us (measured on an H200 with 128 to 176 rows of x).
+  // Starting another last slice costs a cluster as much as so many K tiles, some 4 us (measured on an H200 with 128 to 176 rows
+  // of x).
   static constexpr int kStartTiles = 6;
 
   int parts = 1, tiles_per_cluster = 1;
   int last = 0;                                    // clusters that compute last slices
-  int share_numerator = 0, share_denominator = 1;  // slice i of K begins with K tile dealt * i / pieces
+  int share_numerator = 0, share_denominator = 1;  // slice i of K begins with K tile share_numerator * i / share_denominator
 
   constexpr StreamKTail() = default;
   constexpr StreamKTail(int tiles, int count, int clusters, int k_tiles)

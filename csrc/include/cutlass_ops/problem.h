@@ -1,4 +1,4 @@
-// What is asked of an operator, in plain data: pointers, sizes and types, all owned by the caller.
+// The problems of the operators as plain data: pointers, sizes and types, all owned by the caller.
 //
 // The product is y[M, N] = act(x[M, K] @ W[N, K]^T + bias[N]) + residual[M, N]. N, K and the weight's format belong to the
 // weight; M to the activations.
@@ -39,10 +39,10 @@ struct PackedWeight {
   DataType offset_type = DataType::kNone;
   bool e4m3 = false;  // codes are floats, value = scale * float: 8 bits alone, without zeros, offsets or a code book
 
-  // Zero-point terms, for products with int8 activations where either side has zero points (zero_compensation.h): each row's sums of 128 weights, or its zero points
-  // of 8 bits, the scales of these, and the sums of all.
-  // Null: mixed_gemm computes them in its workspace, with the same bits, where a product needs them. Given ones must belong to the codes, scales and zeros
-  // as they are now.
+  // Zero-point terms, for products with int8 activations where either side has zero points (zero_compensation.h): each row's
+  // sums of 128 weights, or its zero points of 8 bits, the scales of these, and the sums of all.
+  // Null: mixed_gemm computes them in its workspace, with the same bits, where a product needs them. Given ones must belong to
+  // the codes, scales and zeros as they are now.
   uint8_t const* sums = nullptr;
   void const* sum_scales = nullptr;     // [n_pad] of scale_type
   float const* total_colsum = nullptr;  // [n_pad]: all of a row's weights
@@ -56,15 +56,15 @@ struct QuantizedActivations {
   int8_t* zeros = nullptr;  // null when symmetric
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
-  int rows = 0;             // of codes that there is memory for, if more than m: a kernel may read what lies there
+  int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
 
-  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values, [m][k_pad] in the order of
-  // columns.
+  // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values,
+  // [m][k_pad] in the order of columns.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
 
-  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points of many blocks at once
-  // (zero_compensation.h).
+  // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points
+  // of many blocks at once (zero_compensation.h).
   void* zero_values = nullptr;
   float* zero_scales = nullptr;
 };
@@ -116,8 +116,8 @@ struct GemmProblem {
   bool exact = false;     // weights, and activations that are quantised, are not rounded to 16 bits
 
   // Choice of a kernel.
-  // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start on 16 bytes, or
-  // none of whose do (x and x_stride).
+  // The bits of a row of the result depend neither on m nor on the other rows; for floats among calls whose rows of x all start
+  // on 16 bytes, or none of whose do (x and x_stride).
   bool batch_invariant = false;
   // Kernels of this architecture (10 * major + minor) or before it alone, as far as the device runs them; 0: the device's.
   int architecture = 0;
@@ -131,8 +131,8 @@ struct DequantizeProblem {
   int rows = -1;      // -1: all from there on
 };
 
-// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. What is read
-// starts on 16 bytes.
+// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. What is
+// read starts on 16 bytes.
 struct FlatProblem {
   int64_t count = 0;   // elements
   int blocksize = 64;  // 32, 64, ..., 4096
@@ -141,7 +141,8 @@ struct FlatProblem {
   uint8_t* packed = nullptr;  // (count + 1) / 2 bytes, the even element's code in the high nibble
   float* absmax = nullptr;    // one a block
 
-  // To quantise: v = x / absmax takes codes[number of cuts below it]. With `magnitudes`, |v| does, by 7 cuts, and negative v have 8 added.
+  // To quantise: v = x / absmax takes codes[number of cuts below it]. With `magnitudes`, |v| does, by 7 cuts, and negative v
+  // have 8 added.
   float const* cuts = nullptr;  // ascending
   uint8_t const* codes = nullptr;
   bool magnitudes = false;
@@ -163,7 +164,8 @@ struct PackProblem {
   int bits = 4;  // 4 or 8
 };
 
-// A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column [0, 2, 4, 6, 1, 3, 5, 7][i] of its eight.
+// A weight in AutoAWQ's storage ("gemm"), W[K, N] by its transposed: nibble i of a word is column [0, 2, 4, 6, 1, 3, 5, 7][i]
+// of its eight.
 struct AwqWeight {
   uint32_t const* codes = nullptr;  // [k][n / 8]
   void const* scales = nullptr;     // [groups][n] of type
