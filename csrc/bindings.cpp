@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings.h"
 #include "cpu/cpu_ops.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
@@ -25,19 +26,6 @@ namespace py = pybind11;
 using namespace cutlass_ops;
 
 namespace {
-
-using Pointer = std::uintptr_t;  // 0 is null
-
-template <class T>
-T* as(Pointer pointer) {
-  return reinterpret_cast<T*>(pointer);
-}
-
-void check(Status const& status) {
-  if (status.ok()) return;
-  if (status.code == Status::kCuda) throw std::runtime_error(status.text);
-  throw std::invalid_argument(status.text);  // ValueError
-}
 
 // A weight with the properties that `product` needs.
 struct Weight : PackedWeight {
@@ -699,6 +687,8 @@ PYBIND11_MODULE(_C, m) {
       "Write the layer's result, as `plan` says, in a workspace of its size.");
   m.attr("most_experts") = kMostExperts;
   m.attr("most_positions") = kMostPositions;
+
+  register_conv(m);
 
   m.def(
       "rows_of",

@@ -289,3 +289,70 @@ def plan(
     device: Device,
 ) -> Plan: ...
 def rows_of(shape: object, strides: object, k: int) -> tuple[int, int]: ...
+
+class ConvOrder:
+    by_channels: ConvOrder
+    by_taps: ConvOrder
+    flat: ConvOrder
+
+class ConvOutput:
+    int8: ConvOutput
+    uint8: ConvOutput
+    int32: ConvOutput
+
+class ConvWeight:
+    def __init__(
+        self,
+        codes_ptr: int,
+        order: ConvOrder,
+        sums_ptr: int,
+        scales_ptr: int,
+        scale_type: DataType,
+        n: int,
+        taps: Sequence[int],
+        channels: int,
+    ) -> None: ...
+
+class ConvPlan:
+    kernel: str
+    block_m: int
+    block_n: int
+    cluster_size: int
+    ctas_per_sm: int
+    stages: int
+    grid: int
+    copied_channels: int
+    pads: bool
+    workspace: int
+    predicted_clocks: int
+
+class ConvProblem:
+    def __init__(
+        self,
+        weight: ConvWeight,
+        x_ptr: int,
+        x_unsigned: bool,
+        shape: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        groups: int,
+        bias_ptr: int,
+        bias_int32: bool,
+        bias_type: DataType,
+        out_ptr: int,
+        out_type: ConvOutput,
+        x_scale: float,
+        x_zero_point: int,
+        y_scale: float,
+        y_zero_point: int,
+        activation: Activation,
+        low: float,
+        high: float,
+    ) -> None: ...
+    def plan(self, device: Device) -> ConvPlan: ...
+    def plans(self, device: Device) -> list[ConvPlan]: ...
+
+def conv_int8(problem: ConvProblem, plan: ConvPlan, workspace_ptr: int, stream: int) -> None: ...
+def conv_order(n: int, channels: int, taps: int, groups: int) -> ConvOrder: ...
+def stored_channels(channels: int) -> int: ...

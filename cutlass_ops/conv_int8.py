@@ -1,17 +1,19 @@
 """Convolutions and products of int8 with scales that are known beforehand.
 
-On a GPU, too, they are the reference.
+On a CPU they are the reference. Kernels take weights in natural order, which are made once and kept beside the packed ones.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import ops, reference, reference_conv
+from . import _C, ops, reference, reference_conv
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -29,6 +31,7 @@ __all__ = ["conv2d_int8", "linear_int8"]
 
 _INT8 = (torch.int8, torch.uint8)
 _NO_GEOMETRY = Geometry((), (), (), 1)
+_OUTPUTS = {torch.int8: _C.ConvOutput.int8, torch.uint8: _C.ConvOutput.uint8, torch.int32: _C.ConvOutput.int32}
 #: fp32's smallest normal number and its largest.
 _SCALES = torch.finfo(torch.float32)
 
@@ -53,8 +56,10 @@ def conv2d_int8(
 
     ``acc`` is the int32 sum of ``(x - x_zero_point) * w`` over the taps that lie inside of x, plus the bias. The result is
     ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 by
-    itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes. On a GPU this is computed in fp64, and
-    waits for the GPU.
+    itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes.
+
+    On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as ``weight.codes`` lives, and
+    waits for that; later ones do not wait. What is written to the codes is noticed by the next call, not by CUDA graphs.
 
     Args:
         x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
@@ -215,11 +220,15 @@ def _run_static(
     dilation: Sequence[int],
     groups: int,
 ) -> Tensor:
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    if weight.gpu >= 0:
+        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, ops._ACTIVATIONS[activation], low, high)
+        return launch(x, weight, bias, numbers, out_dtype, geometry)
     with ops._without_autocast(x.device):
         y = reference_conv.conv_int8(
             x,
             weight.unpack(),
-            Geometry(tuple(stride), tuple(padding), tuple(dilation), groups),
+            geometry,
             x_scale=x_scale,
             x_zero_point=x_zero_point,
             bias=bias,
@@ -229,6 +238,116 @@ def _run_static(
             out_dtype=out_dtype,
         )
     return y.contiguous()
+
+
+# ---- on a GPU
+
+
+class _Natural(NamedTuple):
+    """A weight as ``conv.h`` describes it.
+
+    Attributes:
+        codes: int8, in one of the orders of ``conv.h``.
+        sums: int32 ``[N]``, of the codes of each channel.
+    """
+
+    codes: Tensor
+    sums: Tensor
+
+
+#: By the packed codes: the version of these, and the weight in natural order, by its sizes and order.
+_kept: Any = WeakTensorKeyDictionary()
+
+
+def _make_natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> _Natural:
+    if order == _C.ConvOrder.flat:
+        taps = (1, 1)
+    codes = (weight.unpack().codes ^ 0x80).view(torch.int8).view(weight.n, *taps, -1)
+    sums = codes.sum((1, 2, 3), dtype=torch.int32)
+    if order == _C.ConvOrder.by_taps:
+        words = F.pad(codes[..., 0], (0, -taps[1] % 4)).view(weight.n, taps[0], -1, 4)
+        return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
+    return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[3]) - codes.shape[3])).contiguous(), sums)
+
+
+def _natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> _Natural:
+    """The weight in natural order: what is kept, if the codes are still those that it was made of."""
+    if weight.codes.is_inference():  # torch does not record what is written to it
+        return _make_natural(weight, taps, order)
+    of_codes = _kept.setdefault(weight.codes, {})
+    key, version = (weight.n, taps, order), weight.codes._version
+    made, natural = of_codes.get(key, (None, None))
+    if made == version:
+        return cast(_Natural, natural)
+    found = _make_natural(weight, taps, order)
+    if torch.cuda.is_current_stream_capturing():
+        return found
+    if natural is not None:  # CUDA graphs read that memory
+        for to, tensor in zip(natural, found, strict=True):
+            to.copy_(tensor)
+        found = natural
+    torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
+    of_codes[key] = version, found
+    return found
+
+
+def launch(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    numbers: tuple[Any, ...],
+    out_dtype: torch.dtype,
+    geometry: Geometry,
+    choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None = None,
+) -> Tensor:
+    """The result, as ``choose`` plans it or, without that, as it is planned for the GPU that x is on.
+
+    Args:
+        x, weight, bias, out_dtype, geometry: as in :func:`conv2d_int8`.
+        numbers: scales and zero points of x and y, and the activation.
+    """
+    image = x.movedim(1, -1).contiguous()
+    shape = (*x.shape[:1], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
+    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    taps = weight.kernel_size or (1, 1)
+    channels, groups = weight.k // weight.taps, geometry.groups
+    order = _C.conv_order(weight.n, channels, weight.taps, groups)
+    bias = weight.bias if bias is None else bias
+    bias = None if bias is None else bias.contiguous()
+    with torch.cuda.device(x.device):
+        natural = _natural(weight, taps, order)
+        native = _C.ConvWeight(
+            natural.codes.data_ptr(),
+            order,
+            natural.sums.data_ptr(),
+            weight.scales.data_ptr(),
+            ops._TYPES[weight.scales.dtype],
+            weight.n,
+            taps,
+            channels,
+        )
+        problem = _C.ConvProblem(
+            native,
+            image.data_ptr(),
+            x.dtype is torch.uint8,
+            tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
+            geometry.stride or (1, 1),
+            geometry.padding or (0, 0),
+            geometry.dilation or (1, 1),
+            groups,
+            ops._ptr(bias),
+            bias is not None and bias.dtype is torch.int32,
+            _C.DataType.none if bias is None or bias.dtype is torch.int32 else ops._TYPES[bias.dtype],
+            y.data_ptr(),
+            _OUTPUTS[out_dtype],
+            *numbers,
+        )
+        plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
+        workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
+        _C.conv_int8(problem, plan, workspace.data_ptr(), ops._stream(weight.gpu))
+    return y
 
 
 # ---- torch.library

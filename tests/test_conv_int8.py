@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import ops
+from cutlass_ops import _C, ops
 
 INT8 = (torch.int8, torch.uint8)
 
@@ -318,3 +318,69 @@ def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
             "y_zero": np.array(y_zero, x.numpy().dtype),
         }
         assert np.array_equal(y.numpy(), run_onnx("QLinearMatMul", inputs, {}))
+
+
+H200 = _C.Device(90, 132, 232448)
+A100 = _C.Device(80, 108, 166912)
+
+
+def plans(
+    channels: int, n: int, groups: int = 1, kernel: int = 3, zero: int = 0, padding: int = 1, device: _C.Device = H200
+) -> list[_C.ConvPlan]:
+    """Of a convolution of an image of 14 x 14 pixels; nothing is read."""
+    order = _C.conv_order(n, channels, kernel**2, groups)
+    weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
+    problem = _C.ConvProblem(
+        weight,
+        4096,
+        True,
+        (2, 14, 14, groups * channels),
+        (1, 1),
+        (padding, padding),
+        (1, 1),
+        groups,
+        0,
+        False,
+        _C.DataType.none,
+        4096,
+        _C.ConvOutput.uint8,
+        1.0,
+        zero,
+        1.0,
+        0,
+        _C.Activation.none,
+        0.0,
+        0.0,
+    )
+    return problem.plans(device)
+
+
+@pytest.mark.parametrize("channels", [1, 5, 8, 20, 40])
+def test_groups_that_begin_within_a_vector_are_not_read_by_tma(channels: int) -> None:
+    """TMA's im2col boxes that begin there are an illegal instruction."""
+    assert [plan.kernel for plan in plans(channels, 6, 3)] == ["conv_int8_mma"]
+    assert {plan.kernel for plan in plans(32, 6, 3)} == {"conv_int8_wgmma", "conv_int8_mma"}
+
+
+def test_what_x_is_copied_for() -> None:
+    pixels = 2 * 14 * 14
+    for plan in plans(64, 64):
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
+    for plan in plans(20, 64):
+        if plan.kernel == "conv_int8_wgmma":
+            assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+    for plan in plans(64, 64, zero=3):
+        pads = plan.kernel == "conv_int8_wgmma"
+        assert (plan.copied_channels, plan.pads) == ((64, True) if pads else (0, False))
+        assert plan.workspace == (64 * 2 * 16 * 16 if pads else 0)
+    for plan in plans(64, 64, zero=3, padding=0):
+        assert not plan.pads
+    for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+
+
+def test_kernels_of_an_architecture() -> None:
+    assert [plan.kernel for plan in plans(64, 64, device=A100)] == ["conv_int8_mma"]
+    assert [plan.kernel for plan in plans(1, 64, 64, device=A100)] == ["conv_int8_depthwise"]
+    assert [plan.kernel for plan in plans(1, 64, 64)] == ["conv_int8_depthwise"]
+    assert plans(320, 320)[0].kernel == "conv_int8_wgmma"

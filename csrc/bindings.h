@@ -1,0 +1,29 @@
+// What the files of the Python module share.
+#pragma once
+
+#include <pybind11/pybind11.h>
+
+#include <cstdint>
+#include <stdexcept>
+
+#include "cutlass_ops/ops.h"
+
+namespace cutlass_ops {
+
+using Pointer = std::uintptr_t;  // 0 is null
+
+template <class T>
+T* as(Pointer pointer) {
+  return reinterpret_cast<T*>(pointer);
+}
+
+inline void check(Status const& status) {
+  if (status.ok()) return;
+  if (status.code == Status::kCuda) throw std::runtime_error(status.text);
+  throw std::invalid_argument(status.text);  // ValueError
+}
+
+// bindings_conv.cpp
+void register_conv(pybind11::module_& m);
+
+}  // namespace cutlass_ops

@@ -1,0 +1,97 @@
+// The part of cutlass_ops._C that is convolutions of int8.
+#include "cutlass_ops/conv.h"
+
+#include <pybind11/stl.h>
+
+#include <array>
+
+#include "bindings.h"
+
+namespace cutlass_ops {
+
+namespace py = pybind11;
+
+void register_conv(py::module_& m) {
+  using Pair = std::array<int, 2>;
+  py::enum_<ConvOutput>(m, "ConvOutput")
+      .value("int8", ConvOutput::kInt8)
+      .value("uint8", ConvOutput::kUInt8)
+      .value("int32", ConvOutput::kInt32);
+  py::enum_<ConvOrder>(m, "ConvOrder")
+      .value("by_channels", ConvOrder::kByChannels)
+      .value("by_taps", ConvOrder::kByTaps)
+      .value("flat", ConvOrder::kFlat);
+  py::class_<ConvWeight>(m, "ConvWeight", "Pointers and sizes of an int8 weight; the tensors must outlive it.")
+      .def(py::init([](Pointer codes, ConvOrder order, Pointer sums, Pointer scales, DataType scale_type, int n, Pair taps,
+                       int channels) {
+             ConvWeight w;
+             w.codes = as<int8_t>(codes), w.order = order, w.sums = as<int32_t>(sums);
+             w.scales = as<void>(scales), w.scale_type = scale_type;
+             w.n = n, w.height = taps[0], w.width = taps[1], w.channels = channels;
+             return w;
+           }),
+           py::arg("codes_ptr"), py::arg("order"), py::arg("sums_ptr"), py::arg("scales_ptr"), py::arg("scale_type"),
+           py::arg("n"), py::arg("taps"), py::arg("channels"));
+  py::class_<ConvPlan>(m, "ConvPlan", "How a convolution of int8 would be launched.")
+      .def_readonly("kernel", &ConvPlan::kernel)
+      .def_readonly("block_m", &ConvPlan::block_m)
+      .def_readonly("block_n", &ConvPlan::block_n)
+      .def_readonly("cluster_size", &ConvPlan::cluster_size)
+      .def_readonly("ctas_per_sm", &ConvPlan::ctas_per_sm)
+      .def_readonly("stages", &ConvPlan::stages)
+      .def_readonly("grid", &ConvPlan::grid)
+      .def_readonly("copied_channels", &ConvPlan::copied_channels)
+      .def_readonly("pads", &ConvPlan::pads)
+      .def_readonly("workspace", &ConvPlan::workspace)
+      .def_readonly("predicted_clocks", &ConvPlan::predicted_clocks);
+  py::class_<ConvProblem>(m, "ConvProblem", "A convolution of int8; the tensors must outlive it.")
+      .def(py::init([](ConvWeight const& weight, Pointer x, bool x_unsigned, std::array<int, 4> const& shape, Pair stride,
+                       Pair padding, Pair dilation, int groups, Pointer bias, bool bias_int32, DataType bias_type, Pointer out,
+                       ConvOutput out_type, float x_scale, int x_zero_point, float y_scale, int y_zero_point,
+                       Activation activation, float low, float high) {
+             ConvProblem p;
+             p.weight = weight;
+             p.x = as<void>(x), p.x_unsigned = x_unsigned;
+             p.batch = shape[0], p.height = shape[1], p.width = shape[2], p.channels = shape[3];
+             for (int axis : {0, 1})
+               p.stride[axis] = stride[axis], p.padding[axis] = padding[axis], p.dilation[axis] = dilation[axis];
+             p.groups = groups;
+             p.bias = as<void>(bias), p.bias_int32 = bias_int32, p.bias_type = bias_type;
+             p.x_scale = x_scale, p.x_zero_point = x_zero_point, p.y_scale = y_scale, p.y_zero_point = y_zero_point;
+             p.activation = activation, p.clamp_low = low, p.clamp_high = high;
+             p.out = as<void>(out), p.out_type = out_type;
+             return p;
+           }),
+           py::arg("weight"), py::arg("x_ptr"), py::arg("x_unsigned"), py::arg("shape"), py::arg("stride"), py::arg("padding"),
+           py::arg("dilation"), py::arg("groups"), py::arg("bias_ptr"), py::arg("bias_int32"), py::arg("bias_type"),
+           py::arg("out_ptr"), py::arg("out_type"), py::arg("x_scale"), py::arg("x_zero_point"), py::arg("y_scale"),
+           py::arg("y_zero_point"), py::arg("activation"), py::arg("low"), py::arg("high"))
+      .def(
+          "plan",
+          [](ConvProblem const& problem, Device const& device) {
+            ConvPlan plan;
+            check(plan_conv_int8(problem, device, &plan));
+            return plan;
+          },
+          py::arg("device"), "How conv_int8 would launch it.")
+      .def(
+          "plans",
+          [](ConvProblem const& problem, Device const& device) {
+            std::vector<ConvPlan> plans;
+            check(plans_conv_int8(problem, device, &plans));
+            return plans;
+          },
+          py::arg("device"), "All ways to launch it, that of `plan` first.");
+  m.def(
+      "conv_int8",
+      [](ConvProblem const& problem, ConvPlan const& plan, Pointer workspace, Pointer stream) {
+        check(conv_int8(problem, plan, {as<void>(workspace), plan.workspace}, as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
+      "Write the result, as `plan` says, in a workspace of its size, on the current device.");
+  m.def("conv_order", &conv_order, py::arg("n"), py::arg("channels"), py::arg("taps"), py::arg("groups"),
+        "The order of the weight's codes that the kernels read.");
+  m.def("stored_channels", &stored_channels, py::arg("channels"), "Channels of a tap, padded, as kernels take them.");
+}
+
+}  // namespace cutlass_ops

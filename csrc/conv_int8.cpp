@@ -1,0 +1,327 @@
+// Static int8 convolutions: check them, choose a kernel, launch. Host code; without CUDA every
+// launch says so.
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <limits>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cutlass_ops/conv.h"
+#include "dispatch/checks.h"
+#include "dispatch/problem.h"
+#include "kernels/conv_int8.h"
+
+namespace cutlass_ops {
+namespace {
+
+std::string shape(ConvProblem const& p) {
+  ConvWeight const& w = p.weight;
+  auto const text = [](std::initializer_list<int> numbers) {
+    std::string all;
+    for (int number : numbers) all += (all.empty() ? "[" : ", ") + std::to_string(number);
+    return all + "]";
+  };
+  return " [x=" + text({p.batch, p.height, p.width, p.channels}) + ", weight=" + text({w.n, w.height, w.width, w.channels}) +
+         ", stride=" + text({p.stride[0], p.stride[1]}) + ", padding=" + text({p.padding[0], p.padding[1]}) +
+         ", dilation=" + text({p.dilation[0], p.dilation[1]}) + ", groups=" + std::to_string(p.groups) + "]";
+}
+
+bool aligned(void const* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// ---- checks
+
+struct Named {
+  char const* name;
+  int64_t value, least, most;
+};
+
+Status check_ranges(std::initializer_list<Named> numbers) {
+  for (Named const& v : numbers) {
+    if (v.value < v.least || v.value > v.most) {
+      return invalid(std::string(v.name) + " is " + std::to_string(v.value) + "; an integer from " + std::to_string(v.least) +
+                     " to " + std::to_string(v.most) + " is expected");
+    }
+  }
+  return {};
+}
+
+Status check_numbers(ConvProblem const& p) {
+  auto const scale = [](char const* name, float value) {
+    return std::isfinite(value) && value > 0
+               ? Status()
+               : invalid(std::string(name) + " is " + std::to_string(value) + "; a positive number is expected");
+  };
+  if (Status status = scale("x_scale", p.x_scale); !status.ok()) return status;
+  if (Status status = scale("y_scale", p.y_scale); !status.ok()) return status;
+  int const x_low = p.x_unsigned ? 0 : -128, y_low = p.out_type == ConvOutput::kInt8 ? -128 : 0;
+  Status status = check_ranges({{"x_zero_point", p.x_zero_point, x_low, x_low + 255},
+                                {"y_zero_point", p.y_zero_point, y_low, p.out_type == ConvOutput::kInt32 ? 0 : y_low + 255}});
+  if (!status.ok()) return status;
+  if (p.activation == Activation::kGelu || p.activation == Activation::kSilu)
+    return unsupported("activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
+  if (p.activation != Activation::kNone && p.out_type == ConvOutput::kInt32)
+    return invalid("there is an activation, but the result is the int32 sums themselves");
+  if (p.activation == Activation::kClamp && !(p.clamp_low <= p.clamp_high)) {
+    return invalid("clamp_low is " + std::to_string(p.clamp_low) + " and clamp_high " + std::to_string(p.clamp_high) +
+                   "; the first is to be at most the second");
+  }
+  bool const float_bias =
+      p.bias_type == DataType::kFloat32 || p.bias_type == DataType::kFloat16 || p.bias_type == DataType::kBFloat16;
+  if (p.bias && !p.bias_int32 && !float_bias) return invalid("bias_type is neither int32 nor a float type");
+  return {};
+}
+
+Status check_conv(ConvProblem const& p) {
+  ConvWeight const& w = p.weight;
+  Status status = check_ranges({{"n", w.n, 1, kMostConvExtent},
+                                {"the weight's channels", w.channels, 1, kMostConvExtent},
+                                {"the weight's height", w.height, 1, kMostConvExtent},
+                                {"the weight's width", w.width, 1, kMostConvExtent},
+                                {"batch", p.batch, 1, kMostConvExtent},
+                                {"height", p.height, 1, kMostConvExtent},
+                                {"width", p.width, 1, kMostConvExtent},
+                                {"the stride along height", p.stride[0], 1, kMostConvExtent},
+                                {"the stride along width", p.stride[1], 1, kMostConvExtent},
+                                {"the padding along height", p.padding[0], 0, kMostConvExtent},
+                                {"the padding along width", p.padding[1], 0, kMostConvExtent},
+                                {"the dilation along height", p.dilation[0], 1, kMostConvExtent},
+                                {"the dilation along width", p.dilation[1], 1, kMostConvExtent},
+                                {"groups", p.groups, 1, w.n}});
+  if (!status.ok()) return status;
+  if (w.n % p.groups || int64_t(w.channels) * p.groups != p.channels) {
+    return invalid("groups is " + std::to_string(p.groups) + " and x has " + std::to_string(p.channels) +
+                   " channels; a divisor of n = " + std::to_string(w.n) + ", and " + std::to_string(w.channels) +
+                   " channels a group, are expected");
+  }
+  int64_t const taps = int64_t(w.height) * w.width;
+  for (int axis : {0, 1}) {
+    int64_t const size = axis ? p.width : p.height, count = axis ? w.width : w.height;
+    int64_t const padded = size + 2 * int64_t(p.padding[axis]), span = int64_t(p.dilation[axis]) * (count - 1) + 1;
+    if (span > padded || span > kMostConvExtent) {
+      return invalid("the kernel takes " + std::to_string(span) + " pixels along " + (axis ? "width" : "height") + "; x has " +
+                     std::to_string(padded) + " with padding, and at most " + std::to_string(kMostConvExtent) +
+                     " are supported");
+    }
+  }
+  int64_t const most = std::numeric_limits<int32_t>::max();
+  if (taps * stored_channels(w.channels) > most) return unsupported("a row of the weight has more than 2^31 bytes");
+  if (int64_t(p.out_height()) * p.out_width() > kMostConvPixels / p.batch)
+    return unsupported("the result has more than " + std::to_string(kMostConvPixels) + " pixels");
+  // Pieces of x that are copied, and tiles or threads' CTAs of the smallest: all kernels have
+  // fewer.
+  int64_t const pixels = int64_t(p.height) * p.width, pieces = stored_channels(p.channels) / kConvVector;
+  int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) / kDepthwiseThreads;
+  if (pixels > most / p.batch / pieces || tiles > most || (p.pixels() / kConvMmaTile + 1) * (w.n + p.groups) > most)
+    return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
+  // Depthwise threads, and vectors of gathered taps.
+  int64_t const flat_vectors = stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
+  if ((w.order == ConvOrder::kByTaps && tiles > most / kDepthwiseThreads) ||
+      (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
+    return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
+  if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
+  if (!aligned(w.codes, kConvVector)) return invalid("the weight starts at an address that is no multiple of 16 bytes");
+  return check_numbers(p);
+}
+
+// ---- the choice
+
+// The product that the kernels compute of a copy of x. If the weight is flat, a pixel of the copy
+// has the channels of all taps of a pixel of the result. If the copy `pads`, its border is padding.
+ConvProblem multiplied(ConvProblem const& p, bool pads) {
+  if (pads) {
+    ConvProblem padded = p;
+    padded.x = nullptr;
+    padded.height += 2 * p.padding[0], padded.width += 2 * p.padding[1];
+    padded.padding[0] = padded.padding[1] = 0;
+    return padded;
+  }
+  if (p.weight.order != ConvOrder::kFlat) return p;
+  ConvProblem flat = p;
+  ConvWeight& w = flat.weight;
+  w.channels = stored_channels(w.height * w.width * w.channels), w.height = w.width = 1;
+  w.order = ConvOrder::kByChannels;
+  flat.x = nullptr;
+  flat.batch = 1, flat.height = 1, flat.width = int(p.pixels()), flat.channels = w.channels;
+  for (int axis : {0, 1}) flat.stride[axis] = flat.dilation[axis] = 1, flat.padding[axis] = 0;
+  return flat;
+}
+
+// TMA's im2col mode: strides of up to 8, corners in 8 bits, and boxes that begin with a whole
+// vector of channels: others are an illegal instruction.
+bool fits_tma(ConvProblem const& p) {
+  if (p.groups > 1 && p.weight.channels % kConvVector) return false;
+  for (int axis : {0, 1}) {
+    int const span = p.dilation[axis] * ((axis ? p.weight.width : p.weight.height) - 1);
+    if (p.stride[axis] > 8 || p.padding[axis] > 127 || span > 255 || p.padding[axis] - span < -128) return false;
+  }
+  return true;
+}
+
+// Tiles of a CTA of conv_int8_wgmma, and the clocks that all of them take.
+struct WgmmaCost {
+  int64_t tiles, clocks;
+};
+
+WgmmaCost wgmma_cost(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
+  // Fitted to every plan of 23 layers on an H200 (results/h200-conv.json). An SM multiplies 4096
+  // pairs of codes a clock, but takes 600 clocks for a stage: TMA collects the pixels of a box one
+  // by one. A tile begins and ends with so many clocks that only another CTA of the SM hides, a
+  // stored line of 32 channels takes so many, and a launch, or one with clusters, so many.
+  constexpr int kPairs = 4096, kStage = 600, kBegin = 2200, kStore = 700, kLaunch = 1500, kClusters = 4900;
+  ConvWeight const& w = p.weight;
+  int64_t const taps = int64_t(w.height) * w.width, slices = taps * ceil_div(w.channels, 32);
+  int64_t const n_tiles = p.groups * ceil_div(w.n / p.groups, tile.block_n);
+  int64_t const clusters = ceil_div(p.pixels(), ConvWgmmaTile::kBlockM * tile.cluster_size);
+  int64_t const multiply = slices * 32 * ConvWgmmaTile::kBlockM * tile.block_n / kPairs;
+  int64_t const load = taps * ceil_div(w.channels, ConvWgmmaTile::kBlockK) * kStage;
+  int64_t const end = kBegin + kStore * tile.block_n / 32;
+  int64_t const tiles = clusters * tile.cluster_size * n_tiles, of_sm = ceil_div(tiles, device.multiprocessors);
+  int64_t const shown = tile.ctas_per_sm() == 1 ? of_sm : ceil_div(of_sm, tile.ctas_per_sm());
+  return {tiles, of_sm * std::max(multiply, load) + shown * end + kLaunch + (tile.cluster_size > 1 ? kClusters : 0)};
+}
+
+// Where the workspace has x with more channels.
+int copied_channels(ConvProblem const& p, int vector) {
+  return p.channels % vector || !aligned(p.x, vector) ? stored_channels(p.channels) : 0;
+}
+
+ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
+  ConvPlan plan;
+  WgmmaCost const cost = wgmma_cost(p, device, tile);
+  plan.kernel = "conv_int8_wgmma";
+  plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
+  plan.cluster_size = tile.cluster_size;
+  // Few tiles leave all of an SM's memory to a CTA.
+  plan.ctas_per_sm = int(std::min<int64_t>(tile.ctas_per_sm(), ceil_div(cost.tiles, device.multiprocessors)));
+  plan.stages = tile.stages(plan.ctas_per_sm);
+  int64_t const ctas = std::min<int64_t>(cost.tiles, int64_t(device.multiprocessors) * plan.ctas_per_sm);
+  plan.grid = std::max(int(ctas) / tile.cluster_size, 1) * tile.cluster_size;
+  plan.copied_channels = copied_channels(p, kConvVector);
+  plan.predicted_clocks = cost.clocks;
+  return plan;
+}
+
+ConvPlan plan_mma(ConvProblem const& p) {
+  ConvPlan plan;
+  plan.kernel = "conv_int8_mma";
+  plan.block_m = plan.block_n = kConvMmaTile;
+  plan.grid = int(ceil_div(p.pixels(), kConvMmaTile) * p.groups * ceil_div(p.weight.n / p.groups, kConvMmaTile));
+  return plan;
+}
+
+ConvPlan plan_depthwise(ConvProblem const& p) {
+  ConvPlan plan;
+  plan.kernel = "conv_int8_depthwise";
+  plan.block_m = kDepthwisePixels, plan.block_n = kDepthwiseChannels;
+  plan.copied_channels = copied_channels(p, kDepthwiseChannels);
+  int64_t const lines = int64_t(p.batch) * p.out_height(), quads = p.weight.n / kDepthwiseChannels;
+  plan.grid = int(ceil_div(lines * ceil_div(p.out_width(), kDepthwisePixels) * quads, kDepthwiseThreads));
+  return plan;
+}
+
+}  // namespace
+
+Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<ConvPlan>* plans) {
+  if (Status status = check_conv(p); !status.ok()) return {status.code, status.text + shape(p)};
+  if (device.architecture < 80) {
+    return unsupported("the GPU has compute capability " + std::to_string(device.architecture / 10) + "." +
+                       std::to_string(device.architecture % 10) + "; 8.0 and later are supported");
+  }
+  plans->clear();
+  bool const flat = p.weight.order == ConvOrder::kFlat;
+  if (p.weight.order == ConvOrder::kByTaps) {
+    plans->push_back(plan_depthwise(p));
+  } else {
+    // TMA fills with zeros what lies outside of x, where the sums are to have its zero point.
+    bool const pads = !flat && p.x_zero_point != 0 && p.padded();
+    ConvProblem const product = multiplied(p, false), padded = multiplied(p, pads);
+    int64_t const padded_vectors =
+        int64_t(padded.batch) * padded.height * padded.width * (stored_channels(padded.channels) / kConvVector);
+    if (device.architecture == 90 && fits_tma(padded) && padded_vectors <= std::numeric_limits<int32_t>::max()) {
+      for (ConvWgmmaTile const& tile : kConvWgmmaTiles) {
+        plans->push_back(plan_wgmma(padded, device, tile));
+        plans->back().pads = pads;
+      }
+    }
+    auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
+    std::stable_sort(plans->begin(), plans->end(), sooner);
+    plans->push_back(plan_mma(product));
+  }
+  for (ConvPlan& plan : *plans) {
+    ConvProblem const product = multiplied(p, plan.pads);
+    if (flat) plan.copied_channels = product.channels;
+    if (plan.pads) plan.copied_channels = stored_channels(p.channels);
+    plan.workspace = size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
+  }
+  return {};
+}
+
+Status plan_conv_int8(ConvProblem const& problem, Device const& device, ConvPlan* plan) {
+  std::vector<ConvPlan> plans;
+  Status status = plans_conv_int8(problem, device, &plans);
+  if (status.ok()) *plan = plans.front();
+  return status;
+}
+
+#if CUTLASS_OPS_CUDA
+
+namespace {
+
+int out_limit(float bound, ConvProblem const& p) {
+  int const low = p.out_type == ConvOutput::kInt8 ? -128 : 0;
+  double const code = double(std::nearbyint(bound / p.y_scale)) + p.y_zero_point;
+  return int(std::clamp(code, double(low), double(low + 255)));
+}
+
+// The bounds that y's type and the activation leave.
+std::pair<int, int> limits(ConvProblem const& p) {
+  float const infinity = std::numeric_limits<float>::infinity();
+  float low = -infinity, high = infinity;
+  if (p.activation == Activation::kRelu || p.activation == Activation::kRelu6) low = 0.0f;
+  if (p.activation == Activation::kRelu6) high = 6.0f;
+  if (p.activation == Activation::kClamp) low = p.clamp_low, high = p.clamp_high;
+  return {out_limit(low, p), out_limit(high, p)};
+}
+
+}  // namespace
+
+Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace, Stream stream) {
+  if (!plan.kernel) return invalid("the plan is empty; plan_conv_int8() fills it");
+  if (workspace.bytes < plan.workspace) {
+    return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
+                   " are needed" + shape(problem));
+  }
+  ConvParams params;
+  ConvProblem& p = params.problem = multiplied(problem, plan.pads);
+  params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
+  int const n = p.weight.n;
+  params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
+  auto const [low, high] = limits(p);
+  params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
+  Status status;
+  if (plan.copied_channels) {
+    status = problem.weight.order == ConvOrder::kFlat
+                 ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)
+                 : launch_copy_image(problem, plan.pads, workspace.data, plan.copied_channels, stream);
+    p.x = workspace.data, p.channels = plan.copied_channels;
+  }
+  if (status.ok()) {
+    status = p.weight.order == ConvOrder::kByTaps ? launch_conv_int8_depthwise(params, plan, stream)
+             : plan.stages > 0                    ? launch_conv_int8_wgmma(params, plan, stream)
+                                                  : launch_conv_int8_mma(params, plan, stream);
+  }
+  if (!status.ok()) status.text += shape(problem);
+  return status;
+}
+
+#else
+
+Status conv_int8(ConvProblem const&, ConvPlan const&, Workspace, Stream) {
+  return unsupported("this build of cutlass_ops has no CUDA kernels; it was compiled without nvcc");
+}
+
+#endif
+
+}  // namespace cutlass_ops

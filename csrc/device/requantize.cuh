@@ -1,0 +1,76 @@
+// What becomes of the int32 sums of a static int8 convolution: bias, zero points of x, scale,
+// rounding, bounds. Each operation is rounded by itself, so that every kernel finds the reference's
+// bits.
+#pragma once
+
+#include "cutlass_ops/layout.h"
+#include "device/scalar.cuh"
+#include "dispatch/problem.h"
+#include "kernels/conv_int8.h"
+
+namespace cutlass_ops {
+
+// Where the scale of the weight's row n is, and the scale.
+__device__ __forceinline__ int scale_position(int n) {
+  return n / kRowsPerPanel * kRowsPerPanel + group_row(n % kRowsPerPanel);
+}
+__device__ __forceinline__ float row_scale(ConvWeight const& w, int n) {
+  return load_float(w.scales, w.scale_type, scale_position(n));
+}
+
+// The factor of channel n's sums: finite, so that no product is NaN. One that would be NaN counts
+// as 0, and an infinite one takes all sums but 0 to a limit, as this does.
+__device__ __forceinline__ float requantize_factor(ConvProblem const& p, float w_scale) {
+  constexpr float kMost = 3.402823466e+38f;
+  float const factor = __fdiv_rn(__fmul_rn(p.x_scale, w_scale), p.y_scale);
+  return isnan(factor) ? 0.0f : fminf(fmaxf(factor, -kMost), kMost);
+}
+
+// The bias of channel n, in steps of x_scale * w_scale.
+__device__ __forceinline__ int int32_bias(ConvProblem const& p, int n, float w_scale) {
+  if (!p.bias) return 0;
+  if (p.bias_int32) return __ldg(static_cast<int const*>(p.bias) + n);
+  // The conversion saturates, and makes 0 of NaN.
+  return __float2int_rn(__fdiv_rn(load_float(p.bias, p.bias_type, n), __fmul_rn(p.x_scale, w_scale)));
+}
+
+// Start loading what the functions above and below load for channel n.
+__device__ __forceinline__ void prefetch_channel(ConvProblem const& p, int n) {
+  auto const prefetch = [](void const* base, int offset) {
+    asm volatile("prefetch.global.L1 [%0];" ::"l"(static_cast<char const*>(base) + offset));
+  };
+  prefetch(p.weight.scales, scale_position(n) * size_of(p.weight.scale_type));
+  if (p.bias) prefetch(p.bias, n * (p.bias_int32 ? 4 : size_of(p.bias_type)));
+  if (p.x_zero_point != 0) prefetch(p.weight.sums, n * 4);
+}
+
+// Sums wrap: unsigned, which may.
+__device__ __forceinline__ int wrapping_multiply(int a, int b) { return int(unsigned(a) * unsigned(b)); }
+__device__ __forceinline__ int wrapping_add(int a, int b) { return int(unsigned(a) + unsigned(b)); }
+
+// The bias minus what the zero point of x adds to the sums.
+__device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, float w_scale) {
+  int const bias = int32_bias(p, n, w_scale);
+  if (p.x_zero_point == 0) return bias;
+  return wrapping_add(bias, -wrapping_multiply(p.x_zero_point, __ldg(p.weight.sums + n)));
+}
+
+// A value whose low byte is y.
+__device__ __forceinline__ int requantize(ConvParams const& p, int acc, float factor) {
+  // The sum with 1.5 * 2^23 is rounded to an integer, half to even, in the low bits. A conversion
+  // would take four times the time of the rest, as one to float does.
+  constexpr float kRound = 12582912.0f;
+  float const value = fminf(fmaxf(__fmul_rn(__int2float_rn(acc), factor), p.low), p.high);
+  return __float_as_int(__fadd_rn(value, kRound)) + p.problem.y_zero_point;
+}
+
+// One output.
+__device__ __forceinline__ void store_output(ConvParams const& p, int64_t index, int acc, float factor) {
+  if (p.problem.out_type == ConvOutput::kInt32) {
+    static_cast<int*>(p.problem.out)[index] = acc;
+  } else {
+    static_cast<uint8_t*>(p.problem.out)[index] = uint8_t(requantize(p, acc, factor));
+  }
+}
+
+}  // namespace cutlass_ops

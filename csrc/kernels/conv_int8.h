@@ -1,0 +1,59 @@
+// The kernels of static int8 convolutions: what they are given, and how they are started.
+#pragma once
+
+#include "cutlass_ops/conv.h"
+
+namespace cutlass_ops {
+
+// A convolution as kernels see it. Bounds are integers, before the zero point of y is added.
+struct ConvParams {
+  ConvProblem problem;
+  int out_height = 0, out_width = 0;
+  int pixels = 0;  // of the result
+  float low = 0, high = 0;
+  bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
+};
+
+// conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 256 channels.
+struct ConvWgmmaTile {
+  static constexpr int kBlockM = 128;
+  static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
+  static constexpr int kMostStages = 8;
+  static constexpr int kStagedInts = 16 * 8;
+
+  int block_n, cluster_size;
+  // Registers go from a warpgroup that loads to two that multiply; or one warp loads.
+  constexpr bool moves_registers() const { return block_n > 128; }
+  constexpr int threads() const { return 2 * 128 + (moves_registers() ? 128 : 32); }
+  constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
+  constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
+  // Factors and biases of the tile's channels, for each warpgroup; what leaves through shared
+  // memory, for each warp; and barriers.
+  constexpr int other_bytes() const { return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8; }
+  constexpr int shared_bytes(int stages) const { return stages * stage_bytes() + other_bytes(); }
+  // Stages of a CTA where an SM holds `ctas`. A CTA takes 1 KB for the system.
+  constexpr int stages(int ctas) const {
+    int const fits = (228 * 1024 / ctas - 1024 - other_bytes()) / stage_bytes();
+    return fits < kMostStages ? fits : kMostStages;
+  }
+};
+constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1}, {128, 1}, {160, 2}, {256, 2}};
+Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
+// conv_int8_mma.cu: any geometry and channels, sm_80 and later.
+constexpr int kConvMmaTile = 64;  // pixels and channels
+Status launch_conv_int8_mma(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
+// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later.
+constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each
+Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
+// There, too: x with out_channels a pixel, a multiple of 16, with zeros behind its channels; and,
+// if `pads`, with the padding, which has the zero point of x.
+Status launch_copy_image(ConvProblem const& problem, bool pads, void* out, int out_channels, Stream stream);
+
+// And: x -> out [pixels of the result][out_channels], the channels of all taps, with the zero point
+// of x outside of the image and behind the last tap.
+Status launch_gather_taps(ConvProblem const& problem, void* out, int out_channels, Stream stream);
+
+}  // namespace cutlass_ops
