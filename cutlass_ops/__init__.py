@@ -4,8 +4,6 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 :func:`mixed_gemm` on a GPU (kernels) or a CPU (the reference, which is the specification).
 """
 
-__version__ = "0.1.0"
-
 from . import gradients as gradients  # registers the gradient of mixed_gemm
 from . import gradients_conv as gradients_conv  # and that of mixed convolutions
 from .checkpoints import load_checkpoint
@@ -26,10 +24,12 @@ from .ops import (
     silu_mul_quantize,
 )
 from .packed_experts import PackedExperts
+from .packed_file import load_packed, save_packed
 from .plan import Options
 from .quantize import quantize
 from .quantize_model import quantize_model
-from .reorder import load_packed, reorder, save_packed
+from .reorder import reorder
+from .version import __version__ as __version__
 from .weight import CheckpointError, PackedWeight, QuantizedWeight
 
 __all__ = [

@@ -34,10 +34,12 @@ from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
 from .explain import explain
 from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
+from .packed_file import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info
 from .plan import Options, plan
 from .progress import progress as _progress
 from .quantize import quantize
-from .reorder import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info, reorder, spec_bytes
+from .reorder import reorder
+from .safetensors_files import spec_bytes
 from .tensor_parallel import STYLES, parse_overrides
 from .verify import diff_packed, rank_directories, verify_packed
 from .weight import PackedWeight

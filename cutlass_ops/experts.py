@@ -11,7 +11,8 @@ from torch import Tensor, is_grad_enabled
 
 from . import _C, formats, ops, reference, reference_experts
 from .packed_experts import PackedExperts
-from .reorder import _shared, empty_packed, reorder
+from .packed_file import empty_packed
+from .reorder import common_form, reorder
 from .weight import PARTS, PackedWeight, QuantizedWeight, _where
 
 __all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
@@ -53,7 +54,7 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
             raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
         # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
         names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
-        found = {"shape": list(weight.shape), **{name: _shared(getattr(weight, name)) for name in names}}
+        found = {"shape": list(weight.shape), **{name: common_form(getattr(weight, name)) for name in names}}
         form = form or found
         for name, value in found.items():
             if value != form[name]:

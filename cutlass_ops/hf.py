@@ -27,13 +27,14 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
-from .checkpoints.directory import json_object
 from .hub import local_path
 from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
 from .packed_experts import PackedExperts
+from .packed_file import is_packed, load_packed, packed_info
 from .plan import Options, plan
-from .reorder import is_packed, load_packed, packed_info, reorder
+from .reorder import reorder
+from .safetensors_files import json_object
 from .weight import CheckpointError, PackedWeight
 
 # ---- registration

@@ -21,11 +21,11 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
-from .checkpoints.directory import opened
 from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
 from .nn_experts import MixedExperts
-from .reorder import packed_problem, packed_specs, weights_metadata
+from .packed_file import packed_problem, packed_specs, weights_metadata
+from .safetensors_files import opened
 from .weight import PARTS, PackedWeight
 
 #: How many names an error lists.

@@ -4,7 +4,7 @@
 
     config.json                      the model's own, with ``quantization_config`` as below; written last
     model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
-                                     each is a packed file by itself (see ``reorder.py``)
+                                     each is a packed file by itself (see :mod:`cutlass_ops.packed_file`)
     README.md                        a model card: the base model, the formats, how to load it; the source's card below
     tokenizer.json, ...              copied; of a GGUF file, made from what it holds
 
@@ -54,20 +54,11 @@ from torch import Tensor
 
 from . import formats
 from .checkpoints import Checkpoint, Quantized
-from .checkpoints.directory import INDEX, SETTINGS
+from .checkpoints.directory import SETTINGS
+from .packed_file import PACKED_DTYPES, Slices, check_names, packed_metadata, packed_specs
 from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
-from .reorder import (
-    PACKED_DTYPES,
-    Slices,
-    Spec,
-    check_names,
-    is_written,
-    packed_metadata,
-    packed_specs,
-    reorder,
-    spec_bytes,
-    stream_safetensors,
-)
+from .reorder import reorder
+from .safetensors_files import INDEX, Spec, is_written, spec_bytes, stream_safetensors
 from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, slice_weight, sliced_format, split_style
 from .weight import CheckpointError
 

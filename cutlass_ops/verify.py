@@ -15,11 +15,12 @@ from torch import Tensor
 
 from . import reference
 from .checkpoints import Checkpoint, Entry
-from .checkpoints.directory import json_object, opened
 from .model_directory import weight_format
 from .packed_experts import PackedExperts
+from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
-from .reorder import PackedInfo, checksum, header_is_intact, packed_info, read_packed_weight, reorder, spec_bytes
+from .reorder import reorder
+from .safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
 from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, not_finite
 

@@ -24,7 +24,8 @@ from cutlass_ops import (
     save_packed,
 )
 from cutlass_ops.model_directory import quantization_config, reorder_checkpoint, reorder_model, weight_format
-from cutlass_ops.reorder import is_packed, is_written, packed_info, stream_safetensors, weights_metadata
+from cutlass_ops.packed_file import is_packed, packed_info, weights_metadata
+from cutlass_ops.safetensors_files import is_written, stream_safetensors
 from cutlass_ops.verify import diff_packed, verify_packed
 
 

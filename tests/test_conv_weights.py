@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops import formats
 from cutlass_ops.cli import app
-from cutlass_ops.reorder import _read_header
+from cutlass_ops.safetensors_files import read_header
 from cutlass_ops.weight import PARTS
 
 SHAPES = [(5, 40, 3), (70, 130, 3, 2), (64, 128, 1, 1), (3, 300, 2, 1, 3), (8, 1, 3, 3)]
@@ -116,7 +116,7 @@ def test_a_file_that_lies_about_its_kernel_is_refused(tmp_path: Path, kernels: A
     path = tmp_path / "w.safetensors"
     packed = co.reorder(co.quantize(torch.randn(4, 35, 3, 3)))
     co.save_packed(path, {"conv": packed})
-    metadata, tensors = _read_header(path)[0], packed.tensors()
+    metadata, tensors = read_header(path)[0], packed.tensors()
     metadata["kernels"] = json.dumps(kernels)
     save_file({f"conv.{name}": tensor for name, tensor in tensors.items()}, path, metadata)
     with pytest.raises(co.CheckpointError, match="kernel"):

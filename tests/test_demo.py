@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops import _C, demo, reference
-from cutlass_ops.reorder import load_packed
+from cutlass_ops.packed_file import load_packed
 
 # Python's own parts of transformers, torch and gguf warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

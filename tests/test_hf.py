@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import cutlass_ops as co
 from cutlass_ops import formats, hf
 from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
+from cutlass_ops.packed_file import packed_info
 from cutlass_ops.plan import Options
-from cutlass_ops.reorder import packed_info
 from cutlass_ops.verify import verify_packed
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
 from cutlass_ops import CheckpointError, PackedWeight, QuantizedWeight, load_checkpoint, load_packed, reorder, save_packed
-from cutlass_ops.reorder import packed_info
+from cutlass_ops.packed_file import packed_info
 from cutlass_ops.verify import verify_packed
 
 FUZZ = settings(

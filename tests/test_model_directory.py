@@ -17,8 +17,8 @@ from safetensors.torch import load_file, save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
 from cutlass_ops.model_directory import GUARD, WeightFormat, quantization_config, reorder_model, weight_format
+from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import Options
-from cutlass_ops.reorder import is_packed, packed_info
 from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style
 from cutlass_ops.verify import diff_packed, verify_packed
 

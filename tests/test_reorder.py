@@ -33,8 +33,9 @@ from cutlass_ops import (
 )
 from cutlass_ops.checkpoints import load_checkpoint
 from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
-from cutlass_ops.reorder import is_packed, packed_info, stream_safetensors
+from cutlass_ops.safetensors_files import stream_safetensors
 from cutlass_ops.verify import verify_packed
 
 PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
@@ -354,7 +355,7 @@ def test_a_killed_run_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     code = textwrap.dedent(f"""
         import time, torch
-        from cutlass_ops.reorder import stream_safetensors
+        from cutlass_ops.safetensors_files import stream_safetensors
         with stream_safetensors({str(path)!r}, {{"x": (torch.float32, (4,))}}, {{}}) as write:
             write("x", torch.zeros(4))
             print("written", flush=True)

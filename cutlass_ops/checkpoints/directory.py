@@ -1,8 +1,4 @@
-"""Safetensors on the disk: one file, an index with its shards, or a directory that holds either, and its JSON.
-
-The format: u64 length of a JSON header, the header (``{name: {dtype, shape, data_offsets}, "__metadata__":
-{...}}``), the data without holes. https://github.com/huggingface/safetensors. Its library checks every size
-and offset of the header. The index is ``{"weight_map": {name: file of the same directory}}``.
+"""Safetensors of a checkpoint: one file, an index with its shards, or a directory that holds either, and the JSON beside them.
 
 What the tensors mean is not known here: a :class:`Source` is what the readers of the dialects are given.
 """
@@ -10,45 +6,23 @@ What the tensors mean is not known here: a :class:`Source` is what the readers o
 from __future__ import annotations
 
 import json
-import mmap
 import os
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from .. import formats
+from ..safetensors_files import INDEX, TYPES, json_object, mapped, opened, placement
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
-INDEX = "model.safetensors.index.json"
-_MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
-_MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
-#: What the format calls torch's dtypes.
-TYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-    "C64": torch.complex64,
-}
 
 #: Files beside ``config.json`` that older tools left their settings in.
 SETTINGS = ("quantize_config.json", "quant_config.json")
@@ -194,20 +168,6 @@ def _main_file(directory: Path) -> Path:
 # ---- tensors
 
 
-@contextmanager
-def opened(path: Path) -> Iterator[Any]:
-    """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
-    if not path.is_file():
-        raise CheckpointError(path, "not a file" if path.exists() else "no such file")
-    try:
-        with safe_open(path, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise CheckpointError(path, f"not a valid safetensors file: {error}") from error
-    except OSError as error:
-        raise CheckpointError(path, error.strerror or str(error)) from error
-
-
 def _identity(status: os.stat_result) -> tuple[int, ...]:
     return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
 
@@ -263,18 +223,6 @@ def _values(
     return raw.view(dtype).view(shape)
 
 
-def mapped(file: BinaryIO, start: int, size: int, alignment: int) -> Tensor:
-    """A part of a file, uint8 ``[size]``, over a map of its own, which goes with it; at least 1 byte, all in the file.
-
-    Files do not align tensors, torch has to: what does not start at a multiple of ``alignment`` is copied.
-    """
-    first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
-    # A copy on write, as torch has no tensors that are read-only.
-    data = mmap.mmap(file.fileno(), start + size - first, access=mmap.ACCESS_COPY, offset=first)
-    raw = torch.frombuffer(data, dtype=torch.uint8, count=size, offset=start - first)
-    return raw if start % alignment == 0 else raw.clone()
-
-
 # ---- the index
 
 
@@ -303,44 +251,7 @@ def _read_index(index: Path) -> tuple[tuple[Path, ...], dict[str, Entry], dict[s
     return tuple(files), tensors, header
 
 
-def placement(index: Path) -> dict[str, str]:
-    """The file of each tensor by an index; each name is checked to be one of its own directory."""
-    weight_map = json_object(index).get("weight_map")
-    if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
-        raise CheckpointError(index, 'has no "weight_map" from tensors to files')
-    for tensor, name in weight_map.items():
-        # A shard lies beside its index: a name must not lead to another directory.
-        if not name.endswith(".safetensors") or name != Path(name).name or "\0" in name:
-            raise CheckpointError(
-                index,
-                f"is placed in {name!r}; a *.safetensors file of the same directory is expected",
-                tensor,
-            )
-    return weight_map
-
-
 # ---- JSON
-
-
-def json_object(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; {} if there is no such file."""
-    if not path.is_file():
-        return {}
-    if (size := path.stat().st_size) > _MAX_JSON_BYTES:
-        raise CheckpointError(path, f"has {size} bytes; at most {_MAX_JSON_BYTES} are read")
-    try:
-        content = json.loads(path.read_bytes())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(path, f"not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(path, f"is a JSON {type(content).__name__}; an object is expected")
-    level: list[Any] = [content]
-    for _ in range(_MAX_DEPTH):
-        level = [inner for item in level for inner in (item.values() if isinstance(item, dict) else item)]
-        level = [inner for inner in level if isinstance(inner, (dict, list))]
-    if level:
-        raise CheckpointError(path, f"has objects and lists in each other, more than {_MAX_DEPTH} deep")
-    return content
 
 
 def _quantization(directory: Path, config: Mapping[str, Any]) -> dict[str, Any]:

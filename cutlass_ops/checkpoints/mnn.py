@@ -42,9 +42,9 @@ import torch
 from torch import Tensor
 
 from .. import formats
+from ..safetensors_files import json_object, mapped
 from ..weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
-from .directory import json_object, mapped
 from .words import unpack_bytes
 
 _JSON, _WEIGHT = ".mnn.json", ".mnn.weight"
