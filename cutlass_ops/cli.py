@@ -33,8 +33,9 @@ from safetensors import SafetensorError
 from . import _C, __version__, ops, reference
 from .checkpoints import Checkpoint, load_checkpoint
 from .explain import explain
-from .model_directory import SHARD_BYTES, reorder_checkpoint, reorder_model
+from .model_directory import SHARD_BYTES, reorder_model
 from .packed_file import PACKED_DTYPES, PackedInfo, empty_packed, is_packed, packed_info
+from .packing import reorder_checkpoint
 from .plan import Options, plan
 from .progress import progress as _progress
 from .quantize import quantize

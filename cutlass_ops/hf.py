@@ -28,8 +28,8 @@ from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
 from .hub import local_path
-from .model_directory import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .nn import MixedLinear, fuse_linears
+from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .packed_experts import PackedExperts
 from .packed_file import is_packed, load_packed, packed_info
 from .plan import Options, plan

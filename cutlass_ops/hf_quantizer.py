@@ -21,9 +21,9 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
-from .model_directory import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .nn import FusedPart, MixedLinear
 from .nn_experts import MixedExperts
+from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .packed_file import packed_problem, packed_specs, weights_metadata
 from .safetensors_files import opened
 from .weight import PARTS, PackedWeight
@@ -34,7 +34,7 @@ _MOST_NAMES = 8
 
 @register_quantization_config(QUANT_METHOD)
 class CutlassOpsConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a packed model, as ``model_directory.py`` describes it: each key an attribute.
+    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each key an attribute.
 
     Raises:
         ValueError: a layout that is not known, a format that means nothing, or another value of a wrong kind.
@@ -119,7 +119,7 @@ class CutlassOpsQuantizer(HfQuantizer):
     requires_calibration = True  # so that transformers refuses a model that is not packed
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Take out of the configuration what keeps transformers from the files (``model_directory.GUARD``)."""
+        """Take out of the configuration what keeps transformers from the files (``packed_config.GUARD``)."""
         # This hook is the one that runs after the configuration is read and before the files are looked for.
         if getattr(config, GUARD_KEY, None) == GUARD:
             delattr(config, GUARD_KEY)

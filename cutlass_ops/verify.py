@@ -15,7 +15,7 @@ from torch import Tensor
 
 from . import reference
 from .checkpoints import Checkpoint, Entry
-from .model_directory import weight_format
+from .packed_config import weight_format
 from .packed_experts import PackedExperts
 from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize

@@ -17,8 +17,8 @@ from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reference
-from cutlass_ops.model_directory import reorder_checkpoint
 from cutlass_ops.packed_file import packed_info
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
 RANDOM = np.random.default_rng(7)

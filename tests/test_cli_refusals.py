@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from test_cli import model, run, run_json
 from test_hostile_directories import FILES, MODELS, write
 
-from cutlass_ops import cli, model_directory
+from cutlass_ops import cli, packing
 
 __all__ = ["model"]
 
@@ -46,7 +46,7 @@ def test_options_without_effect(
 ) -> None:
     (tmp_path / "m.safetensors.txt").touch()
     (tmp_path / "folder.safetensors").mkdir()
-    monkeypatch.setattr(model_directory, "sha256", None)  # no file is read before options are refused
+    monkeypatch.setattr(packing, "sha256", None)  # no file is read before options are refused
     result = run("reorder", model, *(str(option).format(dir=tmp_path) for option in options))
     assert result.exit_code == 2, result.output
     assert message.format(dir=tmp_path) in result.stderr
@@ -75,7 +75,7 @@ def test_the_same_gpu_twice(model: Path) -> None:
 
 
 def test_ctrl_c_says_what_is_kept(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, calls = model_directory.stream_safetensors, []
+    real, calls = packing.stream_safetensors, []
 
     def interrupted(path: Path, *args: Any) -> Any:
         calls.append(path)
@@ -86,7 +86,7 @@ def test_ctrl_c_says_what_is_kept(model: Path, tmp_path: Path, monkeypatch: pyte
     random = torch.Generator().manual_seed(0)
     tensors = {f"layers.{i}.up.weight": torch.randn(1024, 1024, generator=random).half() for i in range(3)}
     save_file(tensors, model)
-    monkeypatch.setattr(model_directory, "stream_safetensors", interrupted)
+    monkeypatch.setattr(packing, "stream_safetensors", interrupted)
     out = tmp_path / "out"
     stopped = run("reorder", model, "-o", out, "--bits", 8, "--shard-size", 0.001)
     assert stopped.exit_code == 130, stopped.output

@@ -21,8 +21,9 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops.checkpoints.gguf_models import ARCHITECTURES
 from cutlass_ops.cli import app
-from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
+from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_file import packed_info
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
 # Python's own parts of transformers, torch and gguf warn of each other.

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops import formats, hf
-from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
+from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_file import packed_info
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import Options
 from cutlass_ops.verify import verify_packed
 
@@ -535,7 +536,7 @@ def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
 
 def test_models_are_packed_offline_only(tmp_path: Path) -> None:
     from cutlass_ops.hf_quantizer import CutlassOpsConfig
-    from cutlass_ops.model_directory import WeightFormat, quantization_config
+    from cutlass_ops.packed_config import WeightFormat, quantization_config
 
     tiny().save_pretrained(tmp_path)
     config = CutlassOpsConfig(**quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))}))

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
-from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
 

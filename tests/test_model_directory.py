@@ -16,7 +16,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
-from cutlass_ops.model_directory import GUARD, WeightFormat, quantization_config, reorder_model, weight_format
+from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
 from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import Options
 from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style

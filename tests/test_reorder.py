@@ -32,8 +32,8 @@ from cutlass_ops import (
     save_packed,
 )
 from cutlass_ops.checkpoints import load_checkpoint
-from cutlass_ops.model_directory import reorder_checkpoint
 from cutlass_ops.packed_file import is_packed, packed_info
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
 from cutlass_ops.safetensors_files import stream_safetensors
 from cutlass_ops.verify import verify_packed
@@ -590,7 +590,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         import torch
         from cutlass_ops import quantize, reorder
         from cutlass_ops.checkpoints import load_checkpoint
-        from cutlass_ops.model_directory import reorder_checkpoint
+        from cutlass_ops.packing import reorder_checkpoint
 
         def anonymous():
             # The pages of a mapped file are the system's to drop; what was allocated is not.

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
-from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
 RANDOM = torch.Generator().manual_seed(11)

@@ -26,7 +26,7 @@ import transformers
 
 import cutlass_ops as co
 from cutlass_ops import demo
-from cutlass_ops.model_directory import reorder_checkpoint
+from cutlass_ops.packing import reorder_checkpoint
 
 #: Weights: name, bits, group size, symmetric. None is the file's own codes.
 WEIGHTS: dict[str, tuple[int, int, bool] | None] = {

@@ -62,8 +62,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor
 
 from cutlass_ops import CheckpointError, cli, formats, load_checkpoint, load_packed, reference
-from cutlass_ops.model_directory import reorder_checkpoint, reorder_model
+from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_file import is_packed, packed_info
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import Options
 from cutlass_ops.verify import verify_packed
 
