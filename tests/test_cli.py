@@ -148,7 +148,7 @@ def test_inspect_says_why_no_kernel_runs(model: Path, tmp_path: Path, monkeypatc
             raise ValueError("no row takes it")
         return right(m, weight, **options)
 
-    monkeypatch.setattr(cli, "explain", explain)
+    monkeypatch.setattr(cli.describe, "explain", explain)
     tensors = run_json("inspect", out, "--gpu", "sm_90")["tensors"]
     assert next(t for t in tensors if t["name"] == UP)["kernels"] == {
         "sm_90": {"1": "none: no row takes it", "4096": "none: no row takes it"}
@@ -288,7 +288,7 @@ def test_doctor_multiplies() -> None:
     facts = run_json("doctor")
     assert facts["ok"]
     assert facts["torch"].startswith(torch.__version__)
-    assert facts["self_test"]["cpu"] == dict.fromkeys(cli._PRODUCTS, "ok")
+    assert facts["self_test"]["cpu"] == dict.fromkeys(cli.doctor._PRODUCTS, "ok")
     assert set(facts["kernels"]["cpu"].values()) == {_C.cpu_kernel()}
     shown = run("doctor")
     assert shown.exit_code == 0
@@ -298,14 +298,14 @@ def test_doctor_multiplies() -> None:
 @pytest.mark.gpu
 def test_doctor_multiplies_on_the_gpu() -> None:
     facts = run_json("doctor")
-    assert facts["self_test"]["cuda:0"] == dict.fromkeys(cli._PRODUCTS, "ok")
+    assert facts["self_test"]["cuda:0"] == dict.fromkeys(cli.doctor._PRODUCTS, "ok")
     assert facts["cuda_driver"][0].isdigit()
     assert _C.cpu_kernel() not in facts["kernels"]["cuda:0"].values()
 
 
 def test_doctor_fails_when_a_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cli.ops.mixed_gemm
-    monkeypatch.setattr(cli.ops, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001)
+    right = cli.doctor.ops.mixed_gemm
+    monkeypatch.setattr(cli.doctor.ops, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001)
     result = run("doctor")
     assert result.exit_code == 1
     assert "wrong: relative error 0.001" in result.stdout
@@ -315,7 +315,7 @@ def test_doctor_without_cuda_python(monkeypatch: pytest.MonkeyPatch) -> None:
     def missing(name: str) -> None:
         raise ImportError(name)
 
-    monkeypatch.setattr(cli, "import_module", missing)
+    monkeypatch.setattr(cli.doctor, "import_module", missing)
     facts = run_json("doctor")
     assert (facts["cuda_driver"], facts["cuda_runtime"]) == ("unknown", "unknown")
     assert sum("pip install cuda-bindings" in line for line in facts["missing"]) == 1
@@ -342,8 +342,8 @@ def test_doctor_with_an_old_driver_or_none(
 
             return call
 
-    monkeypatch.setattr(cli, "import_module", lambda name: Library())
-    monkeypatch.setattr(cli, "version", lambda name: "13.0")
+    monkeypatch.setattr(cli.doctor, "import_module", lambda name: Library())
+    monkeypatch.setattr(cli.doctor, "version", lambda name: "13.0")
     facts = run_json("doctor")
     if missing is None:
         assert facts["cuda_driver"] == "12.4 (cuda-bindings 13.0)"

@@ -108,7 +108,7 @@ def test_no_error_of_a_library_escapes(
     def fail(path: Path) -> None:
         raise error
 
-    monkeypatch.setattr(cli, "is_packed", fail)
+    monkeypatch.setattr(cli.inspect, "is_packed", fail)
     result = run("inspect", model)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: ")
@@ -129,7 +129,7 @@ def test_inspect_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.Monkey
     save_file(tensors, source)
     assert run("reorder", source, "-o", out, "--bits", 4, "--exclude", r"layers\.0\..*up").exit_code == 0
     text = io.StringIO()
-    monkeypatch.setattr(cli, "_console", lambda: Console(file=text, width=80))
+    monkeypatch.setattr(cli.inspect, "make_console", lambda: Console(file=text, width=80))
     assert run("inspect", out, "--gpu", "sm_80", "--gpu", "sm_90").exit_code == 0
     lines = text.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
@@ -150,7 +150,7 @@ def test_inspect_fits_into_80_columns(tmp_path: Path, monkeypatch: pytest.Monkey
 def test_names_whose_numbers_are_not_all_combinations() -> None:
     facts = {"type": "F16", "shape": [1], "bytes": 2, "note": "", "kernels": {}}
     names = ["l.0.e.0.w", "l.0.e.1.w", "l.1.e.0.w", "x.5.w", "x.7.w", "x.8.w", "b"]
-    found = [name for name, _ in cli._alike([{"name": name, **facts} for name in names])]
+    found = [name for name, _ in cli.inspect._alike([{"name": name, **facts} for name in names])]
     assert found == [*names[:3], "x.{5,7..8}.w", "b"]
-    both = [name for name, _ in cli._alike([{"name": f"l.{i}.e.{j}.w2", **facts} for i in range(2) for j in range(3)])]
+    both = [name for name, _ in cli.inspect._alike([{"name": f"l.{i}.e.{j}.w2", **facts} for i in range(2) for j in range(3)])]
     assert both == ["l.{0..1}.e.{0..2}.w2"]

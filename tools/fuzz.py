@@ -602,10 +602,14 @@ def step(run: Callable[[], Any], longest: float = 4000) -> Any:
 
 def inspect(path: Path) -> None:
     """What ``cutlass-ops inspect`` does."""
-    described = cli._describe_packed(packed_info(path)) if is_packed(path) else cli._describe(load_checkpoint(path))
-    cli._add_kernels(described["tensors"], ["sm_90"], "none")
-    cli._show(Console(file=io.StringIO(), width=80), described, ["sm_90"], "none")
-    json.dumps(cli._plain(described), allow_nan=False)
+    described = (
+        cli.describe.describe_packed(packed_info(path))
+        if is_packed(path)
+        else cli.describe.describe_checkpoint(load_checkpoint(path))
+    )
+    cli.describe.add_kernels(described["tensors"], ["sm_90"], "none")
+    cli.inspect._show(Console(file=io.StringIO(), width=80), described, ["sm_90"], "none")
+    json.dumps(cli.app._plain(described), allow_nan=False)
 
 
 def read(path: Path, honest: dict[str, Tensor] | None) -> None:
