@@ -4,8 +4,9 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 :func:`mixed_gemm` on a GPU (kernels) or a CPU (the reference, which is the specification).
 """
 
-from . import gradients as gradients  # registers the gradient of mixed_gemm
+from . import gradients as gradients  # the gradient of mixed_gemm
 from . import gradients_conv as gradients_conv  # and that of mixed convolutions
+from .activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from .checkpoints import load_checkpoint
 from .conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .conv_int8 import conv2d_int8, linear_int8
@@ -15,14 +16,7 @@ from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
 from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn_conv import replace_convs
-from .ops import (
-    QuantizedActivations,
-    dequantize,
-    mixed_gemm,
-    quantize_activations,
-    rms_norm_quantize,
-    silu_mul_quantize,
-)
+from .ops import dequantize, mixed_gemm
 from .packed_experts import PackedExperts
 from .packed_file import load_packed, save_packed
 from .plan import Options

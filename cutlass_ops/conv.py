@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from . import formats, ops, reference, reference_conv
+from . import activations, arguments, formats, library, native, ops, reference, reference_conv
 from .reference_conv import Geometry
 from .weight import PackedWeight
 
@@ -201,12 +201,12 @@ def _mixed_conv(
 ) -> Tensor:
     check_weight(weight, dims)
     checked = check_geometry(weight, *geometry)
-    ops._check_float("x", x, weight.device)
-    ops._check_device(weight.device)
-    ops._check_transforms(f"mixed_conv{dims}d", x, bias, residual)
-    differentiable = is_grad_enabled() and any(map(ops._requires_grad, (x, bias, residual)))
+    arguments.check_float("x", x, weight.device)
+    arguments.check_device(weight.device)
+    arguments.check_transforms(f"mixed_conv{dims}d", x, bias, residual)
+    differentiable = is_grad_enabled() and any(map(arguments.requires_grad, (x, bias, residual)))
     if is_grad_enabled():
-        ops._check_frozen(weight)
+        arguments.check_frozen(weight)
     if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
     shape = check_image(x, weight, checked)
@@ -214,23 +214,23 @@ def _mixed_conv(
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
     if weight.book is not None and act_quant != "none":
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    call = ops._split_activation(activation)
+    call = native.split_activation(activation)
     if bias is not None:
-        ops._check_bias(bias, weight)
+        arguments.check_bias(bias, weight)
     if residual is not None:
-        ops._check_residual(residual, weight, shape)
-    if out_dtype is not None and out_dtype not in ops._TYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names(ops._TYPES)}")
+        arguments.check_residual(residual, weight, shape)
+    if out_dtype is not None and out_dtype not in native.DATA_TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
     if x.is_cuda and x.dtype is torch.float32 and act_quant == "none":
         raise TypeError(
             "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with a quantised x)"
         )
-    if x.is_cuda and math.prod(shape) // weight.n > ops._MAX_M:
-        raise ValueError(f"the result has shape {shape}; at most {ops._MAX_M} pixels of all images are supported")
+    if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
+        raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
-    if not differentiable and ops._direct(x, bias, residual):
+    if not differentiable and arguments.runs_directly(x, bias, residual):
         return _run(x, weight, *end)
-    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *ops._fields(weight), weight.kernel_size, *end))
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *library.weight_fields(weight), weight.kernel_size, *end))
 
 
 def _run(
@@ -252,13 +252,13 @@ def _run(
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     options: dict[str, Any] = {
         "bias": bias,
-        "activation": ops._named_activation(activation, low, high),
+        "activation": native.named_activation(activation, low, high),
         "act_quant": act_quant,
         "act_symmetric": act_symmetric,
         "residual": None if residual is None else residual.movedim(1, -1),
         "out_dtype": out_dtype,
     }
-    with ops._without_autocast(x.device):
+    with arguments.without_autocast(x.device):
         if weight.gpu >= 0 and (groups == 1 or weight.n // groups % formats.ROWS_PER_SLAB == 0):
             y = by_products(x, weight, geometry, **options)
         else:
@@ -286,7 +286,7 @@ def _gather_taps(images: Tensor, kernel_size: Sequence[int], geometry: Geometry,
 
 def _gather_quantized(
     x: Tensor, weight: PackedWeight, geometry: Geometry, act_quant: str, act_symmetric: bool
-) -> list[ops.QuantizedActivations]:
+) -> list[activations.QuantizedActivations]:
     """x, quantised, as rows that :attr:`PackedWeight.matrix` can be multiplied by, for each group of the convolution."""
     columns = weight.matrix.k // weight.taps
     block = formats.activation_block(weight.group_size)
@@ -318,14 +318,14 @@ def _gather_quantized(
 
 def _in_kernel_order(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype
-) -> ops.QuantizedActivations:
-    """The inverse of :meth:`ops.QuantizedActivations.natural`."""
+) -> activations.QuantizedActivations:
+    """The inverse of :meth:`activations.QuantizedActivations.natural`."""
     m, k = codes.shape
 
     def ordered(vectors: Tensor) -> Tensor:
         return F.pad(vectors.t(), (0, -m % 16)).contiguous()
 
-    return ops.QuantizedActivations(
+    return activations.QuantizedActivations(
         codes=reference.activation_order(codes, zeros, block),
         scales=ordered(scales),
         zeros=None if zeros is None else ordered(zeros),
@@ -383,16 +383,16 @@ def by_products(
 
 GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
 #: Where the arguments behind x, the weight and its kernel begin.
-BEHIND = ops._WEIGHT + 1
+BEHIND = library.WEIGHT_FIELDS + 1
 
 
 def packed_weight(args: Sequence[Any]) -> PackedWeight:
-    return PackedWeight(*args[: ops._WEIGHT], kernel_size=tuple(args[ops._WEIGHT]))  # type: ignore[misc]
+    return PackedWeight(*args[: library.WEIGHT_FIELDS], kernel_size=tuple(args[library.WEIGHT_FIELDS]))  # type: ignore[misc]
 
 
 def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
     stride, padding, dilation, groups = geometry
-    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[ops._WEIGHT])
+    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[library.WEIGHT_FIELDS])
 
 
 def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
@@ -404,8 +404,8 @@ def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty((x.shape[0], *out, args[6]), dtype=args[BEHIND + 5]).movedim(-1, 1)
 
 
-ops._register(
-    f"mixed_conv(Tensor x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
+library.register(
+    f"mixed_conv(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
     f"Tensor? residual, ScalarType out_dtype, {GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
     _mixed_conv_op,
     _mixed_conv_fake,

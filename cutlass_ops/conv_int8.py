@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, ops, reference, reference_conv
+from . import _C, arguments, library, native, reference, reference_conv
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -135,10 +135,10 @@ def _check_static(
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
     if x.dtype not in _INT8:
-        raise TypeError(f"x has dtype {ops._names((x.dtype,))}; supported are {ops._names(_INT8)}")
+        raise TypeError(f"x has dtype {arguments.dtype_names((x.dtype,))}; supported are {arguments.dtype_names(_INT8)}")
     if x.device != weight.device:
         raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
-    ops._check_device(x.device)
+    arguments.check_device(x.device)
     plain = weight.bits == 8 and weight.group_size == -1 and weight.perm is None
     if not plain or any(t is not None for t in (weight.zeros, weight.offsets, weight.book)):
         parts = ", ".join(part for part in weight.tensors() if part not in ("codes", "bias"))
@@ -148,12 +148,12 @@ def _check_static(
         )
     if bias is not None:
         _check_static_bias(bias, weight)
-    ops._check_no_gradient(name, bias)
+    arguments.check_no_gradient(name, bias)
     if is_grad_enabled():
-        ops._check_frozen(weight)
+        arguments.check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names((*_INT8, torch.int32))}")
-    call = ops._split_activation(activation)
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
+    call = native.split_activation(activation)
     if call[0] in ("gelu", "silu"):
         raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
     _check_scale("x_scale", x_scale)
@@ -171,7 +171,7 @@ def _check_static(
 
 def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
     if not isinstance(bias, Tensor) or bias.dtype != torch.int32:
-        ops._check_bias(bias, weight)
+        arguments.check_bias(bias, weight)
         return
     if bias.device != weight.device:
         raise ValueError(f"bias is on {bias.device}; the weight is on {weight.device}")
@@ -197,9 +197,9 @@ def _check_zero_point(name: str, value: Any, dtype: torch.dtype) -> None:
 def _static(x: Tensor, weight: PackedWeight, bias: Tensor | None, *end: Any) -> Tensor:
     """``[B, *out, N]``."""
     *numbers, geometry = end
-    if ops._direct(x, bias):
+    if arguments.runs_directly(x, bias):
         return _run_static(x, weight, bias, *numbers, *geometry)
-    fields = ops._fields(weight)
+    fields = library.weight_fields(weight)
     return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, weight.kernel_size, bias, *numbers, *geometry))
 
 
@@ -222,9 +222,9 @@ def _run_static(
 ) -> Tensor:
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     if weight.gpu >= 0:
-        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, ops._ACTIVATIONS[activation], low, high)
+        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, native.ACTIVATIONS[activation], low, high)
         return launch(x, weight, bias, numbers, out_dtype, geometry)
-    with ops._without_autocast(x.device):
+    with arguments.without_autocast(x.device):
         y = reference_conv.conv_int8(
             x,
             weight.unpack(),
@@ -234,7 +234,7 @@ def _run_static(
             bias=bias,
             y_scale=y_scale,
             y_zero_point=y_zero_point,
-            activation=ops._named_activation(activation, low, high),
+            activation=native.named_activation(activation, low, high),
             out_dtype=out_dtype,
         )
     return y.contiguous()
@@ -318,18 +318,18 @@ def launch(
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
         natural = _natural(weight, taps, order)
-        native = _C.ConvWeight(
+        conv_weight = _C.ConvWeight(
             natural.codes.data_ptr(),
             order,
             natural.sums.data_ptr(),
             weight.scales.data_ptr(),
-            ops._TYPES[weight.scales.dtype],
+            native.DATA_TYPES[weight.scales.dtype],
             weight.n,
             taps,
             channels,
         )
         problem = _C.ConvProblem(
-            native,
+            conv_weight,
             image.data_ptr(),
             x.dtype is torch.uint8,
             tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
@@ -337,16 +337,16 @@ def launch(
             geometry.padding or (0, 0),
             geometry.dilation or (1, 1),
             groups,
-            ops._ptr(bias),
+            native.pointer(bias),
             bias is not None and bias.dtype is torch.int32,
-            _C.DataType.none if bias is None or bias.dtype is torch.int32 else ops._TYPES[bias.dtype],
+            _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
             y.data_ptr(),
             _OUTPUTS[out_dtype],
             *numbers,
         )
         plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
         workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-        _C.conv_int8(problem, plan, workspace.data_ptr(), ops._stream(weight.gpu))
+        _C.conv_int8(problem, plan, workspace.data_ptr(), native.current_stream(weight.gpu))
     return y
 
 
@@ -361,8 +361,8 @@ def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty((x.shape[0], *out_extents(x, args, args[BEHIND + 9 :]), args[6]), dtype=args[BEHIND + 8])
 
 
-ops._register(
-    f"conv_int8(Tensor x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, float x_scale, int x_zero_point, "
+library.register(
+    f"conv_int8(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, float x_scale, int x_zero_point, "
     f"float y_scale, int y_zero_point, str? activation, float low, float high, ScalarType out_dtype, {GEOMETRY_SCHEMA}) "
     "-> Tensor",
     _conv_int8_op,

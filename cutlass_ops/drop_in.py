@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor
 
-from . import _C, formats, ops, reference
+from . import _C, arguments, formats, library, native, reference
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -107,9 +107,9 @@ def quantize_4bit(
     formats.check_flat_block_size(blocksize)
     formats.check_quant_type(quant_type)
     _check_code(code, x.device)
-    ops._check_device(x.device)
-    ops._check_no_gradient("quantize_4bit", x, code)
-    run = _quantize_4bit if ops._direct(x, code) else torch.ops.cutlass_ops.quantize_4bit
+    arguments.check_device(x.device)
+    arguments.check_no_gradient("quantize_4bit", x, code)
+    run = _quantize_4bit if arguments.runs_directly(x, code) else torch.ops.cutlass_ops.quantize_4bit
     packed, absmax = run(x, blocksize, quant_type, code)
     return packed, absmax
 
@@ -162,9 +162,9 @@ def dequantize_4bit(
         nested = (None, None, None)
     if first.numel() != blocks or first.device != packed.device:
         _check_size("absmax", first, blocks, packed.device, f"a tensor of shape {tuple(shape)} in blocks of {blocksize}")
-    ops._check_device(packed.device)
-    ops._check_no_gradient("dequantize_4bit", values, *nested, code)
-    run = _dequantize_4bit if ops._direct(packed, values, code) else torch.ops.cutlass_ops.dequantize_4bit
+    arguments.check_device(packed.device)
+    arguments.check_no_gradient("dequantize_4bit", values, *nested, code)
+    run = _dequantize_4bit if arguments.runs_directly(packed, values, code) else torch.ops.cutlass_ops.dequantize_4bit
     return cast(Tensor, run(packed, values, *nested, shape, blocksize, quant_type, dtype, code))
 
 
@@ -190,10 +190,10 @@ def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | No
     else:
         cuts, codes = reference.book_cuts(quant_type, code.contiguous())
     x = _aligned(x)
-    with ops._on(x.device):
+    with native.on_device(x.device):
         _C.quantize_flat(
             x.data_ptr(),
-            ops._TYPES[x.dtype],
+            native.DATA_TYPES[x.dtype],
             x.numel(),
             blocksize,
             cuts.data_ptr(),
@@ -201,7 +201,7 @@ def _quantize_4bit(x: Tensor, blocksize: int, quant_type: str, code: Tensor | No
             codes.numel() == 8,
             packed.data_ptr(),
             absmax.data_ptr(),
-            ops._stream(x.get_device()),
+            native.current_stream(x.get_device()),
         )
     return packed, absmax
 
@@ -233,19 +233,19 @@ def _dequantize_4bit(
     out = torch.empty(tuple(shape), dtype=dtype, device=packed.device)
     packed, absmax = _aligned(packed), absmax.contiguous()
     codes, nested_book, offset = (None if t is None else t.contiguous() for t in (nested_codes, nested_code, nested_offset))
-    with ops._on(packed.device):
+    with native.on_device(packed.device):
         _C.dequantize_flat(
             packed.data_ptr(),
             absmax.data_ptr(),
-            ops._ptr(codes),
-            ops._ptr(nested_book),
-            ops._ptr(offset),
+            native.pointer(codes),
+            native.pointer(nested_book),
+            native.pointer(offset),
             out.numel(),
             blocksize,
             book.data_ptr(),
             out.data_ptr(),
-            ops._TYPES[dtype],
-            ops._stream(packed.get_device()),
+            native.DATA_TYPES[dtype],
+            native.current_stream(packed.get_device()),
         )
     return out
 
@@ -273,8 +273,8 @@ def awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
         RuntimeError: scales requires a gradient.
     """
     _check_awq(qweight, scales, qzeros)
-    ops._check_no_gradient("awq_dequantize", scales)
-    run = _awq_dequantize if ops._direct(qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_dequantize
+    arguments.check_no_gradient("awq_dequantize", scales)
+    run = _awq_dequantize if arguments.runs_directly(qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_dequantize
     return cast(Tensor, run(qweight, scales, qzeros))
 
 
@@ -302,8 +302,8 @@ def awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tens
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., {qweight.shape[0]}] is expected")
     if x.device != qweight.device:
         raise ValueError(f"x is on {x.device}; the weight is on {qweight.device}")
-    ops._check_no_gradient("awq_gemm", x, scales)
-    run = _awq_gemm if ops._direct(x, qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_gemm
+    arguments.check_no_gradient("awq_gemm", x, scales)
+    run = _awq_gemm if arguments.runs_directly(x, qweight, scales, qzeros) else torch.ops.cutlass_ops.awq_gemm
     y = cast(Tensor, run(x.reshape(-1, x.shape[-1]), qweight, scales, qzeros))
     return y.view(*x.shape[:-1], scales.shape[1])
 
@@ -323,7 +323,7 @@ def _check_awq(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> None:
     for name, value in (("scales", scales), ("qzeros", qzeros)):
         if value.device != qweight.device:
             raise ValueError(f"{name} is on {value.device}; qweight is on {qweight.device}")
-    ops._check_device(qweight.device)
+    arguments.check_device(qweight.device)
 
 
 def _awq_weight(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> _C.AwqWeight:
@@ -334,7 +334,7 @@ def _awq_weight(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> _C.AwqWeight
         scales.shape[1],
         qweight.shape[0],
         scales.shape[0],
-        ops._TYPES[scales.dtype],
+        native.DATA_TYPES[scales.dtype],
     )
 
 
@@ -344,8 +344,8 @@ def _awq_dequantize(qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Tensor:
         return reference.awq_dequantize(qweight, scales, qzeros)
     qweight, scales, qzeros = _aligned(qweight), _aligned(scales), _aligned(qzeros)
     out = _awq_dequantize_fake(qweight, scales, qzeros)
-    with ops._on(qweight.device):
-        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), ops._stream(qweight.get_device()))
+    with native.on_device(qweight.device):
+        _C.dequantize_awq(_awq_weight(qweight, scales, qzeros), out.data_ptr(), native.current_stream(qweight.get_device()))
     return out
 
 
@@ -359,16 +359,16 @@ def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
     # The values of small weights stay in the L2 cache on their way to torch's product.
     most = _C.max_awq_rows if qweight.numel() * 8 >= 1 << 25 else _C.max_awq_rows // 2
     if x.device.type == "cpu" or x.shape[0] > most or group % 32:
-        with ops._without_autocast(x.device):
+        with arguments.without_autocast(x.device):
             return x @ _awq_dequantize(qweight, scales, qzeros)
     qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
     m, k = x.shape
     if x.stride(1) != 1 or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:
         x = _aligned(x)
     out = _awq_gemm_fake(x, qweight, scales, qzeros)
-    with ops._on(x.device):
+    with native.on_device(x.device):
         weight = _awq_weight(qweight, scales, qzeros)
-        _C.awq_gemm(weight, x.data_ptr(), x.stride(0) if m > 1 else k, m, out.data_ptr(), ops._stream(x.get_device()))
+        _C.awq_gemm(weight, x.data_ptr(), x.stride(0) if m > 1 else k, m, out.data_ptr(), native.current_stream(x.get_device()))
     return out
 
 
@@ -376,19 +376,21 @@ def _awq_gemm_fake(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -
     return x.new_empty(x.shape[0], scales.shape[1])
 
 
-ops._register(
+library.register(
     "quantize_4bit(Tensor x, int blocksize, str quant_type, Tensor? code) -> (Tensor, Tensor)",
     _quantize_4bit,
     _quantize_4bit_fake,
 )
-ops._register(
+library.register(
     "dequantize_4bit(Tensor packed, Tensor absmax, Tensor? nested_codes, Tensor? nested_code, Tensor? nested_offset, "
     "SymInt[] shape, int blocksize, str quant_type, ScalarType dtype, Tensor? code) -> Tensor",
     _dequantize_4bit,
     _dequantize_4bit_fake,
 )
-ops._register("awq_dequantize(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_dequantize, _awq_dequantize_fake)
-ops._register("awq_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_gemm, _awq_gemm_fake)
+library.register(
+    "awq_dequantize(Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_dequantize, _awq_dequantize_fake
+)
+library.register("awq_gemm(Tensor x, Tensor qweight, Tensor scales, Tensor qzeros) -> Tensor", _awq_gemm, _awq_gemm_fake)
 
 
 def _check_code(code: Tensor | None, device: torch.device) -> None:

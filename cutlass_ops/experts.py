@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import _C, formats, ops, reference, reference_experts
+from . import _C, arguments, formats, library, native, ops, reference, reference_experts
 from .packed_experts import PackedExperts
 from .packed_file import empty_packed
 from .reorder import common_form, reorder
@@ -116,7 +116,7 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
             CPU, in eager calls; on a GPU, which they would have to be read from, they are no expert.
     """
     _check_route(topk_ids, num_experts, expert_map, topk_ids.device if isinstance(topk_ids, Tensor) else None)
-    direct = ops._direct(topk_ids, expert_map)
+    direct = arguments.runs_directly(topk_ids, expert_map)
     if direct:
         _check_ids(topk_ids, num_experts, expert_map)
     if direct and topk_ids.is_cuda and _C.built_with_cuda and num_experts <= _C.most_experts:
@@ -153,7 +153,9 @@ def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.devi
         if not isinstance(value, Tensor):
             raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
         if value.dtype not in _ID_TYPES:
-            raise TypeError(f"{name} has dtype {ops._names((value.dtype,))}; supported are {ops._names(_ID_TYPES)}")
+            raise TypeError(
+                f"{name} has dtype {arguments.dtype_names((value.dtype,))}; supported are {arguments.dtype_names(_ID_TYPES)}"
+            )
         if value.dim() != dim:
             shape = "[M, top]" if dim == 2 else "[ids]"
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
@@ -184,23 +186,23 @@ def _check_experts(name: str, experts: Any) -> None:
     if not isinstance(experts, PackedExperts):
         raise TypeError(f"{name} is a {type(experts).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected")
     if is_grad_enabled():
-        ops._check_frozen(experts.weight)
+        arguments.check_frozen(experts.weight)
 
 
 def _check_options(
     weights: Sequence[PackedExperts], activation: reference.Activation, act_quant: str
 ) -> tuple[str | None, float, float]:
     """The activation as operators take it."""
-    if act_quant not in ops._ACT_QUANT:
+    if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     if act_quant != "none" and any(experts.weight.book is not None for experts in weights):
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    return ops._split_activation(activation)
+    return native.split_activation(activation)
 
 
 def _check_x(x: Any, device: torch.device, k: int, act_quant: str) -> None:
-    ops._check_float("x", x, device)
-    ops._check_device(device)
+    arguments.check_float("x", x, device)
+    arguments.check_device(device)
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x has shape {tuple(x.shape)}; [M, {k}] is expected")
     if x.dtype is torch.float32 and act_quant == "none" and device.type == "cuda":
@@ -217,8 +219,8 @@ def _autocast(x: Any) -> Any:
 
 
 def _check_recordable(name: str, direct: bool, *tensors: Any) -> None:
-    ops._check_transforms(name, *tensors)
-    if not direct and is_grad_enabled() and any(map(ops._requires_grad, tensors)):
+    arguments.check_transforms(name, *tensors)
+    if not direct and is_grad_enabled() and any(map(arguments.requires_grad, tensors)):
         raise RuntimeError(
             f"{name} has a gradient in eager calls only, and an input requires one; call it under torch.no_grad()"
         )
@@ -284,15 +286,15 @@ def grouped_gemm(
     x = _autocast(x)
     _check_x(x, experts.device, experts.k, act_quant)
     _check_routing(routing, experts, x.shape[0], gathered)
-    if out_dtype is not None and out_dtype not in ops._TYPES:
-        raise TypeError(f"out_dtype is {out_dtype}; supported are {ops._names(ops._TYPES)}")
+    if out_dtype is not None and out_dtype not in native.DATA_TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
     if bias is not None:
-        ops._check_float("bias", bias, experts.device)
+        arguments.check_float("bias", bias, experts.device)
         if experts.weight.bias is not None:
             raise ValueError("a bias is given, but the experts have theirs already")
         if tuple(bias.shape) != (experts.experts, experts.n):
             raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
-    direct = ops._direct(x, bias, routing.order)
+    direct = arguments.runs_directly(x, bias, routing.order)
     _check_recordable("grouped_gemm", direct, x, bias)
     options: tuple[Any, ...] = (*call, act_quant, act_symmetric, out_dtype or x.dtype, gathered)
     if direct:
@@ -328,7 +330,7 @@ def _grouped_gemm(
     gathered: bool,
 ) -> Tensor:
     _check_capture("grouped_gemm", x)
-    named = ops._named_activation(activation, low, high)
+    named = native.named_activation(activation, low, high)
     product = _product(experts, act_quant, act_symmetric, bias, named, out_dtype)
     rows = x if gathered else x[order.long() // max(top, 1)]
     return reference_experts.grouped_gemm(rows, offsets.diff().tolist(), experts.n, product, out_dtype)
@@ -390,14 +392,14 @@ def mixed_moe(
         raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
     if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.device != gate_up.device:
         raise TypeError(
-            f"topk_weights is {ops._names((topk_weights.dtype,))} on {topk_weights.device}; "
-            f"{ops._names(_WEIGHT_TYPES)} on {gate_up.device} are supported"
+            f"topk_weights is {arguments.dtype_names((topk_weights.dtype,))} on {topk_weights.device}; "
+            f"{arguments.dtype_names(_WEIGHT_TYPES)} on {gate_up.device} are supported"
         )
     expected = (x.shape[0], topk_ids.shape[1])
     for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
         if value.shape != expected:
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
-    direct = ops._direct(x, topk_ids, topk_weights, expert_map)
+    direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
     _check_recordable("mixed_moe", direct, x, topk_weights)
     options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
     if direct:
@@ -435,27 +437,27 @@ def _launch_moe(
 ) -> Tensor:
     if x.stride(1) != 1:
         x = x.contiguous()
-    weights = topk_weights.contiguous() if topk_weights.dtype in ops._TYPES else topk_weights.float().contiguous()
+    weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
     route, kept = _route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)
     perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
     problem = _C.MoeProblem(
         route,
         x.data_ptr(),
-        ops._TYPES[x.dtype],
+        native.DATA_TYPES[x.dtype],
         x.stride(0),
         gate_up.weight.native,
         perms[0],
         down.weight.native,
         perms[1],
         down.n,
-        ops._ACT_QUANT[act_quant],
+        native.ACT_QUANT[act_quant],
         act_symmetric,
-        ops._ACTIVATIONS[activation],
+        native.ACTIVATIONS[activation],
         low,
         high,
         weights.data_ptr(),
-        ops._TYPES[weights.dtype],
+        native.DATA_TYPES[weights.dtype],
         y.data_ptr(),
     )
     with torch.cuda.device(x.device):
@@ -491,7 +493,7 @@ def _mixed_moe(
         down.k,
         topk_ids,
         topk_weights,
-        ops._named_activation(activation, low, high),
+        native.named_activation(activation, low, high),
         gate_up.experts,
         expert_map,
     )
@@ -540,13 +542,13 @@ def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
     return x.new_empty((order.shape[0], args[_N]), dtype=out_dtype)
 
 
-ops._register(
+library.register(
     f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, Tensor? bias, str? activation, "
     "float low, float high, str act_quant, bool act_symmetric, ScalarType out_dtype, bool gathered) -> Tensor",
     _grouped_gemm_op,
     _grouped_gemm_fake,
 )
-ops._register(
+library.register(
     f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, str? activation, "
     "float low, float high, str act_quant, bool act_symmetric, Tensor? expert_map) -> Tensor",
     _mixed_moe_op,

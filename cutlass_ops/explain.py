@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from . import _C, ops, reference
-from .ops import QuantizedActivations
+from . import _C, arguments, native, ops, reference
+from .activations import QuantizedActivations
 from .weight import PackedWeight
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
@@ -87,7 +87,7 @@ def _device(device: torch.device | str) -> _C.Device | None:
     device = torch.device(device)
     if device.type == "cpu":
         return None
-    ops._check_device(device)
+    arguments.check_device(device)
     with torch.cuda.device(device):
         return _C.current_device()
 
@@ -144,13 +144,13 @@ def explain(
         raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
     if weight.kernel_size:
         raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
-    if act_quant not in ops._ACT_QUANT:
+    if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     reference.check_activation(activation)
     shape = (x, weight.k) if isinstance(x, int) else tuple(x.shape)
     if not isinstance(x, int):
         if isinstance(x, Tensor):
-            ops._check_float("x", x, weight.device)
+            arguments.check_float("x", x, weight.device)
             columns = shape[-1] if shape else 0
         else:
             columns = ops._check_quantized(x, weight)
@@ -162,15 +162,15 @@ def explain(
     elif dtype is None:
         dtype = torch.float16
     for name, given in (("dtype", dtype), ("out_dtype", out_dtype)):
-        if given is not None and given not in ops._TYPES:
-            raise TypeError(f"{name} is {given}; supported are {ops._names(ops._TYPES)}")
+        if given is not None and given not in native.DATA_TYPES:
+            raise TypeError(f"{name} is {given}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
     if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
         kind = "number of rows" if isinstance(x, int) else type(x).__name__
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {kind}")
     if bias is not None:
-        ops._check_bias(bias, weight)
+        arguments.check_bias(bias, weight)
     if residual is not None:
-        ops._check_residual(residual, weight, (*shape[:-1], weight.n))
+        arguments.check_residual(residual, weight, (*shape[:-1], weight.n))
 
     gpu = _device(weight.device if device is None else device)
     if gpu is None:
@@ -187,7 +187,7 @@ def explain(
         if dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
             dtype = torch.get_autocast_dtype(x.device.type)
             x = torch.empty_like(x, dtype=dtype, device="meta")
-        plain = type(x) in ops._TENSORS and not (x.requires_grad and torch.is_grad_enabled())
+        plain = type(x) in arguments.TENSORS and not (x.requires_grad and torch.is_grad_enabled())
         plain = plain and bias is None and activation is None and residual is None and out_dtype is None
         plain = plain and not (saturate or batch_invariant or architecture or exact)
         ptr, stride = _memory(x, plain, batch_invariant)
@@ -195,12 +195,12 @@ def explain(
     plan = _C.plan(
         weight.native,
         m,
-        ops._TYPES[out_dtype or dtype],
+        native.DATA_TYPES[out_dtype or dtype],
         ptr,
-        ops._TYPES[dtype],
+        native.DATA_TYPES[dtype],
         stride,
         quantized,
-        ops._ACT_QUANT[act_quant],
+        native.ACT_QUANT[act_quant],
         act_symmetric,
         batch_invariant,
         architecture,

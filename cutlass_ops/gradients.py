@@ -12,14 +12,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from . import formats, ops, reference
+from . import arguments, formats, library, native, ops, reference
+from . import ops_library as ops_library  # defines the operators that get gradients here
 from .weight import PackedWeight
 
 #: Values of W that the backward pass holds at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
 _PANEL_VALUES = 1 << 26
 
 #: Positions of mixed_gemm's arguments behind x, the weight's and the epilogue's: those that may require a gradient.
-_BIAS = 1 + ops._WEIGHT
+_BIAS = 1 + library.WEIGHT_FIELDS
 _RESIDUAL = _BIAS + 4
 #: Whether torch has products of 16-bit matrices with fp32 results (torch 2.8).
 _FP32_RESULTS = hasattr(torch.ops.aten.mm, "dtype")
@@ -32,13 +33,13 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
     """
     rows = max(_PANEL_VALUES // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
     if rows >= weight.n:
-        return (grad @ ops._dequantize(weight, grad.dtype)).to(dtype)
+        return (grad @ ops.run_dequantize(weight, grad.dtype)).to(dtype)
     if not _FP32_RESULTS:
         grad = grad.float()
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
     for start in range(0, weight.n, rows):
         stop = min(start + rows, weight.n)
-        panel = ops._dequantize(weight, grad.dtype, start, stop)
+        panel = ops.run_dequantize(weight, grad.dtype, start, stop)
         if grad.dtype == torch.float32:
             total.addmm_(grad[:, start:stop], panel)
         else:
@@ -63,7 +64,7 @@ def _through_activation(grad: Tensor, z: Tensor, activation: str | None, low: fl
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return _gradients(grad, x, PackedWeight(*args[: ops._WEIGHT]), *args[ops._WEIGHT :])
+    return _gradients(grad, x, PackedWeight(*args[: library.WEIGHT_FIELDS]), *args[library.WEIGHT_FIELDS :])
 
 
 def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
@@ -72,13 +73,13 @@ def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any)
     # Of 16 bits where x and the result are of the same; the CPU computes in fp32, as the reference does.
     compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_residual = grad
-    with ops._without_autocast(grad.device):
+    with arguments.without_autocast(grad.device):
         if x is not None:
-            end = cast(ops._End, (bias, None, 0.0, 0.0, None, torch.float32, False, *choice))
+            end = cast(ops.End, (bias, None, 0.0, 0.0, None, torch.float32, False, *choice))
             shape = (x.shape[0], weight.n)
-            z = ops._gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, shape, end)
+            z = ops.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, shape, end)
             if saturate:
-                y = reference.epilogue(z, None, ops._named_activation(activation, low, high), residual)
+                y = reference.epilogue(z, None, native.named_activation(activation, low, high), residual)
                 of_residual = torch.where(y.abs() <= torch.finfo(grad.dtype).max, grad, 0.0)
             grad = _through_activation(of_residual.float(), z, activation, low, high)
         return (
@@ -89,7 +90,7 @@ def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any)
 
 
 def _backward_fake(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
-    n, k, dtype, wanted = args[6], args[7], args[ops._WEIGHT + 6], args[-1]
+    n, k, dtype, wanted = args[6], args[7], args[library.WEIGHT_FIELDS + 6], args[-1]
     rows = grad.shape[0]
     return (
         grad.new_empty((rows, k) if wanted[0] else (0,), dtype=dtype),
@@ -149,8 +150,8 @@ class _Recorded(torch.autograd.Function):
         )
         ctx.weight, ctx.call = weight, call
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
-        end = cast(ops._End, (bias, activation, low, high, residual, out_dtype, saturate, *choice))
-        return ops._gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, (x.shape[0], weight.n), end)
+        end = cast(ops.End, (bias, activation, low, high, residual, out_dtype, saturate, *choice))
+        return ops.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, (x.shape[0], weight.n), end)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -161,7 +162,7 @@ class _Recorded(torch.autograd.Function):
         wanted = [wants_x, wants_bias, wants_residual and saturate]
         end = (bias, activation, low, high, residual, saturate, dtype, act_quant, act_symmetric, *choice, wanted)
         if torch.is_grad_enabled():  # the operator says that there is no gradient of a gradient
-            of_x, of_bias, masked = torch.ops.cutlass_ops.mixed_gemm_backward(grad, x, *ops._fields(ctx.weight), *end)
+            of_x, of_bias, masked = torch.ops.cutlass_ops.mixed_gemm_backward(grad, x, *library.weight_fields(ctx.weight), *end)
         else:
             of_x, of_bias, masked = _gradients(grad, x, ctx.weight, *end)
         of_residual = masked if wanted[2] else grad
@@ -178,9 +179,9 @@ def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("mixed_gemm has no gradient of its gradient: packed weights support first derivatives only")
 
 
-ops._register(
-    f"mixed_gemm_backward(Tensor grad, Tensor? x, {ops._WEIGHT_SCHEMA}, Tensor? bias, str? activation, float low, float high, "
-    "Tensor? residual, bool saturate, ScalarType dtype, str act_quant, bool act_symmetric, bool batch_invariant, "
+library.register(
+    f"mixed_gemm_backward(Tensor grad, Tensor? x, {library.WEIGHT_SCHEMA}, Tensor? bias, str? activation, float low, "
+    "float high, Tensor? residual, bool saturate, ScalarType dtype, str act_quant, bool act_symmetric, bool batch_invariant, "
     "int architecture, bool exact, bool[3] wanted) -> (Tensor, Tensor, Tensor)",
     _backward_op,
     _backward_fake,

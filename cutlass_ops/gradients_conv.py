@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import conv, ops
+from . import arguments, conv, library, ops
 from .gradients import _through_activation
 
 #: Positions of mixed_conv's arguments behind x and the weight: those that may require a gradient, and the geometry.
@@ -27,14 +27,14 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
     # The CPU computes in fp64, as the reference does.
     compute = torch.float64 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_x, of_bias = grad.new_empty(0, dtype=dtype), grad.new_empty(0, dtype=torch.float32)
-    with ops._without_autocast(grad.device):
+    with arguments.without_autocast(grad.device):
         if x is not None:
             z = conv._run(x, weight, bias, None, 0.0, 0.0, None, torch.float32, *call)
             grad = _through_activation(grad.float(), z, activation, low, high)
         if wanted[1]:
             of_bias = grad.float().sum([0, *range(2, grad.dim())])
         if wanted[0]:
-            values = ops._dequantize(weight, compute)
+            values = ops.run_dequantize(weight, compute)
             like = values.new_empty(1).expand(shape)
             still = [0] * len(stride)
             of_x, *_ = torch.ops.aten.convolution_backward(
@@ -82,8 +82,8 @@ def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("mixed convolutions have no gradient of their gradient: packed weights support first derivatives only")
 
 
-ops._register(
-    f"mixed_conv_backward(Tensor grad, Tensor? x, {ops._WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, "
+library.register(
+    f"mixed_conv_backward(Tensor grad, Tensor? x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, "
     f"float low, float high, {conv.GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric, ScalarType dtype, SymInt[] shape, "
     "bool[2] wanted) -> (Tensor, Tensor)",
     _backward_op,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from . import ops, reference
+from . import native, reference
 from .experts import mixed_moe
 from .packed_buffers import PackedBuffers
 from .packed_experts import PackedExperts
@@ -98,8 +98,8 @@ class MixedExperts(nn.Module):
         act_symmetric: bool = True,
     ) -> None:
         super().__init__()
-        if act_quant not in ops._ACT_QUANT:
-            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ops._ACT_QUANT))}")
+        if act_quant not in native.ACT_QUANT:
+            raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, native.ACT_QUANT))}")
         reference.check_activation(activation)
         self.gate_up_proj, self.down_proj = ExpertWeights(gate_up), ExpertWeights(down)
         self.num_experts, self.hidden_dim, self.intermediate_dim = down.shape

@@ -13,7 +13,7 @@ from warnings import warn
 
 from torch import Tensor, nn
 
-from . import ops
+from . import arguments, native
 from .experts import reorder_experts
 from .nn import MixedLinear, quantizer_module
 from .nn_experts import MixedExperts
@@ -150,7 +150,7 @@ def quantize_model(
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; a torch.nn.Module is expected")
     check_options(bits, group_size, book, clip)
-    if act_quant not in ops._ACT_QUANT:
+    if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     if type(symmetric) is not bool:
         raise TypeError(f"symmetric is {symmetric!r}; True or False is expected")
@@ -298,7 +298,7 @@ def _check_values(layer: _Layer) -> None:
     for part, weight in layer.weights:
         if weight.is_meta:
             raise ValueError(f"{layer.name!r}: the {part} is on the meta device (not loaded, or offloaded); it has no values")
-        ops._check_device(weight.device)
+        arguments.check_device(weight.device)
         if not all(bound.isfinite() for bound in weight.aminmax()):
             raise ValueError(f"{layer.name!r}: the {part} has NaN or infinite values")
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, ops, reference
+from cutlass_ops import formats, library, reference
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 DTYPES = (HALF, BFLOAT, FLOAT)
@@ -237,7 +237,7 @@ def test_a_weight_along_the_straight_line(quant_type: str, n: int, k: int, group
     y = co.mixed_gemm(x, read, out_dtype=FLOAT)
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
     y = torch.ops.cutlass_ops.mixed_gemm(
-        x, *ops._fields(read), None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False
+        x, *library.weight_fields(read), None, None, 0.0, 0.0, None, FLOAT, False, "none", True, False, 0, False
     )
     torch.testing.assert_close(y.double(), x.double() @ values.t(), rtol=1e-5, atol=1e-4)
 

@@ -15,7 +15,7 @@ from test_ops_gpu import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats, ops
+from cutlass_ops import _C, formats, ops_library
 
 ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 
@@ -117,10 +117,10 @@ def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
 ) -> None:
     packed = small_weight()
     seen: list[int | None] = []
-    for name, place in (("_gemm_floats", 2), ("_gemm_quantized", 1)):
-        run = getattr(ops, name)
+    for name, place in (("gemm_floats", 2), ("gemm_quantized", 1)):
+        run = getattr(ops_library, name)
         monkeypatch.setattr(
-            ops, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
+            ops_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
         )
     x = torch.randn(5, 256).half()
     qa = co.quantize_activations(x, 128, False)

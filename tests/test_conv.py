@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import conv, formats, ops, reference_conv
+from cutlass_ops import conv, formats, library, reference_conv
 from cutlass_ops.reference_conv import Geometry
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -390,7 +390,7 @@ def sample(act_quant: str) -> tuple[Any, ...]:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x, residual = image(1, 32, 8, 8), torch.zeros(1, 6, 4, 4)
     end = (torch.zeros(6), "clamp", -1.0, 1.0, residual, torch.float16, [2, 2], [1, 1], [1, 1], 1, act_quant, False)
-    return (x, *ops._fields(packed), [3, 3], *end)
+    return (x, *library.weight_fields(packed), [3, 3], *end)
 
 
 @pytest.mark.parametrize("act_quant", ["none", "block"])

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, ops
+from cutlass_ops import _C, library
 
 INT8 = (torch.int8, torch.uint8)
 
@@ -194,7 +194,7 @@ def test_operators() -> None:
     w = codes(torch.int8, 6, 4, 3, 3)
     x, weight = codes(torch.int8, 2, 4, 8, 8), packed(w, torch.rand(6) + 0.1)
     numbers = (0.1, 3, 2.5, -4, "relu", 0.0, 0.0, torch.uint8)
-    args = (x, *ops._fields(weight), [3, 3], None, *numbers, [2, 1], [1, 0], [1, 1], 1)
+    args = (x, *library.weight_fields(weight), [3, 3], None, *numbers, [2, 1], [1, 0], [1, 1], 1)
     torch.library.opcheck(torch.ops.cutlass_ops.conv_int8.default, args)
 
     matrix = packed(codes(torch.int8, 6, 6), torch.rand(6) + 0.1)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8, ops, reference_conv
+from cutlass_ops import _C, conv_int8, native, reference_conv
 from cutlass_ops.reference_conv import Geometry
 
 pytestmark = pytest.mark.gpu
@@ -79,8 +79,8 @@ def both(
 ) -> Tensor:
     """The result, which each of the kernels' plans has to have, and which is the reference's."""
     known = DEVICES[device]
-    name, low, high = ops._split_activation(activation)
-    numbers = (x_scale, x_zero_point, y_scale, y_zero_point, ops._ACTIVATIONS[name], low, high)
+    name, low, high = native.split_activation(activation)
+    numbers = (x_scale, x_zero_point, y_scale, y_zero_point, native.ACTIVATIONS[name], low, high)
     as_device = _C.current_device() if known is None else _C.Device(*known)
     results: list[tuple[str, Tensor]] = []
     while True:

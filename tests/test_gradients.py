@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
-from cutlass_ops import formats, gradients, ops
+from cutlass_ops import formats, gradients, library, ops
 
 N, K, M = 200, 288, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -178,8 +178,8 @@ def test_panels_of_rows_add_up(kind: str, dtype: torch.dtype, device: str, monke
         panels.append(args[2:])
         return whole(*args)
 
-    whole = ops._dequantize
-    monkeypatch.setattr(ops, "_dequantize", dequantize)
+    whole = ops.run_dequantize
+    monkeypatch.setattr(ops, "run_dequantize", dequantize)
     monkeypatch.setattr(gradients, "_PANEL_VALUES", 70 * K)
     act_quant = "none" if dtype == torch.float16 or kind == "book" else "block"
     if device == "cuda" and dtype == torch.float32 and kind == "book":
@@ -340,7 +340,7 @@ def test_compiles_into_one_graph(activation: str | None, device: str) -> None:
 
 @pytest.mark.parametrize("device", DEVICES)
 def test_the_operators_registration(device: str) -> None:
-    fields = ops._fields(weight("perm", device=device))
+    fields = library.weight_fields(weight("perm", device=device))
     x = values(M, K, dtype=torch.float16, device=device).requires_grad_()
     bias, residual = values(N, device=device).requires_grad_(), values(M, N, device=device).requires_grad_()
     end = (bias, "silu", 0.0, 0.0, residual, torch.float16, True, "block", True, False, 0, False)

@@ -12,6 +12,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C, ops, reference
+from cutlass_ops import activations as activations_module
 from cutlass_ops.reference import dequantize_weight
 
 NAN, INF = math.nan, math.inf
@@ -395,7 +396,8 @@ def test_dequantize_refuses() -> None:
 
 
 def test_too_many_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MAX_M", 8)
+    for module in (activations_module, ops):
+        monkeypatch.setattr(module, "MAX_M", 8)
     packed = co.reorder(weight())
     co.mixed_gemm(activations(2, 4, K), packed)
     with pytest.raises(ValueError, match="x has 9 rows; at most 8"):
@@ -523,7 +525,7 @@ def test_silu_mul_quantize_refuses() -> None:
 
 
 def test_a_norm_of_too_many_columns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ops, "_MAX_NORM_K", 199)
+    monkeypatch.setattr(activations_module, "_MAX_NORM_K", 199)
     with pytest.raises(ValueError, match="x has 200 columns; a norm of at most 199"):
         co.rms_norm_quantize(activations(2, K), activations(K))
 

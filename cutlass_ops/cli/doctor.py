@@ -16,7 +16,7 @@ from .. import _C, __version__, ops, reference
 from ..explain import explain
 from ..quantize import quantize
 from ..reorder import reorder
-from .app import FAILED, JsonOption, app, make_console, print_json, size_text
+from .common import FAILED, JsonOption, app, make_console, print_json, size_text
 
 
 @app.command()
