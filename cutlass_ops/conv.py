@@ -13,8 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from . import activations, arguments, formats, library, native, ops, reference, reference_conv
-from .reference_conv import Geometry
+from . import activations, arguments, formats, library, native, ops, reference
+from .reference import conv as reference_conv
+from .reference.conv import Geometry
 from .weight import PackedWeight
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]

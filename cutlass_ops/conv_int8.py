@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, arguments, library, native, reference, reference_conv
+from . import _C, arguments, library, native, reference
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -24,7 +24,8 @@ from .conv import (
     out_extents,
     packed_weight,
 )
-from .reference_conv import Geometry
+from .reference import conv as reference_conv
+from .reference.conv import Geometry
 from .weight import PackedWeight
 
 __all__ = ["conv2d_int8", "linear_int8"]

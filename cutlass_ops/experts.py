@@ -9,9 +9,10 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import _C, arguments, formats, library, native, ops, reference, reference_experts
+from . import _C, arguments, formats, library, native, ops, reference
 from .packed_experts import PackedExperts
 from .packed_file import empty_packed
+from .reference import experts as reference_experts
 from .reorder import common_form, reorder
 from .weight import PARTS, PackedWeight, QuantizedWeight, _where
 

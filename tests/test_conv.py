@@ -12,8 +12,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import conv, formats, library, reference_conv
-from cutlass_ops.reference_conv import Geometry
+from cutlass_ops import conv, formats, library
+from cutlass_ops.reference import conv as reference_conv
+from cutlass_ops.reference.conv import Geometry
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MIXED: dict[int, Callable[..., Tensor]] = {1: co.mixed_conv1d, 2: co.mixed_conv2d, 3: co.mixed_conv3d}
@@ -335,7 +336,7 @@ def test_the_gradient_is_that_of_torchs_convolution(dims: int, activation: Any) 
 
     x64, bias64 = x.detach().double().requires_grad_(), bias.detach().double().requires_grad_()
     z = TORCH[dims](x64, co.reference.dequantize_weight(qw, torch.float64), bias64, *geometry)
-    expected = torch.autograd.grad(co.reference._activate(z, activation), (x64, bias64), grad.double())
+    expected = torch.autograd.grad(co.reference.activate(z, activation), (x64, bias64), grad.double())
     assert_close(found[0], expected[0])
     assert found[0].dtype == torch.float32
     torch.testing.assert_close(found[1], expected[1].half(), rtol=2**-10, atol=1e-5)

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import reference_conv
-from cutlass_ops.reference_conv import Geometry
+from cutlass_ops.reference import conv as reference_conv
+from cutlass_ops.reference.conv import Geometry
 
 pytestmark = pytest.mark.gpu
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8, native, reference_conv
-from cutlass_ops.reference_conv import Geometry
+from cutlass_ops import _C, conv_int8, native
+from cutlass_ops.reference import conv as reference_conv
+from cutlass_ops.reference.conv import Geometry
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from cutlass_ops import formats, reference
 from cutlass_ops.reference import (
-    _sum_of_squares,
     activation_order,
     dequantize_activations,
     dequantize_weight,
@@ -26,6 +25,7 @@ from cutlass_ops.reference import (
     rms_norm,
     silu_mul,
 )
+from cutlass_ops.reference.activations import _sum_of_squares
 from cutlass_ops.weight import QuantizedWeight
 
 NAN, INF = math.nan, math.inf
@@ -572,7 +572,7 @@ def test_products_are_exact_in_integers(
     w = spread(qw.scales, group, k) * (qw.codes.numpy().astype(np.int64) - middle) + spread(qw.offsets, group, k)
     expected = a @ w.T
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "_CHUNK", chunk)  # 1: rows in chunks of 64
+        patch.setattr(reference.blocks, "CHUNK", chunk)  # 1: rows in chunks of 64
         y = gemm_quantized(codes, scales, zeros, block, qw, compute_dtype=torch.float64, out_dtype=torch.float64)
         y32 = gemm_quantized(codes, scales, zeros, block, qw)
         x = torch.from_numpy(a).float()

@@ -21,7 +21,7 @@ import torch.nn.functional as F
 
 import cutlass_ops as co
 from cutlass_ops import _C, conv_int8
-from cutlass_ops.reference_conv import Geometry
+from cutlass_ops.reference.conv import Geometry
 
 #: Name, then batch, height, width, channels in and out, kernel, stride, padding.
 LAYERS: list[tuple[str, int, int, int, int, int, tuple[int, int], tuple[int, int], tuple[int, int]]] = [

@@ -1,4 +1,4 @@
-// The operators on the host, whose bits are those of cutlass_ops/reference.py: weights stay packed, and fp32 sums are taken in
+// The operators on the host, whose bits are those of cutlass_ops/reference/: weights stay packed, and fp32 sums are taken in
 // the order that the reference defines, whatever the instruction set and the number of threads.
 #pragma once
 

@@ -12,7 +12,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from . import reference
+from .. import reference
 
 #: Number of an expert and its rows ``[R, K]`` -> ``[R, N]``.
 Product: TypeAlias = "Callable[[int, Tensor], Tensor]"
@@ -65,7 +65,7 @@ def grouped_gemm(rows: Tensor, counts: list[int], n: int, product: Product, out_
 def gated(gate_up: Tensor, activation: reference.Activation, dtype: torch.dtype) -> Tensor:
     """``act(gate) * up`` of fp32 ``[R, 2 * I]``, gate first: in fp32, rounded once to ``dtype``."""
     gate, up = gate_up.chunk(2, dim=-1)
-    return (reference._activate(gate, activation) * up).to(dtype)
+    return (reference.activate(gate, activation) * up).to(dtype)
 
 
 def weighted_sum(outputs: Tensor, order: Tensor, routed: Tensor, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:

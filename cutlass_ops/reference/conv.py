@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import formats, reference
-from .weight import QuantizedWeight
+from .. import formats, reference
+from ..weight import QuantizedWeight
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 INT32 = torch.iinfo(torch.int32)

@@ -1,0 +1,68 @@
+"""Blocks along K, and rows that are worked on at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import formats
+
+#: Elements of a temporary tensor: 4 MB of fp32 stay in the cache, several times as fast as
+#: one pass over all rows.
+CHUNK = 1 << 20
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def in_blocks(x: Tensor, size: int) -> Tensor:
+    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block."""
+    k = x.shape[1]
+    size = k if size == -1 else size
+    count = formats.group_count(k, size)
+    missing = count * size - k
+    return (F.pad(x, (0, missing)) if missing else x).reshape(x.shape[0], count, size)
+
+
+def row_chunks(rows: int, elements_per_row: int, least: int = 64) -> Iterator[slice]:
+    """Slices of the rows whose temporaries have about ``CHUNK`` elements, of at least ``least`` rows."""
+    step = max(least, CHUNK // elements_per_row)
+    for start in range(0, rows, step):
+        yield slice(start, min(start + step, rows))
+
+
+def check_block(block: int) -> None:
+    """Raise unless ``block`` is a number of columns, or -1."""
+    if block != -1 and block < 1:
+        raise ValueError(f"block is {block!r}; a number of columns, or -1 (one block a row), is expected")
+
+
+def check_matrix(name: str, x: Tensor, types: tuple[torch.dtype, ...]) -> None:
+    """Raise unless x is a matrix of one of ``types``."""
+    if x.dtype not in types:
+        accepted = ", ".join(str(t).removeprefix("torch.") for t in types)
+        raise TypeError(f"{name} has dtype {str(x.dtype).removeprefix('torch.')}; supported are {accepted}")
+    if x.dim() != 2 or x.shape[1] == 0:
+        raise ValueError(f"{name} has shape {tuple(x.shape)}; a matrix with columns is expected")
+
+
+def quotient(a: float | Tensor, b: float | Tensor, like: Tensor) -> Tensor:
+    """``a / b``, rounded once.
+
+    torch computes ``number / tensor`` as ``reciprocal(tensor) * number`` and, on CUDA, ``tensor / number`` as
+    ``tensor * (1 / number)``: two roundings, other codes. With tensors on both sides it divides.
+    """
+    numerator = a if isinstance(a, Tensor) else like.new_full((), a)
+    denominator = b if isinstance(b, Tensor) else like.new_full((), b)
+    return torch.div(numerator, denominator)
+
+
+def rounded_up(scales: Tensor, dtype: torch.dtype) -> Tensor:
+    """Positive finite fp32 scales as the nearest values of ``dtype`` that are not smaller."""
+    nearest = scales.to(dtype)
+    if dtype == torch.float32:
+        return nearest
+    # The bits of positive floats are ordered as integers, so the next larger value is the next integer.
+    above = (nearest.view(torch.int16) + 1).view(dtype)
+    return torch.where(nearest.float() < scales, above, nearest)
