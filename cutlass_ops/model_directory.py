@@ -30,23 +30,21 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints import Checkpoint
-from .checkpoints.directory import SETTINGS
 from .model_card import CARD, model_card
-from .packed_config import GUARD, GUARD_KEY, WeightFormat, quantization_config
+from .packed_config import GUARD, GUARD_KEY, WeightFormat, plain_config, quantization_config
 from .packed_file import Slices
 from .packing import (
     Item,
     Reordered,
     items_of,
     options_metadata,
-    plain_config,
     shard_contents,
     source_checksums,
     summary_of,
     write_shard,
 )
 from .plan import Options, Progress, plan
-from .safetensors_files import INDEX, Spec, is_written, spec_bytes
+from .safetensors_files import INDEX, SETTINGS, Spec, is_written, spec_bytes
 from .weight import CheckpointError
 
 #: What output heads are called.
@@ -156,26 +154,14 @@ def reorder_model(
             elif progress is not None:
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
-        for rank, directory in enumerate(directories):
+        for rank, (directory, part) in enumerate(zip(directories, slices, strict=True)):
             for name, small in small_files.items():
                 _replace(directory / name, small.read_bytes() if isinstance(small, Path) else small)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
-            quantization = quantization_config(
-                {item.step.name: _format(item.weight, item) for item in items if item.weight is not None},
-                _not_converted(items),
-                act_quant,
-                act_symmetric,
-            )
-            if ranks > 1:
-                quantization["tensor_parallel"] = {"rank": rank, "size": ranks, "styles": summary["styles"]}
-            config = {**plain_config(checkpoint.config), "quantization_config": quantization}
-            if any(name.rpartition(".")[2] in _HEADS for name in summary["weights"]):
-                _untie(config)
-            config[GUARD_KEY] = GUARD
-            if ranks == 1:
+            if part is None:
                 _replace(directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode())
-            _replace(directory / "config.json", _json(config))
+            _replace(directory / "config.json", _json(_config(checkpoint, items, act_quant, act_symmetric, part)))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
 
@@ -216,6 +202,21 @@ def _finished(
         for index, name in enumerate(names):
             finished[index] &= (directory / name).is_file()
     return finished
+
+
+def _config(
+    checkpoint: Checkpoint, items: Sequence[Item], act_quant: str, act_symmetric: bool, slices: Slices | None
+) -> dict[str, Any]:
+    """``config.json`` of one rank's directory."""
+    formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
+    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric)
+    if slices is not None:
+        quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
+    config = {**plain_config(checkpoint.config), "quantization_config": quantization}
+    if any(name.rpartition(".")[2] in _HEADS for name in formats):
+        _untie(config)
+    config[GUARD_KEY] = GUARD
+    return config
 
 
 def _format(weight: tuple[int, int, int, int], item: Item) -> WeightFormat:

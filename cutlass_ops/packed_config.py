@@ -117,3 +117,12 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    left_out = ("quantization_config", "compression_config", GUARD_KEY)
+    plain = {key: value for key, value in config.items() if key not in left_out}
+    if isinstance(inner := plain.get("text_config"), dict):
+        plain["text_config"] = plain_config(inner)
+    return plain

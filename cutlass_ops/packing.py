@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .checkpoints import Checkpoint, Quantized
-from .packed_config import ACTIVATIONS, GUARD_KEY
+from .packed_config import ACTIVATIONS, plain_config
 from .packed_file import PACKED_DTYPES, Slices, check_names, packed_metadata, packed_specs
 from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .reorder import reorder
@@ -199,15 +199,6 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
         "kept": planned.kept,
     }
-
-
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
-    left_out = ("quantization_config", "compression_config", GUARD_KEY)
-    plain = {key: value for key, value in config.items() if key not in left_out}
-    if isinstance(inner := plain.get("text_config"), dict):
-        plain["text_config"] = plain_config(inner)
-    return plain
 
 
 @dataclass(frozen=True)

@@ -25,17 +25,14 @@ from torch import Tensor
 from .weight import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+#: Files beside ``config.json`` that older tools left their settings in.
+SETTINGS = ("quantize_config.json", "quant_config.json")
 
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
-
 _MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
-
 _ALIGNMENT = 64
-
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
-
 _PIECE = 1 << 20  # bytes that are summed and written at a time: the second finds them in the cache
-
 _NO_SUM = "0" * 64  # in the place of a sha256 that is not known yet
 
 #: What the format calls torch's dtypes.
@@ -55,9 +52,7 @@ TYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
-
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 

@@ -17,15 +17,11 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..safetensors_files import INDEX, TYPES, json_object, mapped, opened, placement
+from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
-
-
-#: Files beside ``config.json`` that older tools left their settings in.
-SETTINGS = ("quantize_config.json", "quant_config.json")
 
 
 @dataclass(frozen=True)

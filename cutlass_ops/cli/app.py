@@ -62,15 +62,15 @@ def make_console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print one JSON value."""
-    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+    print(json.dumps(json_value(value), indent=2, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """``value`` with None for the numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

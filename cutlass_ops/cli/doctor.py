@@ -12,10 +12,11 @@ import torch
 import typer
 from rich.markup import escape
 
-from .. import _C, __version__, ops, reference
+from .. import _C, ops, reference
 from ..explain import explain
 from ..quantize import quantize
 from ..reorder import reorder
+from ..version import __version__
 from .app import FAILED, JsonOption, app, make_console, print_json, size_text
 
 

@@ -52,10 +52,10 @@ def inspect(
     if as_json:
         print_json(described)
         return
-    _show(make_console(), described, gpus, act_quant)
+    show(make_console(), described, gpus, act_quant)
 
 
-def _show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
+def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
     """What inspect prints: facts of the whole, how many weights there are of each format, then the tensors."""
 
     def line(key: str, value: str) -> None:

@@ -14,7 +14,7 @@ from rich.markup import escape
 from ..model_directory import SHARD_BYTES, reorder_model
 from ..packing import reorder_checkpoint
 from ..plan import Options, plan
-from ..progress import progress as _progress
+from ..progress import progress
 from ..tensor_parallel import STYLES, parse_overrides
 from .app import JsonOption, ZeroOffset, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported, size_text
 
@@ -120,7 +120,7 @@ def reorder_command(
         if act_symmetric is not None and (act_quant or (checkpoint.activations or ("none",))[0]) == "none":
             raise ValueError("--act-symmetric and --act-asymmetric say how activations are quantised: give --act-quant too")
         total = sum(entry.nbytes for entry in checkpoint.entries.values()) + sum(f.stat().st_size for f in checkpoint.files)
-        with _progress("reordering", total) as advance:
+        with progress("reordering", total) as advance:
             if one_file:
                 done = reorder_checkpoint(checkpoint, output, **asdict(options), jobs=jobs, dry_run=dry_run, progress=advance)
             else:
