@@ -609,7 +609,7 @@ def inspect(path: Path) -> None:
     )
     cli.describe.add_kernels(described["tensors"], ["sm_90"], "none")
     cli.inspect.show(Console(file=io.StringIO(), width=80), described, ["sm_90"], "none")
-    json.dumps(cli.app.json_value(described), allow_nan=False)
+    json.dumps(cli.common.json_value(described), allow_nan=False)
 
 
 def read(path: Path, honest: dict[str, Tensor] | None) -> None:

@@ -21,7 +21,7 @@ from . import doctor as doctor
 from . import demo as demo
 
 # isort: on
-from .app import app
+from .common import app
 
 __all__ = ["app", "main"]
 

@@ -12,7 +12,7 @@ from rich.markup import escape
 from ..packed_file import packed_info
 from ..progress import progress
 from ..verify import diff_packed, rank_directories, verify_packed
-from .app import FAILED, JsonOption, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported
+from .common import FAILED, JsonOption, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported
 
 
 @app.command()

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.markup import escape
 
-from .app import JsonOption, app, make_console, print_json, reported
+from .common import JsonOption, app, make_console, print_json, reported
 
 
 @app.command()

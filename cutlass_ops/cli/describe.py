@@ -12,7 +12,7 @@ from ..explain import explain
 from ..packed_file import PACKED_DTYPES, PackedInfo, empty_packed
 from ..safetensors_files import spec_bytes
 from ..weight import PackedWeight
-from .app import dtype_name
+from .common import dtype_name
 
 
 def _note(bits: int, group_size: int, parts: dict[str, str]) -> str:

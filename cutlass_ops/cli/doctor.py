@@ -17,7 +17,7 @@ from ..explain import explain
 from ..quantize import quantize
 from ..reorder import reorder
 from ..version import __version__
-from .app import FAILED, JsonOption, app, make_console, print_json, size_text
+from .common import FAILED, JsonOption, app, make_console, print_json, size_text
 
 
 @app.command()

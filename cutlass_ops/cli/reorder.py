@@ -16,7 +16,17 @@ from ..packing import reorder_checkpoint
 from ..plan import Options, plan
 from ..progress import progress
 from ..tensor_parallel import STYLES, parse_overrides
-from .app import JsonOption, ZeroOffset, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported, size_text
+from .common import (
+    JsonOption,
+    ZeroOffset,
+    app,
+    keep_freed_memory,
+    make_console,
+    print_json,
+    read_checkpoint,
+    reported,
+    size_text,
+)
 
 
 @app.command("reorder")
