@@ -15,8 +15,8 @@
 ``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
 ========================  ================================================================================
 
-``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``), so that transformers
-refuses the directory where cutlass_ops was not imported.
+``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``),
+so that transformers refuses the directory where cutlass_ops was not imported.
 """
 
 from __future__ import annotations
@@ -31,12 +31,14 @@ import torch
 from . import formats
 
 QUANT_METHOD = formats.QUANT_METHOD
-#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in a packed directory:
-#: transformers refuses it, with this text, unless cutlass_ops takes it out again (see ``hf_quantizer.py``). Without it,
-#: transformers alone would only warn of a quantisation that it does not know, and load random weights.
+#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in
+#: a packed directory: transformers refuses it, with this text, unless cutlass_ops takes it out
+#: again (see ``hf_quantizer.py``). Without it, transformers alone would only warn of a quantisation
+#: that it does not know, and load random weights.
 GUARD_KEY = "transformers_weights"
 GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
-#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint was made for.
+#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint
+#: was made for.
 ACTIVATIONS = "activations"
 
 
@@ -46,7 +48,8 @@ class WeightFormat:
 
     Attributes:
         bits, group_size: as in :class:`cutlass_ops.PackedWeight`.
-        tensors: names and dtypes of its tensors, without the codes, sorted: ``(("scales", torch.float16), ...)``.
+        tensors: names and dtypes of its tensors, without the codes, sorted:
+            ``(("scales", torch.float16), ...)``.
     """
 
     bits: int
@@ -111,7 +114,8 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     """The format of linear layer ``module`` by a ``quantization_config``; None if it is not packed.
 
     Raises:
-        ValueError: a layout that is not known, or a format that means nothing; the message names it.
+        ValueError: a layout that is not known, or a format that means nothing; the message names
+            it.
     """
     formats.check_layout(config.get("layout"), config.get("layout_version"))
     if module in config.get("modules_to_not_convert", ()):

@@ -13,12 +13,12 @@ gemv     ``<m>.qweight``  int32 ``[N, K / 8]``          codes along K
          ``<m>.scales``   float ``[N, 8 * Z]``          columns from G on are padding
 =======  ==============  ============================  =========================================================
 
-A stored zero point is the zero point; 0 is one as any other. Z is ceil(G / 8), rounded up to a multiple of 2
-for groups of 64 and of 4 for groups of 32.
+A stored zero point is the zero point; 0 is one as any other. Z is ceil(G / 8), rounded up to a
+multiple of 2 for groups of 64 and of 4 for groups of 32.
 
-Settings: ``bits`` or ``w_bit``, ``group_size`` or ``q_group_size`` (-1 is all of K), ``version`` or ``format``;
-in ``config.json``, or in the ``quant_config.json`` of older files. What they do not say is seen from the shapes
-of the tensors.
+Settings: ``bits`` or ``w_bit``, ``group_size`` or ``q_group_size`` (-1 is all of K), ``version`` or
+``format``; in ``config.json``, or in the ``quant_config.json`` of older files. What they do not say
+is seen from the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _PARTS = ("qweight", "qzeros", "scales")
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so or, where it says nothing, the tensors have AWQ's names and shapes."""
+    """Whether the config says so or, where it says nothing, the tensors have AWQ's names and
+    shapes.
+    """
     if (method := source.quantization.get("quant_method")) is not None:
         # AutoRound writes the same tensors.
         packing = source.quantization.get("packing_format")

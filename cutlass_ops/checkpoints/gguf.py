@@ -2,11 +2,11 @@
 
 :mod:`.gguf_header` has the layout of the file, :mod:`.gguf_blocks` the quantised types.
 
-Names: for the architectures of ``gguf_models.py`` tensors are renamed as ``transformers`` names them, and the
-changes that llama.cpp's converter made to their values are undone; other names stay as they are. The converter
-permutes the rows of llama's attn_q and attn_k (its rope takes neighbours, Hugging Face's takes halves) and of
-bloom's attn_qkv; that is undone on codes, scales and offsets alike, so nothing is rounded. It adds 1 to gemma's
-norms, which are plain tensors.
+Names: for the architectures of ``gguf_models.py`` tensors are renamed as ``transformers`` names
+them, and the changes that llama.cpp's converter made to their values are undone; other names stay
+as they are. The converter permutes the rows of llama's attn_q and attn_k (its rope takes
+neighbours, Hugging Face's takes halves) and of bloom's attn_qkv; that is undone on codes, scales
+and offsets alike, so nothing is rounded. It adds 1 to gemma's norms, which are plain tensors.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def read(path: Path) -> Checkpoint:
     """Check the whole header and list the tensors.
 
     Raises:
-        CheckpointError: a header that is truncated, lies, or has a version that is not known.
+        CheckpointError: a header that is truncated, inconsistent, or of an unknown version.
         OSError: the file cannot be read.
     """
     with path.open("rb") as file:
@@ -107,10 +107,12 @@ def _model_config(data: mmap.mmap, tensors: list[TensorInfo], architecture: str,
 def _head_rows(
     path: Path, info: TensorInfo, architecture: Architecture | None, keys: dict[str, Any]
 ) -> npt.NDArray[np.int64] | None:
-    """The file's row at each row of the Hugging Face weight, where llama.cpp's converter permuted them; else None.
+    """The file's row at each row of the Hugging Face weight, where llama.cpp's converter permuted
+    them; else None.
 
-    ``permute`` in convert_hf_to_gguf.py reshapes rows of llama's attn_q and attn_k to [heads, 2, d, ...] and swaps
-    the middle axes; bloom's attn_qkv goes from [heads, 3, d, ...] to [3, heads, d, ...].
+    ``permute`` in convert_hf_to_gguf.py reshapes rows of llama's attn_q and attn_k to
+    [heads, 2, d, ...] and swaps the middle axes; bloom's attn_qkv goes from [heads, 3, d, ...] to
+    [3, heads, d, ...].
     """
     match = re.fullmatch(r"blk\.\d+\.(attn_(?:q|k|qkv))\.(weight|bias)", info.name, re.ASCII)
     if architecture is None or match is None or match[1] not in architecture.permuted:
@@ -209,7 +211,7 @@ def _bytes(data: mmap.mmap, info: TensorInfo) -> npt.NDArray[np.uint8]:
 
 
 def _tensor(array: npt.NDArray[Any]) -> Tensor:
-    """A tensor of its own memory, which starts where torch's tensors do."""
+    """A copy as a tensor, aligned as torch aligns its tensors."""
     return torch.from_numpy(np.array(array, order="C"))
 
 

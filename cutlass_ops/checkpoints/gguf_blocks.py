@@ -21,11 +21,10 @@ Q6_K   256    210    128 bytes of low halves, 64 of  (d sc) (q - 32), each sc fo
                      high bits, 16 int8 sc, fp16 d   them share a group's scale, see ``_q6_k``
 =====  =====  =====  ==============================  =============================================
 
-Byte i of 16 holds element i in its low half and element i + 16 in its high half; of Q4_K's and Q5_K's 128,
-each 32 hold two groups of 32 in that way.
-All of that is exact, with two exceptions: the offsets of Q4_1 and Q4_K are rounded to fp32, once; and Q6_K is
-rounded to codes of 8 bits, where its pairs of scales do not allow them exactly, by at most an eighth of its
-own step.
+Byte i of 16 holds element i in its low half and element i + 16 in its high half; of Q4_K's and
+Q5_K's 128, each 32 hold two groups of 32 in that way. All of that is exact, with two exceptions:
+the offsets of Q4_1 and Q4_K are rounded to fp32, once; and Q6_K is rounded to codes of 8 bits,
+where its pairs of scales do not allow them exactly, by at most an eighth of its step.
 """
 
 from __future__ import annotations
@@ -47,9 +46,9 @@ if TYPE_CHECKING:
 #: Weights that share a scale in what blocks become.
 GROUP_SIZE = 32
 
-#: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers side by side seldom wait
-#: for Python's lock.
-_PIECE = 1 << 21
+#: Bytes of blocks that are converted at a time: few enough for the cache, and so many that readers
+#: side by side seldom wait for Python's lock.
+_BYTES_AT_A_TIME = 1 << 21
 
 _Bytes: TypeAlias = "npt.NDArray[np.uint8]"
 
@@ -57,7 +56,9 @@ _Array: TypeAlias = "npt.NDArray[Any]"
 
 
 def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[B, elements]``, scales and offsets ``[B, elements / 32]`` of the B blocks in ``rows``."""
+    """Codes ``[B, elements]``, scales and offsets ``[B, elements / 32]`` of the B blocks in
+    ``rows``.
+    """
     import gguf
 
     block_type = BLOCK_TYPES[kind.name]
@@ -71,7 +72,7 @@ def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tenso
     groups = (len(blocks), size // GROUP_SIZE)
     scales = torch.empty(groups, dtype=block_type.scales)
     offsets = None if block_type.offsets is None else torch.empty(groups, dtype=block_type.offsets)
-    step = max(1, _PIECE // nbytes)
+    step = max(1, _BYTES_AT_A_TIME // nbytes)
     for first in range(0, len(blocks), step):
         part = slice(first, first + step)
         with np.errstate(all="ignore"):  # read_weight refuses scales and offsets that are not finite
@@ -84,8 +85,9 @@ def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tenso
     return codes, scales, offsets
 
 
-# Each of these turns blocks [B, bytes] into codes [B, elements] and, one for each 32 elements, scales and
-# offsets [B, elements / 32], which it is given to fill. In codes it finds what ``BlockType.halves`` speaks of.
+# Each of these converts blocks [B, bytes] into codes [B, elements] and, one for each 32 elements,
+# scales and offsets [B, elements / 32], which it fills. Codes come with the low bits that
+# ``BlockType.halves`` describes already unpacked.
 
 
 def _q4_0(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
@@ -134,8 +136,9 @@ def _q5_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> Non
 def _k_scales(blocks: _Bytes, scales: _Array, minima: _Array) -> None:
     """Q4_K's and Q5_K's d sc and -dmin mn, both exact in fp32: 11 bits times 6.
 
-    Bytes 0 .. 3 of the 12 hold sc of groups 0 .. 3 in their low six bits, bytes 4 .. 7 mn in theirs, and bytes
-    8 .. 11 the low four bits of sc and mn of groups 4 .. 7, whose high two are those of the first eight bytes.
+    Bytes 0 .. 3 of the 12 hold sc of groups 0 .. 3 in their low six bits, bytes 4 .. 7 mn in
+    theirs, and bytes 8 .. 11 the low four bits of sc and mn of groups 4 .. 7, whose high two are
+    those of the first eight bytes.
     """
     low, middle, high = blocks[:, 4:16].view(np.dtype((np.void, 12))).copy().view(np.uint32).T
     six, four, two = np.uint32(0x3F3F3F3F), np.uint32(0x0F0F0F0F), np.uint32(0x30303030)
@@ -150,9 +153,10 @@ def _k_scales(blocks: _Bytes, scales: _Array, minima: _Array) -> None:
 def _q6_k(blocks: _Bytes, codes: _Bytes, scales: _Array, offsets: _Array) -> None:
     """Two scales d sc and d sc', of 16 weights each, become one.
 
-    With g their greatest common divisor, the group's scale is d g and codes are (q - 32) sc / g + 128: exact, if
-    that fits into 8 bits for every q. If not, with m the larger of abs(sc) and abs(sc'), it is d m 32/127 and
-    codes are rint((q - 32) (sc / m 127/32)) + 128, each step in fp32.
+    With g their greatest common divisor, the group's scale is d g and codes are (q - 32) sc / g +
+    128: exact, if that fits into 8 bits for every q. If not, with m the larger of abs(sc) and
+    abs(sc'), it is d m 32/127 and codes are rint((q - 32) (sc / m 127/32)) + 128, each step in
+    fp32.
     """
     of_16 = blocks[:, 192:208].view(np.dtype((np.void, 16))).copy().view(np.int8).astype(np.int16)
     first, second = of_16[:, ::2], of_16[:, 1::2]
@@ -200,9 +204,9 @@ class BlockType:
     Attributes:
         bits: of the codes.
         scales, offsets: their dtypes.
-        halves: first byte, end and run: bytes of a block of which each has the low four bits of two codes, ``run`` low
-            halves before ``run`` high ones; (0, 0, 0) if it has none.
-        convert: does the rest.
+        halves: first byte, end and run: bytes of a block of which each has the low four bits of two
+            codes, ``run`` low halves before ``run`` high ones; (0, 0, 0) if it has none.
+        convert: computes the rest.
     """
 
     bits: int

@@ -1,14 +1,14 @@
 """The header of a GGUF file, checked.
 
-Layout: "GGUF", u32 version, u64 tensors, u64 keys; the keys (name, u32 type, value); for each tensor its
-name, u32 dimensions, u64 sizes (the fastest first, so K before N), u32 type, u64 offset; then, aligned, the
-data. Little-endian.
+Layout: "GGUF", u32 version, u64 tensors, u64 keys; the keys (name, u32 type, value); for each
+tensor its name, u32 dimensions, u64 sizes (the fastest first, so K before N), u32 type, u64 offset;
+then, aligned, the data. Little-endian.
 Source: docs/gguf.md of ggml-org/ggml.
 
-The header is walked here, every count and offset against the file's size, and not by ``gguf.GGUFReader``,
-which trusts them and makes several objects of each of a tokenizer's words: 4 s and 160 MB for a model of 135M
-parameters whose header this file reads in a tenth of a second. The package gives the table of types and
-dequantises.
+The header is walked here, every count and offset against the file's size, and not by
+``gguf.GGUFReader``, which trusts them and makes several objects of each of a tokenizer's words: 4 s
+and 160 MB for a model of 135M parameters whose header this file reads in a tenth of a second. The
+package gives the table of types and dequantises.
 """
 
 from __future__ import annotations
@@ -49,14 +49,16 @@ def read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], list[Tenso
     """Keys and tensors of a file.
 
     Raises:
-        CheckpointError: a header that is truncated, lies, or has a version that is not known.
+        CheckpointError: a header that is truncated, inconsistent, or of an unknown version.
     """
     return _Header(path, data).read()
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the header describes it, checked: ``shape`` as torch has it, ``start`` in the file."""
+    """A tensor as the header describes it, checked: ``shape`` as torch has it, ``start`` in the
+    file.
+    """
 
     name: str
     kind: gguf.GGMLQuantizationType
@@ -66,39 +68,45 @@ class TensorInfo:
 
 
 class _Header:
-    """A walk over the header. Every step is checked against the end of the file, so a lie costs no memory."""
+    """A walk over the header. Every size is checked against the end of the file before memory is
+    allocated for it.
+    """
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
         self.data = data
-        self.at = 0
+        self.position = 0
 
     def number(self, form: str, what: str) -> Any:
         size = struct.calcsize(form)
-        if size > len(self.data) - self.at:
+        if size > len(self.data) - self.position:
             raise CheckpointError(self.path, f"the file ends at byte {len(self.data)}, inside {what}")
-        (value,) = struct.unpack_from(form, self.data, self.at)
-        self.at += size
+        (value,) = struct.unpack_from(form, self.data, self.position)
+        self.position += size
         return value
 
     def skip(self, size: int, what: str) -> int:
-        """Go ``size`` bytes on; the position before."""
-        if size > len(self.data) - self.at:
-            raise CheckpointError(self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.at}")
-        before = self.at
-        self.at += size
+        """Advance by ``size`` bytes; returns the position before."""
+        if size > len(self.data) - self.position:
+            raise CheckpointError(
+                self.path, f"{what} takes {size} bytes, of which the file has {len(self.data) - self.position}"
+            )
+        before = self.position
+        self.position += size
         return before
 
     def text(self, what: str) -> str:
         size = self.number("<Q", what)
         start = self.skip(size, what)
         try:
-            return self.data[start : self.at].decode()
+            return self.data[start : self.position].decode()
         except UnicodeDecodeError as error:
             raise CheckpointError(self.path, f"{what} is not UTF-8: {error}") from error
 
     def value(self, kind: int, what: str) -> Any:
-        """The value of a key; of an array only "N values", for a tokenizer's has a hundred thousand."""
+        """The value of a key; of an array only "N values", for a tokenizer's has a hundred
+        thousand.
+        """
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], what)
         if kind == _STRING:
@@ -116,23 +124,23 @@ class _Header:
 
     def skip_texts(self, count: int, what: str) -> None:
         # Every string takes 8 bytes at least, so a count that fits bounds the loop.
-        if count > (len(self.data) - self.at) // 8:
+        if count > (len(self.data) - self.position) // 8:
             raise CheckpointError(self.path, f"{what} has {count} strings, more than the rest of the file can hold")
-        at, end, size = self.at, len(self.data), struct.Struct("<Q").unpack_from
+        position, end, size = self.position, len(self.data), struct.Struct("<Q").unpack_from
         for _ in range(count):
-            if at + 8 > end:
+            if position + 8 > end:
                 raise CheckpointError(self.path, f"the file ends at byte {end}, inside {what}")
-            at += 8 + size(self.data, at)[0]
-        if at > end:
+            position += 8 + size(self.data, position)[0]
+        if position > end:
             raise CheckpointError(self.path, f"the file ends at byte {end}, inside {what}")
-        self.at = at
+        self.position = position
 
     def read(self) -> tuple[dict[str, Any], list[TensorInfo]]:
         import gguf
 
         if self.data[:4] != b"GGUF":
             raise CheckpointError(self.path, f"starts with {self.data[:4]!r}; a GGUF file starts with b'GGUF'")
-        self.at = 4
+        self.position = 4
         version = self.number("<I", "the version")
         if version not in (2, 3):
             swapped = " (a big-endian file?)" if version & 0xFFFF == 0 else ""
@@ -158,7 +166,7 @@ class _Header:
             if info.name in tensors:
                 raise CheckpointError(self.path, "appears twice", info.name)
             tensors[info.name] = info
-        return keys, list(self.placed(tensors, -(-self.at // alignment) * alignment))
+        return keys, list(self.placed(tensors, -(-self.position // alignment) * alignment))
 
     def tensor(self, index: int, alignment: int) -> TensorInfo:
         """One tensor's description; ``start`` still counts from the beginning of the data."""

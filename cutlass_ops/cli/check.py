@@ -23,11 +23,12 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every bit of a packed model, by its checksums; with --against, that it still is its checkpoint, bit for bit.
+    """Check every bit of a packed model, by its checksums; with --against, that it still is its
+    checkpoint, bit for bit.
 
-    The largest difference is between values as the packed file gives them and as the checkpoint does:
-    rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
-    1 if anything is wrong.
+    The largest difference is between values as the packed file gives them and as the checkpoint
+    does: rounding of the last place at most, or, for weights that reorder quantised, the error of
+    that. Exit status 1 if anything is wrong.
     """
     with reported():
         keep_freed_memory()
@@ -69,7 +70,9 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two packed models, bit for bit, however they are cut into files. Exit status 1 if they differ."""
+    """Compare two packed models, bit for bit, however they are cut into files. Exit status 1 if
+    they differ.
+    """
     with reported():
         infos = [packed_info(path) for path in (first, second)]
         with progress("comparing", sum(file.stat().st_size for info in infos for file in info.files)) as advance:

@@ -39,7 +39,9 @@ ZeroOffset = Annotated[
 
 @contextmanager
 def reported(kept: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn the errors that a user can cause into one line and an exit status; ``kept`` says what Ctrl-C left behind."""
+    """Turn the errors that a user can cause into one line and an exit status; ``kept`` says what
+    Ctrl-C left behind.
+    """
     console = Console(stderr=True)
     try:
         yield
@@ -96,8 +98,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def keep_freed_memory() -> None:
     """Let one weight's memory serve the next: for commands that make and drop many large tensors.
 
-    glibc gives a large block back to the system when it is freed, and the system clears every page of the next one: a
-    quarter of the time that packing a model takes.
+    glibc gives a large block back to the system when it is freed, and the system clears every page
+    of the next one: a quarter of the time that packing a model takes.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

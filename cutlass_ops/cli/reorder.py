@@ -80,13 +80,14 @@ def reorder_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's directory.
+    """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's
+    directory.
 
-    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be rounded). Float weights
-    are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
-    them; in one file, weights of convolutions too, where that makes them smaller. Everything else is copied; a
-    directory's config.json says how to load it. A directory whose making was interrupted is completed by the same
-    command.
+    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be
+    rounded). Float weights are quantised if --bits is given, except embeddings, norms and the
+    output head, unless --include names them; in one file, weights of convolutions too, where that
+    makes them smaller. Everything else is copied; a directory's config.json says how to load it. A
+    directory whose making was interrupted is completed by the same command.
     """
     one_file = output.suffix == ".safetensors"
 
