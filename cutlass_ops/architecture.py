@@ -84,9 +84,7 @@ class Architecture:
         return name, ""
 
     def _renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
-        """The model's name of a checkpoint's tensor, and the pattern of the conversion that changes
-        its values.
-        """
+        """The model's name of a tensor, and the pattern of a conversion of its values."""
         prefix = self.model.base_model_prefix
         # As transformers' loader does it, its second try included.
         name, pattern = self._loading.rename_source_key(tensor, self._renamings, self._converters, prefix, known)
@@ -152,9 +150,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
 
 
 def check_layers(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a configuration of more layers than any model has: building them would
-    take too long.
-    """
+    """Raise ValueError for a configuration with more layers than any model has."""
     for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in holder.items():
             if str(key).endswith(("layers", "_layer")) and type(value) is int and value > _MOST_LAYERS:
@@ -180,9 +176,7 @@ def skeleton(transformers: ModuleType, config: Any) -> Any:
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """N and K of a linear layer: nn.Linear, or transformers' Conv1D, which is one; None for another
-    module.
-    """
+    """N and K of a linear layer (nn.Linear or transformers' Conv1D); None for other modules."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if _is_conv1d(module):
@@ -252,9 +246,7 @@ def _weight_reads(cls: Any) -> tuple[tuple[str, tuple[_Test, ...]], ...]:
 
 
 def _may_be(test: CodeType, expected: bool, module: nn.Module) -> bool:
-    """Whether a condition in a module's code may be ``expected``: known where the module's own
-    attributes decide it.
-    """
+    """Whether a condition in a module's code may be ``expected``, by the module's attributes."""
     try:
         return bool(eval(test, vars(sys.modules[type(module).__module__]), {"self": module})) == expected
     except Exception:  # it has other variables of the method

@@ -130,9 +130,7 @@ def _extra() -> Any:
 
 
 def default_folder() -> Path:
-    """Where the demo keeps its files: ``$XDG_CACHE_HOME/cutlass_ops``, by default
-    ``~/.cache/cutlass_ops``.
-    """
+    """Where the demo keeps its files: ``cutlass_ops`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cutlass_ops"
 
 
@@ -217,9 +215,7 @@ def generate(
 
 
 def _captured(before: Callable[[], None], step: Callable[[], None]) -> Callable[[], None]:
-    """``step`` as the replay of a CUDA graph; ``before`` and one step are run first, which loads
-    kernels and makes buffers.
-    """
+    """``step`` as the replay of a CUDA graph, captured after ``before`` and one warm-up step."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -276,8 +272,8 @@ def run_demo(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is expected")
     transformers = _extra()
-    place = torch.device(device or default_device())
-    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.float16)
+    on_device = torch.device(device or default_device())
+    dtype = dtype or (torch.float32 if on_device.type == "cpu" else torch.float16)
     folder = folder or default_folder()
     if model is None:
         report(f"Fetching {MODEL}")
@@ -303,17 +299,17 @@ def run_demo(
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = tokenizer(prompt)["input_ids"]
-    asked = torch.tensor([tokens], device=place)
+    prompt_ids = torch.tensor([tokens], device=on_device)
     stop = [token for token in (tokenizer.eos_token_id,) if token is not None]
 
-    def answer(name: str, speaker: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
+    def answer(name: str, network: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
         if expected is None:
             error, agreement = 0.0, 1.0
         else:
-            found = logits(speaker, dialogue)
+            found = logits(network, prompt_and_answer)
             error = relative_error(found, expected)
             agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
-        new, seconds = generate(speaker, asked, max_new_tokens, stop)
+        new, seconds = generate(network, prompt_ids, max_new_tokens, stop)
         return Generation(
             name=name,
             text=tokenizer.decode(new[0], skip_special_tokens=True),
@@ -326,29 +322,29 @@ def run_demo(
         )
 
     report("Answering with the dequantised model in fp32")
-    oracle: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    oracle.to(place).eval()
-    logits(oracle, asked)  # the first use of a device takes longer
-    reference = answer("fp32", oracle, None, ())
-    dialogue = torch.cat([asked, asked.new_tensor([reference.tokens])], dim=1)
-    expected = logits(oracle, dialogue)
+    dequantized: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    dequantized.to(on_device).eval()
+    logits(dequantized, prompt_ids)  # the first use of a device takes longer
+    reference = answer("fp32", dequantized, None, ())
+    prompt_and_answer = torch.cat([prompt_ids, prompt_ids.new_tensor([reference.tokens])], dim=1)
+    expected = logits(dequantized, prompt_and_answer)
     rounded = None
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         report(f"Answering with the dequantised model in {name}")
-        for parameter in oracle.parameters():  # not the buffers: transformers keeps frequencies in fp32
+        for parameter in dequantized.parameters():  # not the buffers: transformers keeps frequencies in fp32
             parameter.data = parameter.data.to(dtype)
-        rounded = answer(name, oracle, expected, ())
-    del oracle
+        rounded = answer(name, dequantized, expected, ())
+    del dequantized
     gc.collect()
 
     report("Loading the packed model")
-    mixed = load_model(packed, dtype=dtype, device=place)
+    mixed = load_model(packed, dtype=dtype, device=on_device)
     generations = []
     for name, act_quant, act_symmetric in MODES:
         report(f"Answering with {name}")
         set_activations(mixed, act_quant, act_symmetric)
-        kernels = kernels_of(mixed, (asked.shape[1], 1), dtype, place)
+        kernels = kernels_of(mixed, (prompt_ids.shape[1], 1), dtype, on_device)
         generations.append(answer(name, mixed, expected, kernels))
     return DemoResult(
         model=str(model),
@@ -357,7 +353,7 @@ def run_demo(
         packed_bytes=done.packed_bytes,
         layers=len(done.weights),
         reorder_seconds=reorder_seconds,
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
+        device=torch.cuda.get_device_name(on_device) if on_device.type == "cuda" else str(on_device),
         dtype=str(dtype).removeprefix("torch."),
         prompt=prompt,
         reference=reference,
@@ -372,9 +368,7 @@ def default_device() -> str:
 
 
 def kernels_of(model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Kernel, ...]:
-    """The kernels that run in a model's :class:`cutlass_ops.nn.MixedLinear` layers, for each number
-    of rows of x.
-    """
+    """The kernels of a model's :class:`MixedLinear` layers, for each number of rows of x."""
     layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
     alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)
     one = {(layer.packed.n, layer.packed.k, layer.packed.bits): layer for layer in layers}

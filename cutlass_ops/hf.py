@@ -83,9 +83,7 @@ class _Watch(MetaPathFinder):
 
 
 def register_when_imported() -> None:
-    """Register with transformers and peft now, if their tables are imported already, or as soon as
-    they are.
-    """
+    """Register with transformers and peft, now or as soon as their tables are imported."""
     for table in _TABLES:
         if table in sys.modules:
             _register(table)
@@ -191,9 +189,7 @@ def load_model(
 
 
 def _config(transformers: ModuleType, path: Path) -> Any:
-    """The configuration of the model in a directory, of a GGUF file, or of the directory that a
-    file is in.
-    """
+    """The configuration of a directory, a GGUF file, or a file's directory."""
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
     problem = f"there is no config.json in {directory}, and no config is given"

@@ -126,9 +126,7 @@ class CutlassOpsQuantizer(HfQuantizer):
     requires_calibration = True  # so that transformers refuses a model that is not packed
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Take out of the configuration what keeps transformers from the files
-        (``packed_config.GUARD``).
-        """
+        """Take ``packed_config.GUARD`` out of the configuration."""
         # This hook is the one that runs after the configuration is read and before the files are
         # looked for.
         if getattr(config, GUARD_KEY, None) == GUARD:
@@ -190,9 +188,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         return found
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds out of the files' tensors and the model's, which it only
-        logs.
-        """
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs."""
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
 
@@ -278,9 +274,7 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on top can be trained: yes, by PEFT's LoRA; the packed weights are
-        frozen.
-        """
+        """Whether adapters can be trained: yes, by PEFT's LoRA; packed weights are frozen."""
         return True
 
     @property

@@ -3,12 +3,12 @@ others load.
 
 ::
 
-    config.json                      the model's own, with ``quantization_config``; written last
-    model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
-                                     each is a packed file by itself (see
-                                     :mod:`cutlass_ops.packed_file`)
-    README.md                        a model card: the base model, the formats, how to load it; the source's card below
-    tokenizer.json, ...              copied; of a GGUF file, made from what it holds
+    config.json          the model's, with ``quantization_config``; written last
+    model.safetensors    or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
+                         each is a packed file by itself (see :mod:`cutlass_ops.packed_file`)
+    README.md            a model card: the base model, the formats, how to load it; the source's
+                         card below
+    tokenizer.json, ...  copied; of a GGUF file, made from what it holds
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
@@ -204,9 +204,7 @@ def _finished(
     names: Sequence[str],
     contents: Sequence[Sequence[tuple[Mapping[str, Spec], Mapping[str, str]]]],
 ) -> list[bool]:
-    """Which shards all ranks have; ValueError if there are packed files that this run would not
-    write.
-    """
+    """Which shards all ranks have; ValueError for packed files that this run would not write."""
     finished = [True] * len(names)
     for rank, directory in enumerate(directories):
         for file in directory.glob("*.safetensors"):
@@ -263,9 +261,7 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
 
 
 def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
-    """What is copied besides weights and configuration: the tokenizer and the like; a whole model
-    gets a new card.
-    """
+    """Files to copy besides weights and configuration; a whole model gets a new card."""
     if not checkpoint.config or checkpoint.dialect == "gguf":
         return {}
     return {
@@ -280,9 +276,7 @@ def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
 
 
 def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
-    """The same of a GGUF file, made from what it holds; and why its tokenizer is missing or
-    differs, or "".
-    """
+    """The same, made of a GGUF file; and why its tokenizer is missing or differs."""
     tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokens = {name: token for name, token in tokens.items() if token is not None}
     files = {"generation_config.json": _json(tokens)} if tokens else {}

@@ -2,18 +2,21 @@
 
 ``quantization_config`` says enough to make the modules before any tensor is read:
 
-========================  ================================================================================
+========================  ==========================================================================
 ``quant_method``          "cutlass_ops"
 ``layout``                "cutlass_ops.slab64"
 ``layout_version``        2, or 1 in directories that older versions wrote
 ``bits``, ``group_size``  of most weights
-``tensors``               dtypes of most weights' tensors beside the codes: ``{"scales": "float16", ...}``
-``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ from those
+``tensors``               dtypes of most weights' tensors beside the codes:
+                          ``{"scales": "float16", ...}``
+``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ
+                          from those
 ``modules_to_not_convert``  names of the linear layers that are not packed; all others are
 ``act_quant``             how activations are quantised unless the user says otherwise: "none"
 ``act_symmetric``         whether quantised activations have no zero point: true
-``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
-========================  ================================================================================
+``tensor_parallel``       where layers are split over ranks:
+                          ``{"rank", "size", "styles": {module: style}}``
+========================  ==========================================================================
 
 ``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``),
 so that transformers refuses the directory where cutlass_ops was not imported.

@@ -65,9 +65,7 @@ class Item:
 def items_of(
     checkpoint: Checkpoint, steps: Sequence[Step], ranks: int = 1, splits: Sequence[tuple[str, str]] = ()
 ) -> list[Item]:
-    """What becomes of each step on each of ``ranks``, whose layers ``splits`` may split otherwise
-    than by the table.
-    """
+    """What becomes of each step on each rank; ``splits`` override the table of styles."""
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
     except ValueError as error:

@@ -36,9 +36,7 @@ _TABLE = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte)$")
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under
-    ``name``.
-    """
+    """What becomes of one entry: a packed weight (if ``weight`` is set) or a copied tensor."""
 
     entry: Entry
     name: str
@@ -208,9 +206,7 @@ def _is_convolution(entry: Entry) -> bool:
 
 
 def _reason_against_taps(entry: Entry, bits: int) -> str:
-    """Why the weight of a convolution of few channels stays as it is; "" if its padded codes take
-    less than its values.
-    """
+    """Why a convolution of few channels stays plain: packed it is larger; "" if it is not."""
     n, channels, *kernel = entry.shape
     taps = math.prod(kernel)
     packed = formats.padded_rows(n) * formats.padded_k(taps * channels, taps) * bits // 8

@@ -117,9 +117,7 @@ def _one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def common_form(part: Any) -> Any:
-    """What must be the same of a field of weights that are packed as one: of a tensor all but its
-    rows and values.
-    """
+    """What a field of weights that are packed as one must share: all but rows and values."""
     if not isinstance(part, Tensor):
         return part
     columns = f" of {part.shape[1]} columns" if part.dim() == 2 else ""

@@ -152,9 +152,7 @@ ACT_ORDER = (
 
 
 def slice_shape(shape: tuple[int, ...], style: str, size: int) -> tuple[int, ...]:
-    """Shape of a rank's part of a float layer's weight ``[N, K]`` or bias ``[N]``; ValueError as
-    above.
-    """
+    """Shape of a rank's part of a weight ``[N, K]`` or bias ``[N]``; ValueError as above."""
     n, k, _ = sliced_format(shape[0], shape[1] if len(shape) == 2 else size, -1, style, size)
     return (n, k) if len(shape) == 2 else (n,)
 

@@ -1,6 +1,4 @@
-"""Is a packed file what it should be: by itself, against its checkpoint, against another packed
-file.
-"""
+"""Check packed files: by themselves, against a checkpoint, against another packed file."""
 
 from __future__ import annotations
 
@@ -95,9 +93,7 @@ def verify_packed(
 
 
 def rank_directories(path: Path) -> list[Path]:
-    """The directories of all ranks that a directory should hold, rank 0 first; none if it is not
-    split over ranks.
-    """
+    """The directories of all ranks, rank 0 first; none if a model is not split over ranks."""
     found = sorted(path.glob("rank-*-of-*")) if path.is_dir() else []
     sizes = {int(match[1]) for name in found if (match := re.fullmatch(r"rank-\d{1,6}-of-(\d{1,6})", name.name))}
     if len(sizes) > 1:

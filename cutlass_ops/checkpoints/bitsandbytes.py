@@ -6,19 +6,22 @@ Source: ``bitsandbytes/functional.py`` (``QuantState``), ``nn/modules.py`` and `
 4 bits. W is flattened, row by row, and cut into blocks of ``blocksize`` elements, whatever its rows
 are.
 
-==========================================  ===========================================================================
+==========================================  ========================================================
 tensor                                      holds
-==========================================  ===========================================================================
-``<m>.weight``                              two codes a byte, element 2 i in the high half; uint8, or any other type of
-                                            the same bytes ("quant_storage"), of any shape
+==========================================  ========================================================
+``<m>.weight``                              two codes a byte, element 2 i in the high half; uint8,
+                                            or any other type of the same bytes ("quant_storage"),
+                                            of any shape
 ``<m>.weight.quant_map``                    float [16]: the code book
-``<m>.weight.absmax``                       float [blocks]: value = quant_map[code] * absmax[block]; or uint8 (nested)
+``<m>.weight.absmax``                       float [blocks]: value = quant_map[code] * absmax[block];
+                                            or uint8 (nested)
 ``<m>.weight.nested_absmax``,               of nested absmax, in separate blocks:
-``<m>.weight.nested_quant_map``             absmax = nested_quant_map[code] * nested_absmax[block] + nested_offset
+``<m>.weight.nested_quant_map``             absmax = nested_quant_map[code] * nested_absmax[block] +
+                                            nested_offset
 ``<m>.weight.quant_state.bitsandbytes__t``  JSON in uint8; t is nf4 or fp4: blocksize, shape [N, K],
                                             dtype; of nested absmax nested_blocksize and
                                             nested_offset
-==========================================  ===========================================================================
+==========================================  ========================================================
 
 A block that straddles rows gives its absmax to a group in each of them: nothing is rounded. Where
 such a group would be shorter than 32 the weight is refused. The code book is the one in the file.
@@ -180,9 +183,7 @@ def _packed(source: Source, name: str) -> Tensor:
 
 
 def _absmax(source: Source, name: str, nested: tuple[int, float] | None) -> Tensor:
-    """One number for each block; ``nested`` is the block size and the offset of absmax that is
-    quantised itself.
-    """
+    """Absmax of each block; ``nested`` is block size and offset where it is quantised itself."""
     absmax = source.tensors[f"{name}.absmax"].values().reshape(-1)
     if nested is None:
         return absmax

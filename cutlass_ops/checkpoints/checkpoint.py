@@ -123,9 +123,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
 
     @property
     def others(self) -> dict[str, Entry]:
-        """The tensors that are not quantised, by name; ``values()`` of each reads it, as the file
-        stores it.
-        """
+        """The tensors that are not quantised, by name; ``values()`` reads one."""
         return {name: entry for name, entry in self.entries.items() if entry.quantized is None and not entry.problem}
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:

@@ -5,16 +5,18 @@ Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the
 ``compressed-tensors``. Codes and zero points are signed; here both have ``2^(b-1)`` added, which
 changes no value.
 
-=========================  ===========================================================================================
+=========================  =========================================================================
 tensor                     holds
-=========================  ===========================================================================================
+=========================  =========================================================================
 pack-quantized
-``<m>.weight_packed``      int32 ``[N, ceil(K * b / 32)]``: code + 2^(b-1), dense along K, the first in the lowest bits
+``<m>.weight_packed``      int32 ``[N, ceil(K * b / 32)]``: code + 2^(b-1), dense along K, the first
+                           in the lowest bits
 ``<m>.weight_shape``       integers ``[2]``: N and K, which need not fill the last word
 ``<m>.weight_scale``       floats ``[N, G]``, ``[N, 1]`` or ``[1]``: value = scale * (code - zero)
 ``<m>.weight_zero_point``  int32 ``[ceil(N * b / 32), G]``, packed along N; int8 ``[1]`` for a whole
                            tensor; absent if symmetric
-``<m>.weight_g_idx``       int32 ``[K]``: the group of each input; of files written before 2026-08; -1 means none
+``<m>.weight_g_idx``       int32 ``[K]``: the group of each input; of files written before 2026-08;
+                           -1 means none
 int-quantized
 ``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
 ``<m>.weight_scale``       as above, or a scale for each block of rows and columns
@@ -25,7 +27,7 @@ float-quantized
 mxfp4-pack-quantized
 ``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
 ``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
-=========================  ===========================================================================================
+=========================  =========================================================================
 
 Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore
 contradicts. So are shapes and groups; the config gives the bits of int-quantized codes and settles
@@ -156,9 +158,7 @@ def _flag(source: Source, settings: dict[str, Any], name: str, default: bool) ->
 def _check_promises(
     source: Source, module: str, groups: tuple[_Group, ...], deadline: float, counted: int, zeros: Entry | None, index: bool
 ) -> None:
-    """Refuse a module without the zero points or the act order that its config group promises;
-    ``counted`` groups of inputs.
-    """
+    """Refuse a module without the zero points or the act order that its config group states."""
     if all(group.symmetric and not group.act_order for group in groups):
         return
     scheme = _scheme(source, module, groups, deadline)
@@ -173,9 +173,7 @@ def _check_promises(
 
 
 def _activations(source: Source) -> tuple[str, bool] | None:
-    """What all config groups say of activations, if that is int8 with scales found online for each
-    token or block.
-    """
+    """Act_quant and act_symmetric by all config groups; None unless int8 with online scales."""
     found = set()
     for group in source.quantization.get("config_groups", {}).values():
         settings = group.get("input_activations")
@@ -193,9 +191,7 @@ def _is_block(block: Any) -> bool:
 
 
 def _scheme(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> _Group | None:
-    """The config group of a module: by its name, else by an expression, else by its class, else the
-    only one.
-    """
+    """The config group of a module: by its name, an expression, its class, or the only one."""
     if len(groups) == 1:
         return groups[0]
     for kind in (_by_name, _by_expression, _by_class):
@@ -229,9 +225,7 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
 
 
 def _steps(expression: str) -> int:
-    """How many repetitions an expression has, in each of which a match may try every place; many if
-    one may hold another.
-    """
+    """How many repetitions an expression has; nested ones count as many."""
     bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression)
     return 100 if re.search(r"\)[*+{]", bare) else len(re.findall(r"[*+{]", bare))
 

@@ -56,9 +56,7 @@ _Array: TypeAlias = "npt.NDArray[Any]"
 
 
 def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes ``[B, elements]``, scales and offsets ``[B, elements / 32]`` of the B blocks in
-    ``rows``.
-    """
+    """Codes ``[B, elements]``, and scales and offsets ``[B, elements / 32]``, of B blocks."""
     import gguf
 
     block_type = BLOCK_TYPES[kind.name]

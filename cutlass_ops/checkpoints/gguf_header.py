@@ -56,9 +56,7 @@ def read_header(path: Path, data: mmap.mmap) -> tuple[dict[str, Any], list[Tenso
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor as the header describes it, checked: ``shape`` as torch has it, ``start`` in the
-    file.
-    """
+    """A tensor as the checked header describes it; ``start`` is its place in the file."""
 
     name: str
     kind: gguf.GGMLQuantizationType
@@ -68,9 +66,7 @@ class TensorInfo:
 
 
 class _Header:
-    """A walk over the header. Every size is checked against the end of the file before memory is
-    allocated for it.
-    """
+    """A reader that checks every size against the end of the file before it uses it."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -104,9 +100,7 @@ class _Header:
             raise CheckpointError(self.path, f"{what} is not UTF-8: {error}") from error
 
     def value(self, kind: int, what: str) -> Any:
-        """The value of a key; of an array only "N values", for a tokenizer's has a hundred
-        thousand.
-        """
+        """The value of a key; of an array only "N values", as tokenizers have long ones."""
         if kind in _SCALARS:
             return self.number(_SCALARS[kind], what)
         if kind == _STRING:

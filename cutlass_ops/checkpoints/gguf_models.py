@@ -209,9 +209,7 @@ class ConfigError(ValueError):
 
 
 def rope_tensors(architecture: str) -> tuple[str, ...]:
-    """Names of tensors that are settings: divisors of the rotary frequencies, for short and for
-    long texts.
-    """
+    """Names of tensors that hold divisors of the rotary frequencies, for short and long texts."""
     if architecture == "phi3":
         return ("rope_factors_short.weight", "rope_factors_long.weight")
     return ("rope_freqs.weight",)
@@ -329,9 +327,7 @@ def model_config(
 
 
 def _dtype(architecture: str, kinds: Collection[str]) -> str:
-    """What x should be: the type of matrices that are not quantised, else fp16, whose range gemma
-    exceeds.
-    """
+    """Dtype of x: that of matrices that are not quantised, else fp16, whose range gemma exceeds."""
     if "BF16" in kinds or (architecture.startswith("gemma") and "F16" not in kinds):
         return "bfloat16"
     return "float16"

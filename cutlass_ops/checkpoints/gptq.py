@@ -4,15 +4,16 @@ order or not.
 Source: ``gptqmodel/utils/model.py`` (``convert_gptq_v1_to_v2_format_module``) of GPTQModel, the
 packing of AutoGPTQ, and vLLM's ``auto_gptq.py``.
 
-===============  ==========================  =====================================================================
+===============  ==========================  =======================================================
 tensor           dtype, shape                holds
-===============  ==========================  =====================================================================
+===============  ==========================  =======================================================
 ``<m>.qweight``  int32 ``[K * b / 32, N]``   codes along K, the first in the lowest bits
 ``<m>.qzeros``   int32 ``[G, N * b / 32]``   zero points along N; version 1 stores them less one
 ``<m>.scales``   float ``[G, N]``            value = scale * (code - zero)
-``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act order; optional, but
-                                             with several groups and ``desc_act`` (act order)
-===============  ==========================  =====================================================================
+``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act
+                                             order; optional, but with several groups and
+                                             ``desc_act`` (act order)
+===============  ==========================  =======================================================
 
 Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from
 the whole word, so that a zero point of 0 borrows from the next. It is undone in the same way, by an
@@ -83,9 +84,7 @@ class _Settings:
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so or, where it says nothing, the tensors have GPTQ's names and
-    shapes.
-    """
+    """Whether the config says so or, if it says nothing, the tensors are GPTQ's."""
     if (method := source.quantization.get("quant_method")) is not None:
         return method == "gptq" or (method == "auto-round" and source.quantization.get("packing_format") == _AUTO_ROUND)
     for module in source.modules("qweight"):

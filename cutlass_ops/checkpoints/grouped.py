@@ -259,9 +259,7 @@ def float_scales(source: Source, name: str, shape: tuple[int, ...] | None = None
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """bf16 of the same shape: ``2^(e - 127)`` of each uint8 e, the scales of OCP's Microscaling
-    Formats; NaN of 255.
-    """
+    """bf16 ``2^(e - 127)`` of each uint8 e: OCP's Microscaling scales; NaN of 255."""
     return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 

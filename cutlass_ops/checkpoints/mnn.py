@@ -11,16 +11,16 @@ Sources: ``source/core/ConvolutionCommon.cpp``, ``schema/default/CaffeOp.fbs`` (
 An operator of type "Convolution" with a kernel of 1 x 1 is a linear layer [N, K]. Its ``external``
 is the position of its data and the sizes of the parts, one after the other:
 
-============  ======================================================================================================
+============  ======================================================================================
 part          holds
-============  ======================================================================================================
-weight        u8 dimensions, their sizes (u16, or u32 with ``shapeInt32``), u8 count (0 means 256), count int8 values,
-              and for each weight, row after row, the index of its value q: 4 or 8 bits, the first
-              in the high half
-alpha         float (fp16 with ``scaleStorage`` "FP16"): scale [N, K/g] or, with ``readType`` not 0, (offset, scale)
-              [N, K/g, 2]
+============  ======================================================================================
+weight        u8 dimensions, their sizes (u16, or u32 with ``shapeInt32``), u8 count (0 means 256),
+              count int8 values, and for each weight, row after row, the index of its value q: 4 or
+              8 bits, the first in the high half
+alpha         float (fp16 with ``scaleStorage`` "FP16"): scale [N, K/g] or, with ``readType`` not 0,
+              (offset, scale) [N, K/g, 2]
 bias          float [N], if its size is not 0
-============  ======================================================================================================
+============  ======================================================================================
 
 A fifth part, the index of a sparse weight, is refused.
 

@@ -7,18 +7,19 @@ The parts that are named there, where it names any, must be those of the file.
 Sources: ``torchao/prototype/safetensors``, ``torchao/quantization/quantize_/workflows`` and
 PyTorch's ``aten/src/ATen/native/cuda/int4mm.cu``.
 
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 class                     parts                                       value
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 Int4Tensor                qdata int8 [N, K/2], even k in the low      q s + z: an offset
                           half, signed; scale, zero_point [K/g, N]
 Int4TilePackedTo4dTensor  qdata int32 [N'/8, K'/128, 32, 4], below;   (q - 8) s + z: an offset
                           scale_and_zero [K'/g, N', 2]
 Int8Tensor                qdata int8 [N, K]; scale, zero_point int8   (q - z) s
                           [N, K/g], the latter optional
-IntxUnpackedToInt8Tensor  as Int8Tensor, of "target_dtype" int1 to    (q - z) s; float zero points become offsets
+IntxUnpackedToInt8Tensor  as Int8Tensor, of "target_dtype" int1 to    (q - z) s; float zero points
+                                                                      become offsets
                           int8; zero_point int8 or float              -s z, in fp32
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 
 Word [a, b, 4 r + t, j] of the tile-packed order has row n = 8 a + r and the columns k = 128 b + 32
 j + 2 t plus 0, 8, 16, 24, 1, 9, 17, 25 in its nibbles, from the lowest. N' and K' are N and K

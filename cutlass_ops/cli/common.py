@@ -39,9 +39,7 @@ ZeroOffset = Annotated[
 
 @contextmanager
 def reported(kept: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn the errors that a user can cause into one line and an exit status; ``kept`` says what
-    Ctrl-C left behind.
-    """
+    """Turn user errors into a line and an exit status; ``kept`` says what Ctrl-C left behind."""
     console = Console(stderr=True)
     try:
         yield

@@ -58,9 +58,7 @@ def inspect(
 
 
 def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
-    """What inspect prints: facts of the whole, how many weights there are of each format, then the
-    tensors.
-    """
+    """Print facts of the whole, counts of weights by format, then the tensors."""
 
     def line(key: str, value: str) -> None:
         console.print(Padding(f"{key + ':':10}{escape(value)}", (0, 0)), highlight=False, soft_wrap=False)
@@ -95,9 +93,7 @@ def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant
 
 
 def _alike(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Tensors that differ but in the numbers of their names, under one name that has those numbers
-    in braces.
-    """
+    """Group tensors that differ only in the numbers of their names, put in braces."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for tensor in tensors:
         facts = [str(tensor[key]) for key in ("type", "shape", "bytes", "note", "kernels")]

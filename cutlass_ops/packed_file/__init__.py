@@ -12,9 +12,11 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of
                     their kernels; K of ``weights`` is then R * S * C, and each tap's C channels are
                     padded to 128
-``experts``         JSON, if a layer's experts are packed as one: ``{name: {"experts": E, "n": N}}``;
-                    N of ``weights`` is then E * N rounded up to 64, and ``perm`` is ``[E, K]``
-``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored again
+``experts``         JSON, if a layer's experts are packed as one:
+                    ``{name: {"experts": E, "n": N}}``; N of ``weights`` is then E * N rounded up to
+                    64, and ``perm`` is ``[E, K]``
+``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored
+                    again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
 ``tool``            "cutlass_ops <version>"
 ``options``         JSON: how the checkpoint was read and its float matrices quantised

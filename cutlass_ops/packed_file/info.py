@@ -207,9 +207,7 @@ def _weight_parts(
 
 
 def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) -> PackedInfo:
-    """What transformers wrote: files without our metadata, which may have parts of one weight in
-    two shards.
-    """
+    """What transformers wrote, without our metadata; a weight may be in two shards."""
     try:
         formats.check_layout(config.get("layout"), config.get("layout_version"))
     except ValueError as error:
@@ -264,9 +262,7 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
 
 
 def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) -> dict[str, int]:
-    """N and K of a weight by its tensors' shapes; both rounded up where neither a bias nor an act
-    order gives them.
-    """
+    """N and K by a weight's tensors; rounded up where neither bias nor act order gives them."""
     codes, scales = specs[f"{name}.codes"][1], specs.get(f"{name}.scales", (None, ()))[1]
     if len(codes) != 1 or len(scales) != 2 or 0 in (*codes, *scales) or bits not in formats.BITS:
         raise CheckpointError(

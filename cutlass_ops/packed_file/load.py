@@ -50,9 +50,7 @@ def load_packed(
 
 
 def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight | PackedExperts:
-    """A weight of the open files that hold it, checked but for what every value would have to be
-    read for.
-    """
+    """A weight of the open files that hold it; its values are checked in part."""
     n, k, bits, group_size = info.weights[name]
     path = info.places[f"{name}.codes"]
     parts: dict[str, Any] = dict.fromkeys(PARTS)
@@ -73,9 +71,7 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
 
 
 def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | None:
-    """What is wrong with the values of a weight that came from a file: a tensor's name and the
-    fault, or None.
-    """
+    """A tensor with wrong values in a weight of a file, and what is wrong; None if none is."""
     # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
     if weight.perm is not None:
         features = torch.arange(weight.k, dtype=torch.int32, device=weight.device)

@@ -18,9 +18,7 @@ from .layout import Slices, check_names
 
 
 def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
-    """``weights`` of the table in :mod:`cutlass_ops.packed_file`, of ``(n, k, bits, group_size)``
-    by name.
-    """
+    """``weights`` of the metadata, of ``(n, k, bits, group_size)`` by name."""
     fields = ("n", "k", "bits", "group_size")
     return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
 
