@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import re
+import statistics
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -74,7 +76,7 @@ def about(name: str) -> str:
     """Say which file has the numbers, and what its header says of machine, versions and commit."""
     result = read(name)
     facts = [result["device"] + (f" at {result['clock_mhz']} MHz" if "clock_mhz" in result else "")]
-    facts += [f"{name} {result[name]}" for name in ("torch", "transformers", "bitsandbytes", "peft") if name in result]
+    facts += [f"{name} {result[name]}" for name in ("vllm", "torch", "transformers", "bitsandbytes", "peft") if name in result]
     facts += [result["peers"]] if "peers" in result else []
     commits = dict.fromkeys([result["commit"], *(row["commit"] for row in result.get("rows", []) if "commit" in row)])
     names = [f"`{commit[:7]}`" for commit in commits]
@@ -215,6 +217,38 @@ def experts() -> str:
     return f"{text}\n\n{markdown(['layer, M =', *ms], lines)}"
 
 
+def convolutions() -> str:
+    """Static int8 convolutions."""
+    rows = read("h200-conv.json")["rows"]
+    plain = [row for row in rows if row["peers_us"] and not row["zero_point"]]
+    ratio = math.exp(statistics.fmean(math.log(row["us"] / min(row["peers_us"].values())) for row in plain))
+    lines = []
+    for row in rows:
+        peer = min(row["peers_us"].items(), key=lambda item: item[1], default=None)
+        name = f"{row['layer']}, zero point {row['zero_point']}" if row["zero_point"] else row["layer"]
+        best = f"{digits(peer[1])} ({peer[0]})" if peer else ""
+        lines.append([name, digits(row["us"]), digits(row["torch_fp16_us"]), best])
+    text = f"{about('h200-conv.json')} Microseconds, int8 to int8 with bias and relu; the geometric mean over the best peer"
+    heads = ["layer", "cutlass_ops", "torch fp16", "best int8 peer"]
+    return f"{text} is {ratio:.2f}.\n\n{markdown(heads, lines)}"
+
+
+def engines() -> str:
+    """Llama-3.1-8B in vLLM."""
+    result = read("h200-vllm.json")
+    lines = [
+        [
+            row["checkpoint"],
+            f"cutlass_ops, act_quant {row['act_quant']}" if row["kernels"] == "cutlass_ops" else row["linear_kernel"],
+            *(f"{row['decode_ms'][batch]:.2f}" for batch in ("1", "16")),
+            f"{row['prefill_tokens_per_s']:,}",
+        ]
+        for row in result["rows"]
+    ]
+    heads = ["checkpoint", "kernels", "batch 1, ms a token", "batch 16", "prompts, tokens a second"]
+    return f"{about('h200-vllm.json')}\n\n{markdown(heads, lines)}"
+
+
 def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
@@ -297,7 +331,22 @@ def layers() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     function.__name__: function
-    for function in (products, behind, copies, host, five, generation, training, experts, cpu, accuracy, four_bits, layers)
+    for function in (
+        products,
+        behind,
+        copies,
+        host,
+        five,
+        generation,
+        training,
+        experts,
+        convolutions,
+        engines,
+        cpu,
+        accuracy,
+        four_bits,
+        layers,
+    )
 }
 
 
