@@ -1,9 +1,10 @@
-"""Which matrices of a checkpoint are linear layers of its model, and why others must stay plain tensors.
+"""Which matrices of a checkpoint are linear layers of its model, and why others must stay plain
+tensors.
 
-A model of transformers keeps some matrices as bare parameters (routers, stacked experts), reads the ``weight`` of some
-linear layers itself, and loads some tensors under other names or merged with others. Where transformers is installed and
-knows the model, the model itself is asked: built on the meta device, without values, in evaluation mode. Otherwise names
-decide.
+A model of transformers keeps some matrices as bare parameters (routers, stacked experts), reads the
+``weight`` of some linear layers itself, and loads some tensors under other names or merged with
+others. Where transformers is installed and knows the model, the model itself decides: it is built
+on the meta device, without values, in evaluation mode. Otherwise names decide.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import nn
 
-#: Module names that are no linear layers of transformers' models, with the reason, where the model cannot be asked.
+#: Module names that are no linear layers of transformers' models, with the reason; used where the
+#: model is not known.
 _BY_NAME = (
     (r"(^|\.)experts\.", "an expert, whose weight transformers stacks with those of the other experts"),
     (r"(^|\.)(gate|router|mlp\.router|shared_expert_gate)$", "a router, which transformers keeps as a bare parameter"),
@@ -54,11 +56,12 @@ class Architecture:
             self._converters = [c for c in conversions if isinstance(c, self._loading.WeightConverter)]
 
     def place(self, module: str) -> tuple[str, str]:
-        """The model's name of a checkpoint's module, and why its weight is not that of a linear layer there.
+        """The model's name of a checkpoint's module, and why its weight is not that of a linear
+        layer there.
 
         Returns:
-            Name and reason. The reason is "" for a linear layer; the name is "" if the model is not known or has no place
-            for the weight.
+            Name and reason. The reason is "" for a linear layer; the name is "" if the model is not
+            known or has no place for the weight.
         """
         if self.model is None:
             return "", ""
@@ -81,7 +84,7 @@ class Architecture:
         return name, ""
 
     def _renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
-        """The model's name of a checkpoint's tensor, and the pattern of the conversion that changes its values."""
+        """The model's name of a tensor, and the pattern of a conversion of its values."""
         prefix = self.model.base_model_prefix
         # As transformers' loader does it, its second try included.
         name, pattern = self._loading.rename_source_key(tensor, self._renamings, self._converters, prefix, known)
@@ -123,7 +126,8 @@ class Architecture:
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """What a checkpoint's ``config.json`` says of its model; names alone decide where transformers does not know it.
+    """What a checkpoint's ``config.json`` says of its model; names alone decide where transformers
+    does not know it.
 
     Raises:
         ValueError: a configuration of more layers than any model has.
@@ -139,13 +143,14 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
             transformers = import_module("transformers")
             settings = {key: value for key, value in config.items() if key not in ("quantization_config", "model_type")}
             return Architecture(skeleton(transformers, transformers.AutoConfig.for_model(kind, **settings)))
-        # Not installed, a model that it does not know, or a file's nonsense that any of its thousand classes stumbles over.
+        # Not installed, a model that it does not know, or values in the file that one of its
+        # classes does not expect.
         except Exception:
             return Architecture(None, kind)
 
 
 def check_layers(config: Mapping[str, Any]) -> None:
-    """Raise ValueError for a configuration of more layers than any model has: building them would take too long."""
+    """Raise ValueError for a configuration with more layers than any model has."""
     for holder in (config, *(value for value in config.values() if isinstance(value, dict))):
         for key, value in holder.items():
             if str(key).endswith(("layers", "_layer")) and type(value) is int and value > _MOST_LAYERS:
@@ -171,7 +176,7 @@ def skeleton(transformers: ModuleType, config: Any) -> Any:
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:
-    """N and K of a linear layer: nn.Linear, or transformers' Conv1D, which is one; None for another module."""
+    """N and K of a linear layer (nn.Linear or transformers' Conv1D); None for other modules."""
     if isinstance(module, nn.Linear):
         return module.out_features, module.in_features
     if _is_conv1d(module):
@@ -201,12 +206,12 @@ def _is_plain(cls: Any) -> bool:
     with torch.no_grad():
         try:
             y = layer(x)
-        except Exception:  # it needs what its own constructor makes
+        except Exception:  # it needs attributes that its constructor sets
             return False
         return isinstance(y, torch.Tensor) and torch.allclose(y, nn.functional.linear(x, layer.weight, layer.bias))
 
 
-#: A condition in a method's code, and whether what is asked for happens where it holds.
+#: A condition in a method's code, and the value of it for which the weight is read.
 _Test: TypeAlias = "tuple[CodeType, bool]"
 
 
@@ -241,7 +246,7 @@ def _weight_reads(cls: Any) -> tuple[tuple[str, tuple[_Test, ...]], ...]:
 
 
 def _may_be(test: CodeType, expected: bool, module: nn.Module) -> bool:
-    """Whether a condition in a module's code may be ``expected``: known where the module's own attributes decide it."""
+    """Whether a condition in a module's code may be ``expected``, by the module's attributes."""
     try:
         return bool(eval(test, vars(sys.modules[type(module).__module__]), {"self": module})) == expected
     except Exception:  # it has other variables of the method

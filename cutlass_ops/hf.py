@@ -1,9 +1,12 @@
-"""Models of transformers with packed weights: :func:`load_model`, and the registration that ``from_pretrained`` needs.
+"""Models of transformers with packed weights: :func:`load_model`, and the registration that
+``from_pretrained`` needs.
 
-transformers finds quantisation methods only by name in its own tables, and has no entry points for packages to add to them.
-So ``import cutlass_ops`` watches for the import of the module that holds those tables, before or after, and adds the method
-"cutlass_ops" then: ``AutoModelForCausalLM.from_pretrained`` takes a directory that ``cutlass-ops reorder`` wrote, and neither
-package makes the import of the other slower. PEFT's LoRA is told of packed layers in the same way.
+transformers finds quantisation methods only by name in its tables, and has no entry points for
+packages to add to them. So ``import cutlass_ops`` watches for the import of the module that holds
+those tables, before or after, and adds the method "cutlass_ops" then:
+``AutoModelForCausalLM.from_pretrained`` takes a directory that ``cutlass-ops reorder`` wrote, and
+neither package makes the import of the other slower. PEFT's LoRA learns of packed layers in the
+same way.
 """
 
 from __future__ import annotations
@@ -39,7 +42,8 @@ from .weight import CheckpointError, PackedWeight
 
 # ---- registration
 
-#: Modules of other packages, and what is said where the module of this one that adds to their tables cannot do so.
+#: Modules of other packages, and what is said where the module of this one that adds to their
+#: tables cannot do so.
 _TABLES = {
     "transformers.quantizers.auto": ("hf_quantizer", "this transformers cannot load packed models of cutlass_ops"),
     "peft.tuners.lora.model": ("peft_lora", "this peft cannot train packed models of cutlass_ops"),
@@ -79,7 +83,7 @@ class _Watch(MetaPathFinder):
 
 
 def register_when_imported() -> None:
-    """Register with transformers and peft now, if their tables are imported already, or as soon as they are."""
+    """Register with transformers and peft, now or as soon as their tables are imported."""
     for table in _TABLES:
         if table in sys.modules:
             _register(table)
@@ -106,28 +110,30 @@ def load_model(
     """Load a causal model of transformers, its linear layers packed.
 
     Args:
-        path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint that
-            :func:`cutlass_ops.load_checkpoint` reads, which is packed in memory; or the id of a model of the Hub with
-            safetensors files, "organisation/model".
-        config: transformers' configuration; None takes the one that a GGUF file's keys give, else the one beside the file,
-            else the one in a packed file's metadata.
-        options: what of a checkpoint to pack, and how its float matrices are quantised; None packs what is quantised.
+        path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint
+            that :func:`cutlass_ops.load_checkpoint` reads, which is packed in memory; or the id of
+            a model of the Hub with safetensors files, "organisation/model".
+        config: transformers' configuration; None takes the one that a GGUF file's keys give, else
+            the one beside the file, else the one in a packed file's metadata.
+        options: what of a checkpoint to pack, and how its float matrices are quantised; None packs
+            what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's.
         device: where the model shall be.
-        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the directory, packed file or
-            checkpoint says, else "none" and True.
-        fuse: whether layers that multiply the same x are made one (:func:`cutlass_ops.fuse_linears`); layers that cannot be
-            stay as they are.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the
+            directory, packed file or checkpoint says, else "none" and True.
+        fuse: whether layers that multiply the same x are made one
+            (:func:`cutlass_ops.fuse_linears`); layers that cannot be stay as they are.
 
     Returns:
-        The model, in evaluation mode. Its packed weights are frozen; gradients flow through them, to adapters of PEFT for
-        example (:func:`cutlass_ops.mixed_gemm` says how).
+        The model, in evaluation mode. Its packed weights are frozen; gradients flow through them,
+        to adapters of PEFT for example (:func:`cutlass_ops.mixed_gemm` says how).
 
     Raises:
         ModuleNotFoundError: transformers is not installed.
         CheckpointError: a file that is not what it claims to be, or no such file.
-        ValueError: a tensor of the file that has no place in the model, one of the model that is not in the file, other
-            shapes, nothing to pack, or a configuration that transformers has no causal language model for.
+        ValueError: a tensor of the file that has no place in the model, one of the model that is
+            not in the file, other shapes, nothing to pack, or a configuration that transformers has
+            no causal language model for.
     """
     try:
         transformers = import_module("transformers")
@@ -149,7 +155,8 @@ def load_model(
         with torch.device("meta"):
             model = model_class(config)
         state = _state(path, config, model, options, dtype)
-        # Before transformers allocates what does not fit: sizes of a damaged header may be of any magnitude.
+        # Before transformers allocates what does not fit: sizes of a damaged header may be of any
+        # magnitude.
         for name, parameter in model.named_parameters():
             if name in state and state[name].shape != parameter.shape:
                 raise ValueError(_MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape)))
@@ -182,7 +189,7 @@ def load_model(
 
 
 def _config(transformers: ModuleType, path: Path) -> Any:
-    """The configuration of the model in a directory, of a GGUF file, or of the directory that a file is in."""
+    """The configuration of a directory, a GGUF file, or a file's directory."""
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
     problem = f"there is no config.json in {directory}, and no config is given"
@@ -209,8 +216,8 @@ def _tensors(
     """What any file holds.
 
     Returns:
-        Packed weights and other tensors by name; the names of modules that a weight serves as well; and the ``act_quant`` and
-        ``act_symmetric`` that it was made for, if it says so.
+        Packed weights and other tensors by name; the names of modules that a weight serves as well;
+        and the ``act_quant`` and ``act_symmetric`` that it was made for, if it says so.
     """
     if is_packed(path):
         info = packed_info(path)
@@ -223,7 +230,7 @@ def _tensors(
 
 
 def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
-    """What a model's state_dict shall be; ``config`` is told of the weights in it."""
+    """What a model's state_dict shall be; the weights in it are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
     architecture = Architecture(model)
@@ -235,7 +242,8 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         if isinstance(value, PackedExperts):
             raise ValueError(f"{path}: {name!r} are experts packed as one, which no model is loaded with yet")
         layer, reason = architecture.place(name)
-        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its values.
+        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its
+        # values.
         table = name if reason or not layer else tied.get(name)
         if table is not None:
             state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
@@ -249,7 +257,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
         weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
         if linear is model.get_output_embeddings():  # type: ignore[operator]
-            config.tie_word_embeddings = False  # the head has tensors of its own
+            config.tie_word_embeddings = False  # the head has separate tensors
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:

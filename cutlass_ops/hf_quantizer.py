@@ -1,4 +1,5 @@
-"""Packed models through ``from_pretrained``: importing this module tells transformers of ``quant_method`` "cutlass_ops".
+"""Packed models through ``from_pretrained``: importing this module registers ``quant_method``
+"cutlass_ops".
 
 It is imported as soon as both packages are (see ``hf.py``); a user need not.
 """
@@ -34,10 +35,12 @@ _MOST_NAMES = 8
 
 @register_quantization_config(QUANT_METHOD)
 class CutlassOpsConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each key an attribute.
+    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each key
+    an attribute.
 
     Raises:
-        ValueError: a layout that is not known, a format that means nothing, or another value of a wrong kind.
+        ValueError: a layout that is not known, a format that means nothing, or another value of a
+            wrong kind.
     """
 
     def __init__(self, **fields: Any) -> None:
@@ -50,9 +53,11 @@ class CutlassOpsConfig(QuantizationConfigMixin):
 
 
 def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
-    """``PreTrainedConfig.to_json_string``, with what keeps transformers alone from a packed directory's files.
+    """``PreTrainedConfig.to_json_string``, with what keeps transformers alone from a packed
+    directory's files.
 
-    transformers takes the key out of every configuration that it saves, so that an attribute would not do.
+    transformers takes the key out of every configuration that it saves, so that an attribute would
+    not do.
     """
 
     @functools.wraps(to_json_string)
@@ -109,18 +114,21 @@ def _listed(names: Sequence[str]) -> str:
 
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
-    """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks what was loaded.
+    """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks
+    what was loaded.
 
-    Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of ``from_pretrained`` is that of x, norms
-    and embeddings; scales and zero points keep the checkpoint's. With a ``device_map`` that has "cpu" or "disk", packed
-    weights stay on the other devices unless ``offload_buffers=True`` is given: they are buffers.
+    Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of
+    ``from_pretrained`` is that of x, norms and embeddings; scales and zero points keep the
+    checkpoint's. With a ``device_map`` that has "cpu" or "disk", packed weights stay on the other
+    devices unless ``offload_buffers=True`` is given: they are buffers.
     """
 
     requires_calibration = True  # so that transformers refuses a model that is not packed
 
     def update_attn_implementation(self, config: Any) -> Any:
-        """Take out of the configuration what keeps transformers from the files (``packed_config.GUARD``)."""
-        # This hook is the one that runs after the configuration is read and before the files are looked for.
+        """Take ``packed_config.GUARD`` out of the configuration."""
+        # This hook is the one that runs after the configuration is read and before the files are
+        # looked for.
         if getattr(config, GUARD_KEY, None) == GUARD:
             delattr(config, GUARD_KEY)
         return config
@@ -139,7 +147,8 @@ class CutlassOpsQuantizer(HfQuantizer):
             layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
             model.set_submodule(name, layer)
             parent = model.get_submodule(name.rpartition(".")[0])
-            # transformers initialises what it did not load, parents included, some of which reach for the layer's weight.
+            # transformers initialises what it did not load, parents included, some of which reach
+            # for the layer's weight.
             if not parent._non_persistent_buffers_set:
                 parent._is_hf_initialized = True
         _untie(model)
@@ -161,7 +170,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         wrong: dict[str, str] = {}
         for stored in _packed_names(files):
             name, reason = architecture.place(stored)
-            # save_pretrained has the model's names in the configuration, and the checkpoint's in the files.
+            # save_pretrained has the model's names in the configuration, and the checkpoint's in
+            # the files.
             form = weight_format(config, name if stored not in named and name in named else stored)
             if form is None:
                 wrong[stored] = "modules_to_not_convert names it"
@@ -178,7 +188,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         return found
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds out of the files' tensors and the model's, which it only logs."""
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs."""
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
 
@@ -207,7 +217,8 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _check_found(self, model: Any, found: Any) -> None:
         """Refuse a model of which a part is random, and files of which a part is left over.
 
-        As transformers has it, the body of a model may be loaded without its head, or with a new one, which is random.
+        As transformers has it, the body of a model may be loaded without its head, or with a new
+        one, which is random.
         """
         layers = [name for name, module in model.named_modules() if isinstance(module, MixedLinear)]
         parts = {f"{name}.{part}" for name in layers for part in PARTS}
@@ -234,7 +245,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), and experts.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`),
+                and experts.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
@@ -262,7 +274,7 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        """Whether adapters on top can be trained: yes, by PEFT's LoRA; the packed weights are frozen."""
+        """Whether adapters can be trained: yes, by PEFT's LoRA; packed weights are frozen."""
         return True
 
     @property
@@ -285,7 +297,8 @@ def check_method(model: Any) -> None:
 
 
 def attach(model: Any) -> None:
-    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its like treat them right.
+    """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its
+    like treat them right.
 
     Raises:
         ValueError: as :func:`describe`.
@@ -302,7 +315,7 @@ def attach(model: Any) -> None:
 
 
 def _untie(model: Any) -> None:
-    """Let packed layers share no weight with others: they have tensors of their own."""
+    """Let packed layers share no weight with others: their tensors are separate."""
     if isinstance(model.get_output_embeddings(), MixedLinear):
         model.config.tie_word_embeddings = False
     layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
@@ -314,7 +327,8 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
 
     Raises:
-        ValueError: no packed layer, or layers with an activation, or with different treatment of x: neither is stored.
+        ValueError: no packed layer, or layers with an activation, or with different treatment of x:
+            neither is stored.
     """
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}

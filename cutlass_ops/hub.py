@@ -10,7 +10,8 @@ from .weight import CheckpointError
 
 _HUB_ID = re.compile(r"\w[\w.-]*/\w[\w.-]*", re.ASCII)
 _FILE_SUFFIXES = (".bin", ".gguf", ".json", ".mnn", ".pt", ".pth", ".safetensors")
-#: Configuration, tokenizer and weights. Repositories often hold the weights in other formats as well.
+#: Configuration, tokenizer and weights. Repositories often hold the weights in other formats as
+#: well.
 _WANTED = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken")
 
 
@@ -18,8 +19,9 @@ def local_path(source: str | os.PathLike[str]) -> Path:
     """The path that ``source`` names, or where the files of the Hub model of that id are.
 
     Anything that exists is a path. What does not exist and reads "organisation/model" is an id: the
-    model's configuration, tokenizer and safetensors files are taken from the Hub's cache on this machine,
-    or downloaded into it, as transformers does (``HF_HOME`` and ``HF_HUB_OFFLINE`` have their meaning).
+    model's configuration, tokenizer and safetensors files are taken from the Hub's cache on this
+    machine, or downloaded into it, as transformers does (``HF_HOME`` and ``HF_HUB_OFFLINE`` have
+    their meaning).
 
     Raises:
         CheckpointError: an id whose files cannot be had.

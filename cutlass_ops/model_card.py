@@ -15,7 +15,7 @@ CARD = "README.md"
 
 
 def model_card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int, int]], act_quant: str) -> str:
-    """The model card of a directory: what it was made from, its formats, how to load it, and the source's own card."""
+    """The model card: source, formats, how to load the directory, and the source's card."""
     source = checkpoint.files[0].parent
     base = _hub_name(source, checkpoint.config)
     name = base or (source.resolve().name if checkpoint.config else checkpoint.path.name)
@@ -40,7 +40,7 @@ def model_card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int
 # {name}, packed by cutlass_ops
 
 The linear layers of {name} ({listed}), in the order in which the kernels of cutlass_ops read them. Activations are
-{activations} unless the loader is asked for something else.
+{activations} unless the loader's options say otherwise.
 
 ```python
 import cutlass_ops  # before from_pretrained: transformers alone refuses these files
@@ -58,7 +58,7 @@ tokenizer = AutoTokenizer.from_pretrained(path)
 
 
 def _hub_name(source: Path, config: Mapping[str, Any]) -> str:
-    """The name on the Hugging Face hub of a model in the hub's cache, or that its configuration gives; else ""."""
+    """A model's name on the Hugging Face hub, by the hub's cache or its configuration; else ""."""
     for part in source.absolute().parts:
         if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):
             return f"{match[1]}/{match[2]}"

@@ -1,16 +1,19 @@
-"""Model directories in the packed order: what ``cutlass-ops reorder`` makes of a whole model, and others load.
+"""Model directories in the packed order: what ``cutlass-ops reorder`` makes of a whole model, and
+others load.
 
 ::
 
-    config.json                      the model's own, with ``quantization_config``; written last
-    model.safetensors                or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
-                                     each is a packed file by itself (see :mod:`cutlass_ops.packed_file`)
-    README.md                        a model card: the base model, the formats, how to load it; the source's card below
-    tokenizer.json, ...              copied; of a GGUF file, made from what it holds
+    config.json          the model's, with ``quantization_config``; written last
+    model.safetensors    or model-00001-of-00003.safetensors ... and model.safetensors.index.json;
+                         each is a packed file by itself (see :mod:`cutlass_ops.packed_file`)
+    README.md            a model card: the base model, the formats, how to load it; the source's
+                         card below
+    tokenizer.json, ...  copied; of a GGUF file, made from what it holds
 
-Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``, ``.scales`` and
-whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other tensor under its own name. A quantised
-word embedding is a table of its fp32 values, which a tied head shares.
+Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
+``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
+tensor under its own name. A quantised word embedding is a table of its fp32 values, which a tied
+head shares.
 
 :mod:`cutlass_ops.packed_config` describes ``quantization_config``.
 """
@@ -30,23 +33,21 @@ from pathlib import Path
 from typing import Any
 
 from .checkpoints import Checkpoint
-from .checkpoints.directory import SETTINGS
 from .model_card import CARD, model_card
-from .packed_config import GUARD, GUARD_KEY, WeightFormat, quantization_config
+from .packed_config import GUARD, GUARD_KEY, WeightFormat, plain_config, quantization_config
 from .packed_file import Slices
 from .packing import (
     Item,
     Reordered,
     items_of,
     options_metadata,
-    plain_config,
     shard_contents,
     source_checksums,
     summary_of,
     write_shard,
 )
 from .plan import Options, Progress, plan
-from .safetensors_files import INDEX, Spec, is_written, spec_bytes
+from .safetensors_files import INDEX, SETTINGS, Spec, is_written, spec_bytes
 from .weight import CheckpointError
 
 #: What output heads are called.
@@ -77,29 +78,37 @@ def reorder_model(
     dry_run: bool = False,
     progress: Progress | None = None,
 ) -> Reordered:
-    """Make a directory of a whole model: packed weights, everything else copied, ``config.json`` rewritten.
+    """Make a directory of a whole model: packed weights, everything else copied, ``config.json``
+    rewritten.
 
-    Shards are complete or absent, and ``config.json`` is written last. After an interruption the same call keeps the
-    shards that were finished. A directory with packed files of other contents is refused.
+    Shards are complete or absent, and ``config.json`` is written last. After an interruption the
+    same call keeps the shards that were finished. A directory with packed files of other contents
+    is refused.
 
     Args:
-        checkpoint: from :func:`cutlass_ops.load_checkpoint`. Where it has no ``config.json``, the written one holds our
-            part alone. A GGUF file's configuration is made from its keys, and its tokenizer by transformers.
+        checkpoint: from :func:`cutlass_ops.load_checkpoint`. Where it has no ``config.json``, the
+            written one holds our part alone. A GGUF file's configuration is made from its keys, and
+            its tokenizer by transformers.
         path: the directory; made if it is not there.
         options: what to pack, and how float matrices are quantised; None packs what is quantised.
-        ranks: above 1, the layers are split for that many GPUs, each with a directory ``rank-R-of-RANKS`` inside.
-        splits: layers split otherwise than by the table of ``tensor_parallel.py``, as :func:`split_style` takes them.
-        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by default. None takes what the
-            checkpoint says that it was made for, else "none" and True.
+        ranks: above 1, the layers are split for that many GPUs, each with a directory
+            ``rank-R-of-RANKS`` inside.
+        splits: layers split otherwise than by the table of ``tensor_parallel.py``, as
+            :func:`split_style` takes them.
+        act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; what loaders take by
+            default. None takes what the checkpoint says that it was made for, else "none" and True.
         jobs: tensors that are worked on, and held in memory, at a time.
         shard_bytes: the most that the tensors of one file take, except where one tensor takes more.
         dry_run: plan and write nothing.
-        progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
+        progress: called for every file of the checkpoint that is read for its sha256, and for every
+            finished tensor.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers could not load so.
-        ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a directory that is the
-            checkpoint's own or holds other packed files, or that another process writes.
+        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers
+            could not load so.
+        ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a
+            directory that is the checkpoint's own or holds other packed files, or that another
+            process writes.
         OSError: a file cannot be written.
     """
     path = Path(path)
@@ -156,26 +165,14 @@ def reorder_model(
             elif progress is not None:
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
-        for rank, directory in enumerate(directories):
+        for rank, (directory, part) in enumerate(zip(directories, slices, strict=True)):
             for name, small in small_files.items():
                 _replace(directory / name, small.read_bytes() if isinstance(small, Path) else small)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
-            quantization = quantization_config(
-                {item.step.name: _format(item.weight, item) for item in items if item.weight is not None},
-                _not_converted(items),
-                act_quant,
-                act_symmetric,
-            )
-            if ranks > 1:
-                quantization["tensor_parallel"] = {"rank": rank, "size": ranks, "styles": summary["styles"]}
-            config = {**plain_config(checkpoint.config), "quantization_config": quantization}
-            if any(name.rpartition(".")[2] in _HEADS for name in summary["weights"]):
-                _untie(config)
-            config[GUARD_KEY] = GUARD
-            if ranks == 1:
+            if part is None:
                 _replace(directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode())
-            _replace(directory / "config.json", _json(config))
+            _replace(directory / "config.json", _json(_config(checkpoint, items, act_quant, act_symmetric, part)))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
 
@@ -207,7 +204,7 @@ def _finished(
     names: Sequence[str],
     contents: Sequence[Sequence[tuple[Mapping[str, Spec], Mapping[str, str]]]],
 ) -> list[bool]:
-    """Which shards all ranks have; ValueError if there are packed files that this run would not write."""
+    """Which shards all ranks have; ValueError for packed files that this run would not write."""
     finished = [True] * len(names)
     for rank, directory in enumerate(directories):
         for file in directory.glob("*.safetensors"):
@@ -216,6 +213,21 @@ def _finished(
         for index, name in enumerate(names):
             finished[index] &= (directory / name).is_file()
     return finished
+
+
+def _config(
+    checkpoint: Checkpoint, items: Sequence[Item], act_quant: str, act_symmetric: bool, slices: Slices | None
+) -> dict[str, Any]:
+    """``config.json`` of one rank's directory."""
+    formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
+    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric)
+    if slices is not None:
+        quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
+    config = {**plain_config(checkpoint.config), "quantization_config": quantization}
+    if any(name.rpartition(".")[2] in _HEADS for name in formats):
+        _untie(config)
+    config[GUARD_KEY] = GUARD
+    return config
 
 
 def _format(weight: tuple[int, int, int, int], item: Item) -> WeightFormat:
@@ -231,12 +243,12 @@ def _not_converted(items: Sequence[Item]) -> list[str]:
     plain = {
         item.step.name.removesuffix(".weight") for item in items if item.weight is None and len(item.step.entry.shape) == 2
     }
-    # A head that shares the embedding's weight has no tensor of its own.
+    # A head that shares the embedding's weight has no separate tensor.
     return sorted(plain.intersection(matrices) | ({"lm_head"} - names))
 
 
 def _untie(config: dict[str, Any]) -> None:
-    """Say that the head, which is packed, has a weight of its own."""
+    """Say that the head, which is packed, does not share the embedding's weight."""
     config["tie_word_embeddings"] = False
     if isinstance(inner := config.get("text_config"), dict):
         config["text_config"] = {**inner, "tie_word_embeddings": False}
@@ -249,7 +261,7 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
 
 
 def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
-    """What is copied besides weights and configuration: the tokenizer and the like; a whole model has a card of its own."""
+    """Files to copy besides weights and configuration; a whole model gets a new card."""
     if not checkpoint.config or checkpoint.dialect == "gguf":
         return {}
     return {
@@ -264,7 +276,7 @@ def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:
 
 
 def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
-    """The same of a GGUF file, made from what it holds; and why its tokenizer is missing or differs, or ""."""
+    """The same, made of a GGUF file; and why its tokenizer is missing or differs."""
     tokens = {name: checkpoint.config[name] for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     tokens = {name: token for name, token in tokens.items() if token is not None}
     files = {"generation_config.json": _json(tokens)} if tokens else {}
@@ -276,7 +288,8 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
             with tempfile.TemporaryDirectory() as scratch:
                 # Alone in a directory: transformers would read settings that stand beside it.
                 (Path(scratch) / "model.gguf").symlink_to(checkpoint.path.resolve())
-                # Not AutoTokenizer, which takes the architecture's class; some files have a tokenizer of another.
+                # Not AutoTokenizer, which takes the architecture's class; some files have a
+                # tokenizer of another.
                 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
                 saved = Path(scratch) / "saved"
                 tokenizer.save_pretrained(saved)
@@ -284,7 +297,8 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
                 (saved / "config.json").write_bytes(_json(checkpoint.config))
                 found = transformers.AutoTokenizer.from_pretrained(saved)
                 if tokenizer(_SAMPLE).input_ids != found(_SAMPLE).input_ids:
-                    # For some model types AutoTokenizer takes a class of its own, whatever the files say.
+                    # For some model types AutoTokenizer takes a fixed class, whatever the files
+                    # say.
                     problem = (
                         f"the tokenizer differs from what AutoTokenizer makes of it ({type(found).__name__}); "
                         f"load it with transformers.PreTrainedTokenizerFast"

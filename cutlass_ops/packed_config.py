@@ -2,21 +2,24 @@
 
 ``quantization_config`` says enough to make the modules before any tensor is read:
 
-========================  ================================================================================
+========================  ==========================================================================
 ``quant_method``          "cutlass_ops"
 ``layout``                "cutlass_ops.slab64"
 ``layout_version``        2, or 1 in directories that older versions wrote
 ``bits``, ``group_size``  of most weights
-``tensors``               dtypes of most weights' tensors beside the codes: ``{"scales": "float16", ...}``
-``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ from those
+``tensors``               dtypes of most weights' tensors beside the codes:
+                          ``{"scales": "float16", ...}``
+``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ
+                          from those
 ``modules_to_not_convert``  names of the linear layers that are not packed; all others are
 ``act_quant``             how activations are quantised unless the user says otherwise: "none"
 ``act_symmetric``         whether quantised activations have no zero point: true
-``tensor_parallel``       where layers are split over ranks: ``{"rank", "size", "styles": {module: style}}``
-========================  ================================================================================
+``tensor_parallel``       where layers are split over ranks:
+                          ``{"rank", "size", "styles": {module: style}}``
+========================  ==========================================================================
 
-``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``), so that transformers
-refuses the directory where cutlass_ops was not imported.
+``transformers_weights`` of ``config.json`` holds a sentence in place of a file's name (``GUARD``),
+so that transformers refuses the directory where cutlass_ops was not imported.
 """
 
 from __future__ import annotations
@@ -31,12 +34,14 @@ import torch
 from . import formats
 
 QUANT_METHOD = formats.QUANT_METHOD
-#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in a packed directory:
-#: transformers refuses it, with this text, unless cutlass_ops takes it out again (see ``hf_quantizer.py``). Without it,
-#: transformers alone would only warn of a quantisation that it does not know, and load random weights.
+#: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in
+#: a packed directory: transformers refuses it, with this text, unless cutlass_ops takes it out
+#: again (see ``hf_quantizer.py``). Without it, transformers alone would only warn of a quantisation
+#: that it does not know, and load random weights.
 GUARD_KEY = "transformers_weights"
 GUARD = "this model is packed by cutlass_ops: install it and import cutlass_ops before from_pretrained"
-#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint was made for.
+#: Where the options of a packed file say which ``act_quant`` and ``act_symmetric`` its checkpoint
+#: was made for.
 ACTIVATIONS = "activations"
 
 
@@ -46,7 +51,8 @@ class WeightFormat:
 
     Attributes:
         bits, group_size: as in :class:`cutlass_ops.PackedWeight`.
-        tensors: names and dtypes of its tensors, without the codes, sorted: ``(("scales", torch.float16), ...)``.
+        tensors: names and dtypes of its tensors, without the codes, sorted:
+            ``(("scales", torch.float16), ...)``.
     """
 
     bits: int
@@ -111,9 +117,19 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     """The format of linear layer ``module`` by a ``quantization_config``; None if it is not packed.
 
     Raises:
-        ValueError: a layout that is not known, or a format that means nothing; the message names it.
+        ValueError: a layout that is not known, or a format that means nothing; the message names
+            it.
     """
     formats.check_layout(config.get("layout"), config.get("layout_version"))
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
+
+
+def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    left_out = ("quantization_config", "compression_config", GUARD_KEY)
+    plain = {key: value for key, value in config.items() if key not in left_out}
+    if isinstance(inner := plain.get("text_config"), dict):
+        plain["text_config"] = plain_config(inner)
+    return plain

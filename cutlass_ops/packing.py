@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from .checkpoints import Checkpoint, Quantized
-from .packed_config import ACTIVATIONS, GUARD_KEY
+from .packed_config import ACTIVATIONS, plain_config
 from .packed_file import PACKED_DTYPES, Slices, check_names, packed_metadata, packed_specs
 from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .reorder import reorder
@@ -65,7 +65,7 @@ class Item:
 def items_of(
     checkpoint: Checkpoint, steps: Sequence[Step], ranks: int = 1, splits: Sequence[tuple[str, str]] = ()
 ) -> list[Item]:
-    """What becomes of each step on each of ``ranks``, whose layers ``splits`` may split otherwise than by the table."""
+    """What becomes of each step on each rank; ``splits`` override the table of styles."""
     try:
         check_names([step.name for step in steps if step.weight], [step.name for step in steps if not step.weight])
     except ValueError as error:
@@ -109,7 +109,9 @@ def write_shard(
     jobs: int,
     progress: Progress | None,
 ) -> None:
-    """Write one shard: a file for each rank, whose specs and metadata ``contents`` has. At most ``jobs`` tensors are held."""
+    """Write one shard: a file for each rank, whose specs and metadata ``contents`` has. At most
+    ``jobs`` tensors are held.
+    """
     with ExitStack() as stack:
         writers = [
             stack.enter_context(stream_safetensors(path, specs, metadata))
@@ -133,7 +135,9 @@ _R = TypeVar("_R")
 
 
 def _each(run: Callable[[_T], _R], items: Sequence[_T], jobs: int, done: Callable[[_T, _R], None]) -> None:
-    """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error ends it all."""
+    """``run`` each item on ``jobs`` threads; ``done`` is called on this one. The first error ends
+    it all.
+    """
     if jobs == 1:
         for item in items:
             done(item, run(item))
@@ -201,27 +205,20 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
     }
 
 
-def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
-    left_out = ("quantization_config", "compression_config", GUARD_KEY)
-    plain = {key: value for key, value in config.items() if key not in left_out}
-    if isinstance(inner := plain.get("text_config"), dict):
-        plain["text_config"] = plain_config(inner)
-    return plain
-
-
 @dataclass(frozen=True)
 class Reordered:
     """What :func:`reorder_checkpoint` or :func:`reorder_model` did.
 
     Attributes:
         path: the file or directory written.
-        weights: packed ones, by name: ``(n, k, bits, group_size)``; of the whole model, where ranks have slices.
+        weights: packed ones, by name: ``(n, k, bits, group_size)``; of the whole model, where ranks
+            have slices.
         tensors: names of the copied ones.
         source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
         files: the packed files, all ranks'.
         found: how many of those were there already, from a run that was interrupted.
-        copied: names of the other files that were copied or, of a GGUF file, made from what it holds.
+        copied: names of the other files that were copied or, of a GGUF file, made from what it
+            holds.
         warnings: what a user should know: that there is no tokenizer, and why.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
@@ -261,10 +258,12 @@ def reorder_checkpoint(
     Args:
         checkpoint: from :func:`cutlass_ops.load_checkpoint`.
         path: the file to write.
-        bits, group_size, symmetric, include, exclude, clip: as in :class:`cutlass_ops.plan.Options`.
+        bits, group_size, symmetric, include, exclude, clip: as in
+            :class:`cutlass_ops.plan.Options`.
         jobs: tensors that are worked on, and held in memory, at a time.
         dry_run: plan and write nothing.
-        progress: told of every file of the checkpoint that is read for its sha256, and of every tensor that is done.
+        progress: called for every file of the checkpoint that is read for its sha256, and for every
+            finished tensor.
 
     Raises:
         CheckpointError: a tensor that cannot be packed.

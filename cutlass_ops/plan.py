@@ -24,21 +24,19 @@ Progress: TypeAlias = "Callable[[str, int], None]"
 
 _FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their name.
+#: Float matrices that are no linear layers, or that suffer most from few bits, by a part of their
+#: name.
 DEFAULT_EXCLUDE = r"(^|\.)(lm_head|wte|wpe|shared|ln_[^.]*|[^.]*norm[^.]*|[^.]*embed[^.]*|[^.]*_embd)(\.|$)|^output(\.|$)"
-
-
-#: Where the options of a packed file name the modules whose checkpoint stores them as ``[in, out]``.
+#: Where the options of a packed file name the modules whose checkpoint stores them as
+#: ``[in, out]``.
 TRANSPOSED = "transposed"
-
-
-#: Word embeddings, where the model cannot be asked.
+#: Word embeddings, where the model is not known.
 _TABLE = re.compile(r"(^|\.)(embed_tokens|word_embeddings|wte)$")
 
 
 @dataclass(frozen=True)
 class Step:
-    """What becomes of one entry: a packed weight (``weight`` is set) or a copied tensor, under ``name``."""
+    """What becomes of one entry: a packed weight (if ``weight`` is set) or a copied tensor."""
 
     entry: Entry
     name: str
@@ -65,7 +63,8 @@ class Options:
     """What to pack, and how float matrices are quantised on the way.
 
     Attributes:
-        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them floats.
+        bits: of the float matrices' codes, as in :func:`cutlass_ops.quantize`; None leaves them
+            floats.
         group_size, symmetric: of float matrices.
         include: a regular expression, searched in module names: only these are packed; replaces
             ``DEFAULT_EXCLUDE``.
@@ -112,21 +111,22 @@ def plan(
 ) -> Plan:
     """What becomes of each entry, in the order of the checkpoint.
 
-    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised first, if ``options.bits``
-    is given: those of two dimensions named ``*.weight``, without embeddings, norms and the output head
-    (``DEFAULT_EXCLUDE``); in a file of weights those of convolutions too, of three to five dimensions, unless a tap's few
-    channels would take more bytes packed than as they are. A bias goes with its weight; what the model stores transposed is
-    packed as ``[N, K]``.
+    Weights that the checkpoint quantised are packed as they are. Float matrices are quantised
+    first, if ``options.bits`` is given: those of two dimensions named ``*.weight``, without
+    embeddings, norms and the output head (``DEFAULT_EXCLUDE``); in a file of weights those of
+    convolutions too, of three to five dimensions, unless a tap's few channels would take more bytes
+    packed than as they are. A bias goes with its weight; what the model stores transposed is packed
+    as ``[N, K]``.
 
-    What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it is, a quantised one as
-    the fp32 values that its file gives it. A quantised embedding that is the output head too is packed as the head, and
-    its values become the table.
+    What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it
+    is, a quantised one as the fp32 values that its file gives it. A quantised embedding that is the
+    output head too is packed as the head, and its values become the table.
 
     Args:
         checkpoint, options: what to plan for.
         architecture: the model; None takes what ``checkpoint.config`` says.
-        for_model: whether the result is loaded as a model. If not, it is a file of weights: every weight that the
-            checkpoint quantised is packed, and a tied one is stored once.
+        for_model: whether the result is loaded as a model. If not, it is a file of weights: every
+            weight that the checkpoint quantised is packed, and a tied one is stored once.
 
     Raises:
         CheckpointError: a quantised tensor that cannot be packed and is not excluded.
@@ -206,7 +206,7 @@ def _is_convolution(entry: Entry) -> bool:
 
 
 def _reason_against_taps(entry: Entry, bits: int) -> str:
-    """Why the weight of a convolution of few channels stays as it is; "" if its padded codes take less than its values."""
+    """Why a convolution of few channels stays plain: packed it is larger; "" if it is not."""
     n, channels, *kernel = entry.shape
     taps = math.prod(kernel)
     packed = formats.padded_rows(n) * formats.padded_k(taps * channels, taps) * bits // 8
@@ -264,10 +264,10 @@ def to_quantize(
 
 
 def sha256(path: Path) -> str:
-    """Hexadecimal digest of a file, read piece by piece."""
+    """Hexadecimal digest of a file, read in parts that fit into the cache."""
     digest = hashlib.sha256()
-    piece = memoryview(bytearray(1 << 18))
+    buffer = memoryview(bytearray(1 << 18))
     with path.open("rb", buffering=0) as file:
-        while size := file.readinto(piece):
-            digest.update(piece[:size])
+        while size := file.readinto(buffer):
+            digest.update(buffer[:size])
     return digest.hexdigest()

@@ -16,29 +16,32 @@ from .weight import PackedWeight, QuantizedWeight, group_vector_positions, not_f
 def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight:
     """Put a weight into the order in which the kernels read it.
 
-    ``reorder(w).unpack()`` is w again, bit for bit. A weight on a GPU is packed there, on that device's current
-    stream: of its codes no copy is made, whatever their strides (those of several weights are first copied into one tensor).
-    Whether all values are finite is asked before, which waits for the GPU; nothing else does. Other weights, and those that
-    a package built without kernels gets, are packed by the host's cores.
+    ``reorder(w).unpack()`` is w again, bit for bit. A weight on a GPU is packed there, on that
+    device's current stream: its codes are not copied, whatever their strides (those of several
+    weights are first copied into one tensor). Whether all values are finite is checked first, which
+    waits for the GPU; nothing else does. Other weights, and those that a package built without
+    kernels gets, are packed by the host's cores.
 
-    Weights that multiply the same x (query, key and value; gate and up) may be given as a sequence: they are packed as
-    one, their rows one after another, so that one launch serves all. The products part by plain slicing,
+    Weights that multiply the same x (query, key and value; gate and up) may be given as a sequence:
+    they are packed as one, their rows one after another, so that one launch serves all. The
+    products part by plain slicing,
 
         q, k, v = mixed_gemm(x, reorder([wq, wk, wv])).split([wq.n, wk.n, wv.n], dim=-1)
 
     Args:
-        weight: any quantised weight ``[N, K]``, or a convolution's, or several matrices with the same K, device, format
-            (bits, group size, zero points or offsets or neither, code book), act order, and dtypes of scales, offsets and
-            biases. Where only some have a
-            bias, the others get one of -0.0, which changes no sum.
+        weight: any quantised weight ``[N, K]``, or a convolution's, or several matrices with the
+            same K, device, format (bits, group size, zero points or offsets or neither, code book),
+            act order, and dtypes of scales, offsets and biases. Where only some have a bias, the
+            others get one of -0.0, which changes no sum.
 
     Returns:
-        The packed weight, on the same device; N is the sum of the parts'. The bias of a single weight is its own tensor.
+        The packed weight, on the same device; N is the sum of the parts'. The bias of a single
+        weight is its own tensor.
 
     Raises:
         TypeError: not QuantizedWeights.
-        ValueError: none, or weights that differ in what they must share; the message says in what. Scales, offsets,
-            a code book or codes that are not finite.
+        ValueError: none, or weights that differ in what they must share; the message says in what.
+            Scales, offsets, a code book or codes that are not finite.
     """
     if isinstance(weight, Sequence):
         weight = _one_weight(weight)
@@ -92,7 +95,7 @@ def _one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
     whole: dict[str, Any] = {}
     if any(weight.kernel_size for weight in weights):
         raise ValueError("weights of convolutions are packed one by one; a sequence of matrices is expected")
-    # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
+    # Tensors last: the message about different groups comes before one about the shapes of scales.
     for name in sorted((f.name for f in fields(first)), key=lambda name: isinstance(getattr(first, name), Tensor)):
         parts = [getattr(weight, name) for weight in weights]
         if name == "bias" and any(part is not None for part in parts):
@@ -114,7 +117,7 @@ def _one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
 
 
 def common_form(part: Any) -> Any:
-    """What must be the same of a field of weights that are packed as one: of a tensor all but its rows and values."""
+    """What a field of weights that are packed as one must share: all but rows and values."""
     if not isinstance(part, Tensor):
         return part
     columns = f" of {part.shape[1]} columns" if part.dim() == 2 else ""

@@ -1,8 +1,10 @@
-"""Safetensors on the disk: headers, shards and their index, JSON; files written tensor by tensor, with checksums.
+"""Safetensors on the disk: headers, shards and their index, JSON; files written tensor by tensor,
+with checksums.
 
-The format: u64 length of a JSON header, the header (``{name: {dtype, shape, data_offsets}, "__metadata__": {...}}``), the data
-without holes. https://github.com/huggingface/safetensors. Its library checks every size and offset of the header. The index is
-``{"weight_map": {name: file of the same directory}}``.
+The format: u64 length of a JSON header, the header
+(``{name: {dtype, shape, data_offsets}, "__metadata__": {...}}``), the data without holes.
+https://github.com/huggingface/safetensors. Its library checks every size and offset of the header.
+The index is ``{"weight_map": {name: file of the same directory}}``.
 """
 
 from __future__ import annotations
@@ -25,17 +27,14 @@ from torch import Tensor
 from .weight import CheckpointError
 
 INDEX = "model.safetensors.index.json"
+#: Files beside ``config.json`` that older tools left their settings in.
+SETTINGS = ("quantize_config.json", "quant_config.json")
 
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
-
 _MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
-
 _ALIGNMENT = 64
-
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
-
-_PIECE = 1 << 20  # bytes that are summed and written at a time: the second finds them in the cache
-
+_BYTES_AT_A_TIME = 1 << 20  # hashed, then written: few enough to be in the cache still
 _NO_SUM = "0" * 64  # in the place of a sha256 that is not known yet
 
 #: What the format calls torch's dtypes.
@@ -55,9 +54,7 @@ TYPES = {
     "BOOL": torch.bool,
     "C64": torch.complex64,
 }
-
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
-
 #: dtype and shape of a tensor that is not there yet.
 Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 
@@ -77,9 +74,11 @@ def opened(path: Path) -> Iterator[Any]:
 
 
 def mapped(file: BinaryIO, start: int, size: int, alignment: int) -> Tensor:
-    """A part of a file, uint8 ``[size]``, over a map of its own, which goes with it; at least 1 byte, all in the file.
+    """A part of a file, uint8 ``[size]``, over a separate map, which is unmapped with it; at least
+    1 byte, all in the file.
 
-    Files do not align tensors, torch has to: what does not start at a multiple of ``alignment`` is copied.
+    Files do not align tensors, torch has to: what does not start at a multiple of ``alignment`` is
+    copied.
     """
     first = start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
     # A copy on write, as torch has no tensors that are read-only.
@@ -101,7 +100,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
 
 
 def placement(index: Path) -> dict[str, str]:
-    """The file of each tensor by an index; each name is checked to be one of its own directory."""
+    """The file of each tensor by an index; each name is checked to be one of the index's directory."""
     weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
@@ -152,8 +151,8 @@ def stream_safetensors(
 ) -> Iterator[Callable[[str, Tensor], None]]:
     """Write a safetensors file tensor by tensor, holding none of them, with checksums.
 
-    The file has a temporary name beside ``path`` until it is whole and on the disk. If the block is left by
-    an exception, or the machine stops, what ``path`` named before is untouched.
+    The file has a temporary name beside ``path`` until it is whole and on the disk. If the block is
+    left by an exception, or the machine stops, what ``path`` named before is untouched.
 
     Args:
         path: the file to make or replace.
@@ -161,10 +160,12 @@ def stream_safetensors(
         metadata: strings for the header; ``checksums`` and ``header_sha256`` are added.
 
     Yields:
-        ``write(name, tensor)``, to be called once for each name of ``specs``, in any order, on any thread.
+        ``write(name, tensor)``, to be called once for each name of ``specs``, in any order, on any
+        thread.
 
     Raises:
-        ValueError: a tensor that was not announced so, twice, or never; a dtype that the format lacks.
+        ValueError: a tensor that was not announced so, twice, or never; a dtype that the format
+            lacks.
         OSError: the file cannot be written.
     """
     _, begins, size = _header(specs, metadata, {})
@@ -186,10 +187,10 @@ def stream_safetensors(
                 missing.remove(name)
                 # One after another, so that a GPU's tensor has one copy on the host at a time.
                 data, digest = _bytes(tensor), hashlib.sha256()
-                for first in range(0, len(data), _PIECE):
-                    piece = data[first : first + _PIECE]
-                    digest.update(piece)
-                    _write_all(file.fileno(), piece, begins[name] + first)
+                for first in range(0, len(data), _BYTES_AT_A_TIME):
+                    part = data[first : first + _BYTES_AT_A_TIME]
+                    digest.update(part)
+                    _write_all(file.fileno(), part, begins[name] + first)
                 sums[name] = digest.hexdigest()
 
             yield write
@@ -222,12 +223,13 @@ def checksum(tensor: Tensor) -> str:
 def _header(
     specs: Mapping[str, Spec], metadata: Mapping[str, str], sums: Mapping[str, str]
 ) -> tuple[bytes, dict[str, int], int]:
-    """All before the data of a safetensors file, where each of its tensors begins, and the file's size.
+    """All before the data of a safetensors file, where each of its tensors begins, and the file's
+    size.
 
     What ``sums`` lacks is zeros in ``checksums``: the length is the same.
     """
-    # Largest power of two in the size first: then every tensor starts at a multiple of its own elements'
-    # size, without the holes that the format forbids.
+    # Largest power of two in the size first: then every tensor starts at a multiple of its
+    # elements' size, without the holes that the format forbids.
     sizes = {name: spec_bytes(spec) for name, spec in specs.items()}
     begins: dict[str, int] = {}
     checksums = json.dumps({name: sums.get(name, _NO_SUM) for name in specs})
@@ -268,7 +270,8 @@ def header_is_intact(path: Path) -> bool:
 
 
 def is_written(path: str | os.PathLike[str], specs: Mapping[str, Spec], metadata: Mapping[str, str]) -> bool:
-    """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is there.
+    """Whether :func:`stream_safetensors` has written a file of this header: it is whole if it is
+    there.
 
     Its checksums may be any: the data are not read.
     """

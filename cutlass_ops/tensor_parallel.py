@@ -1,8 +1,9 @@
 """One model's weights split over several GPUs: which linear layer is split how, and its slices.
 
-The words are transformers' and Megatron's (arXiv 1909.08053, section 3): a "colwise" layer computes a part of the
-output features, so its rows ``[N / size, K]`` are split; a "rowwise" layer takes a part of the input features,
-``[N, K / size]``, and the products of all ranks are summed. Everything else is on every rank.
+The words are transformers' and Megatron's (arXiv 1909.08053, section 3): a "colwise" layer computes
+a part of the output features, so its rows ``[N / size, K]`` are split; a "rowwise" layer takes a
+part of the input features, ``[N, K / size]``, and the products of all ranks are summed. Everything
+else is on every rank.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def split_style(module: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
 
     Args:
         module: its name.
-        overrides: pairs of a regular expression, searched in the name, and a style; the first that matches holds.
+        overrides: pairs of a regular expression, searched in the name, and a style; the first that
+            matches holds.
 
     Raises:
         ValueError: several layers in one, which a table of names cannot split.
@@ -87,8 +89,8 @@ def check_heads(module: str, config: Mapping[str, Any], size: int) -> None:
 def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tuple[int, int, int]:
     """N, K and group size of each rank's slice of a weight.
 
-    Where a rank's columns end inside a group, groups become shorter (64 or 32) and repeat their scales: the values are
-    the same.
+    Where a rank's columns end inside a group, groups become shorter (64 or 32) and repeat their
+    scales: the values are the same.
 
     Raises:
         ValueError: ``size`` does not divide it, or a boundary lies inside a run of 32 columns.
@@ -116,7 +118,8 @@ def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tup
 def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> QuantizedWeight:
     """The part of a weight that ``rank`` of ``size`` holds; views where possible.
 
-    The bias of a rowwise layer is on rank 0; the others have -0.0, so that the sum over ranks adds it once.
+    The bias of a rowwise layer is on rank 0; the others have -0.0, so that the sum over ranks adds
+    it once.
 
     Raises:
         ValueError: it cannot be split so (see :func:`sliced_format`), or along an act order.
@@ -149,7 +152,7 @@ ACT_ORDER = (
 
 
 def slice_shape(shape: tuple[int, ...], style: str, size: int) -> tuple[int, ...]:
-    """Shape of a rank's part of a float layer's weight ``[N, K]`` or bias ``[N]``; ValueError as above."""
+    """Shape of a rank's part of a weight ``[N, K]`` or bias ``[N]``; ValueError as above."""
     n, k, _ = sliced_format(shape[0], shape[1] if len(shape) == 2 else size, -1, style, size)
     return (n, k) if len(shape) == 2 else (n,)
 

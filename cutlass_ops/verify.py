@@ -1,4 +1,4 @@
-"""Is a packed file what it should be: by itself, against its checkpoint, against another packed file."""
+"""Check packed files: by themselves, against a checkpoint, against another packed file."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ class Verified:
         weights, tensors: how many were checked.
         problems: one line each; empty if all is well.
         notes: what could not be checked, one line each.
-        same_source: whether the checkpoint's files have the sha256 in the packed file; None if none was
-            given.
-        largest_difference: of a weight's values, packed against the checkpoint's own (for a float checkpoint:
-            the error of quantising); None without a checkpoint.
+        same_source: whether the checkpoint's files have the sha256 in the packed file; None if none
+            was given.
+        largest_difference: of a weight's values, packed against the checkpoint's own (for a float
+            checkpoint: the error of quantising); None without a checkpoint.
         largest_at: the weight that has it.
     """
 
@@ -52,21 +52,24 @@ class Verified:
 def verify_packed(
     path: str | os.PathLike[str], against: Checkpoint | None = None, progress: Progress | None = None
 ) -> Verified:
-    """Check every bit of a packed file or directory, and compare it with the checkpoint that it was made from.
+    """Check every bit of a packed file or directory, and compare it with the checkpoint that it was
+    made from.
 
-    Without a checkpoint: the structure, the checksums of the header and of each tensor, that scales, offsets and code books
-    are finite (a bias may hold infinities), that padding is zero, and that a directory's ``config.json`` describes the
-    weights that its files hold. With one, too: codes, scales, zero points, offsets, biases and copied tensors must be equal
-    bit for bit (float weights are quantised again with the file's own options, and split as it is split), and nothing may be
-    missing or extra.
+    Without a checkpoint: the structure, the checksums of the header and of each tensor, that
+    scales, offsets and code books are finite (a bias may hold infinities), that padding is zero,
+    and that a directory's ``config.json`` describes the weights that its files hold. With one, too:
+    codes, scales, zero points, offsets, biases and copied tensors must be equal bit for bit (float
+    weights are quantised again with the file's own options, and split as it is split), and nothing
+    may be missing or extra.
 
-    Files of layout version 1, and those that ``save_pretrained`` of transformers wrote, have no checksums: a bit that turns
-    one code into another is seen only with the checkpoint.
+    Files of layout version 1, and those that ``save_pretrained`` of transformers wrote, have no
+    checksums: a bit that turns one code into another is seen only with the checkpoint.
 
     Args:
-        path: a file, a directory, or one that holds the directories of several ranks, all of which are checked.
+        path: a file, a directory, or one that holds the directories of several ranks, all of which
+            are checked.
         against: the checkpoint.
-        progress: told of every tensor that is done.
+        progress: called for every finished tensor.
 
     Raises:
         CheckpointError: a file that cannot be read.
@@ -90,7 +93,7 @@ def verify_packed(
 
 
 def rank_directories(path: Path) -> list[Path]:
-    """The directories of all ranks that a directory should hold, rank 0 first; none if it is not split over ranks."""
+    """The directories of all ranks, rank 0 first; none if a model is not split over ranks."""
     found = sorted(path.glob("rank-*-of-*")) if path.is_dir() else []
     sizes = {int(match[1]) for name in found if (match := re.fullmatch(r"rank-\d{1,6}-of-(\d{1,6})", name.name))}
     if len(sizes) > 1:
@@ -105,7 +108,8 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         found.notes.append(f"{path}: was written by save_pretrained, which keeps no checksums")
         if info.rounded:
             found.notes.append(
-                f"{path}: keeps no N and K of {len(info.rounded)} weights; their padding is not told from their values"
+                f"{path}: keeps no N and K of {len(info.rounded)} weights; "
+                "their padding cannot be distinguished from their values"
             )
     elif info.checksums is None:
         found.notes.append(f"{path}: has layout version {info.layout[1]}, which has no checksums")
@@ -119,12 +123,12 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         weight = _weight(info, name)
         for part, tensor in weight.tensors().items():
             _compare_sum(found, info, name, f"{name}.{part}", tensor)
-        for title, piece in _pieces(name, weight):
-            matrix = piece.unpack()
-            if problem := not_finite(matrix):
+        for title, matrix in _matrices(name, weight):
+            unpacked = matrix.unpack()
+            if problem := not_finite(unpacked):
                 found.problems.append(f"{title}: {problem}")
             else:
-                _compare(found, title, reorder(matrix).tensors(), piece.tensors(), "has padding that is not zero")
+                _compare(found, title, reorder(unpacked).tensors(), matrix.tensors(), "has padding that is not zero")
         if isinstance(weight, PackedExperts):
             bias = weight.tensors().get("bias")
             if bias is not None and bool(bias.view(weight.experts, weight.n_pad)[:, weight.n :].any()):
@@ -148,7 +152,7 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
 
 
-def _pieces(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
+def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
     """A weight, or each of several experts, with a name."""
     if isinstance(weight, PackedWeight):
         yield name, weight
@@ -348,7 +352,7 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
     x, y = _weight(a, name), _weight(b, name)
     # Codes where they stand in the matrix; the padding is compared as it is stored.
     changes = []
-    for (title, one), (_, other) in zip(_pieces("", x), _pieces("", y), strict=True):
+    for (title, one), (_, other) in zip(_matrices("", x), _matrices("", y), strict=True):
         prefix = f"{title} " if title else ""
         parts, others = _tensors(one.unpack()), _tensors(other.unpack())
         for part in PARTS:

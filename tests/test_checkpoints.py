@@ -217,7 +217,7 @@ def test_values_are_those_of_the_format(tmp_path: Path, kind: Type) -> None:
 def test_a_weight_is_converted_piece_by_piece(tmp_path: Path, kind: Type, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_gguf(tmp_path / "m.gguf", {"w": (blocks(kind, 7, 512), kind)}, "other")
     whole = load_checkpoint(path)["w"]
-    monkeypatch.setattr("cutlass_ops.checkpoints.gguf._PIECE", 1200)
+    monkeypatch.setattr("cutlass_ops.checkpoints.gguf_blocks._BYTES_AT_A_TIME", 1200)
     pieces = load_checkpoint(path)["w"]
     for part in ("codes", "scales", "offsets"):
         a, b = getattr(whole, part), getattr(pieces, part)

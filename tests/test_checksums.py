@@ -290,7 +290,7 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
     assert info.weights["model.layers.0.mlp.down_proj"] == (128, 256, 4, 32)  # K is 192
     found = verify_packed(target)
     assert found.problems == []
-    assert found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding is not told from their values"
+    assert found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding cannot be distinguished from their values"
 
 
 def test_a_config_that_does_not_describe_its_files(saved: tuple[Path, Path]) -> None:

@@ -608,8 +608,8 @@ def inspect(path: Path) -> None:
         else cli.describe.describe_checkpoint(load_checkpoint(path))
     )
     cli.describe.add_kernels(described["tensors"], ["sm_90"], "none")
-    cli.inspect._show(Console(file=io.StringIO(), width=80), described, ["sm_90"], "none")
-    json.dumps(cli.common._plain(described), allow_nan=False)
+    cli.inspect.show(Console(file=io.StringIO(), width=80), described, ["sm_90"], "none")
+    json.dumps(cli.common.json_value(described), allow_nan=False)
 
 
 def read(path: Path, honest: dict[str, Tensor] | None) -> None:

@@ -1,14 +1,14 @@
 """Readers of checkpoints: one file a dialect.
 
-A dialect is recognised in one of two places. What is a file of its own (GGUF) has ``recognise(path)`` and
-``read(path)``, and a line in ``_FILES``. What lives in safetensors has ``recognise(source)`` and
-``read(source, **options)``, both given the :class:`directory.Source` with its headers checked, and a line in
-``_DIALECTS``; ``read`` returns ``source.checkpoint(dialect, entries)``.
+A dialect is recognised in one of two places. A file format other than safetensors (GGUF) has
+``recognise(path)`` and ``read(path)``, and a line in ``_FILES``. What lives in safetensors has
+``recognise(source)`` and ``read(source, **options)``, both given the :class:`directory.Source` with
+its headers checked, and a line in ``_DIALECTS``; ``read`` returns
+``source.checkpoint(dialect, entries)``.
 
-Weights come under the names of Hugging Face's modules where the dialect's names can be translated. A word
-embedding that is also the output head (a "tied" one) and quantised in the file appears once, as ``lm_head``,
-with
-``Entry.tied_to == "model.embed_tokens"``.
+Weights come under the names of Hugging Face's modules where the dialect's names can be translated.
+A word embedding that is also the output head (a "tied" one) and quantised in the file appears once,
+as ``lm_head``, with ``Entry.tied_to == "model.embed_tokens"``.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .directory import Source
 
 __all__ = ["Checkpoint", "CheckpointError", "Entry", "Quantized", "load_checkpoint"]
 
-#: Files of a kind of their own.
+#: File formats other than safetensors, by what error messages call them.
 _FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = {
     "GGUF (*.gguf)": (gguf.recognise, gguf.read),
     "MNN (*.mnn.json beside *.mnn.weight)": (mnn.recognise, mnn.read),
@@ -34,8 +34,9 @@ _FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] =
 _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
 #: What files of torch.save are called.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how to read
-#: it, and the options of :func:`load_checkpoint` that the reader takes. The first that is recognised reads.
+#: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how
+#: to read it, and the options of :func:`load_checkpoint` that the reader takes. The first that is
+#: recognised reads.
 _DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {
     "awq": (awq.recognise, awq.read, ()),
     "bitsandbytes": (bitsandbytes.recognise, bitsandbytes.read, ()),
@@ -52,16 +53,16 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
     """Open a checkpoint; of its data at most a few small tensors are read.
 
     Args:
-        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors. A dialect is
-            recognised by ``config.json`` beside them, and by the tensors themselves.
-        zero_offset: for GPTQ alone: what to add to the stored zero points, if not what the file's metadata
-            and values say.
+        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors. A
+            dialect is recognised by ``config.json`` beside them, and by the tensors themselves.
+        zero_offset: for GPTQ only: what to add to the stored zero points, if not what the file's
+            metadata and values say.
 
     Returns:
         A lazy mapping from module name to :class:`cutlass_ops.QuantizedWeight`.
 
     Raises:
-        CheckpointError: no such file, a file of another kind, or one whose header lies.
+        CheckpointError: no such file, a file of another kind, or one whose header is wrong.
         ValueError: an option that is out of range, or that the file's dialect does not know.
     """
     path = Path(path)

@@ -2,23 +2,24 @@
 
 Source: ``awq/modules/linear/gemm.py``, ``gemv.py`` and ``awq/utils/packing_utils.py`` of AutoAWQ.
 
-=======  ==============  ============================  =========================================================
+=======  ==============  ============================  =============================================
 version  tensor          dtype, shape                  holds
-=======  ==============  ============================  =========================================================
-gemm     ``<m>.qweight``  int32 ``[K, N / 8]``          word j of a row: columns 8j + 0, 2, 4, 6, 1, 3, 5, 7
+=======  ==============  ============================  =============================================
+gemm     ``<m>.qweight``  int32 ``[K, N / 8]``          word j of a row: columns 8j + 0, 2, 4, 6, 1,
+                                                       3, 5, 7
          ``<m>.qzeros``   int32 ``[G, N / 8]``          zero points, in the same order
          ``<m>.scales``   float ``[G, N]``              value = scale * (code - zero)
 gemv     ``<m>.qweight``  int32 ``[N, K / 8]``          codes along K
          ``<m>.qzeros``   int32 ``[N, Z]``              zero points along the groups
          ``<m>.scales``   float ``[N, 8 * Z]``          columns from G on are padding
-=======  ==============  ============================  =========================================================
+=======  ==============  ============================  =============================================
 
-A stored zero point is the zero point; 0 is one as any other. Z is ceil(G / 8), rounded up to a multiple of 2
-for groups of 64 and of 4 for groups of 32.
+A stored zero point is the zero point; 0 is one as any other. Z is ceil(G / 8), rounded up to a
+multiple of 2 for groups of 64 and of 4 for groups of 32.
 
-Settings: ``bits`` or ``w_bit``, ``group_size`` or ``q_group_size`` (-1 is all of K), ``version`` or ``format``;
-in ``config.json``, or in the ``quant_config.json`` of older files. What they do not say is seen from the shapes
-of the tensors.
+Settings: ``bits`` or ``w_bit``, ``group_size`` or ``q_group_size`` (-1 is all of K), ``version`` or
+``format``; in ``config.json``, or in the ``quant_config.json`` of older files. What they do not say
+is seen from the shapes of the tensors.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _PARTS = ("qweight", "qzeros", "scales")
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so or, where it says nothing, the tensors have AWQ's names and shapes."""
+    """Whether the config says so or, if it says nothing, the tensors are AWQ's."""
     if (method := source.quantization.get("quant_method")) is not None:
         # AutoRound writes the same tensors.
         packing = source.quantization.get("packing_format")

@@ -1,29 +1,36 @@
-"""bitsandbytes: 4 bits with a code book (NF4, FP4), and 8 bits with a scale for each row (LLM.int8).
+"""bitsandbytes: 4 bits with a code book (NF4, FP4), and 8 bits with a scale for each row
+(LLM.int8).
 
 Source: ``bitsandbytes/functional.py`` (``QuantState``), ``nn/modules.py`` and ``utils.py``.
 
-4 bits. W is flattened, row by row, and cut into blocks of ``blocksize`` elements, whatever its rows are.
+4 bits. W is flattened, row by row, and cut into blocks of ``blocksize`` elements, whatever its rows
+are.
 
-==========================================  ===========================================================================
+==========================================  ========================================================
 tensor                                      holds
-==========================================  ===========================================================================
-``<m>.weight``                              two codes a byte, element 2 i in the high half; uint8, or any other type of
-                                            the same bytes ("quant_storage"), of any shape
+==========================================  ========================================================
+``<m>.weight``                              two codes a byte, element 2 i in the high half; uint8,
+                                            or any other type of the same bytes ("quant_storage"),
+                                            of any shape
 ``<m>.weight.quant_map``                    float [16]: the code book
-``<m>.weight.absmax``                       float [blocks]: value = quant_map[code] * absmax[block]; or uint8 (nested)
-``<m>.weight.nested_absmax``,               of nested absmax, in blocks of their own:
-``<m>.weight.nested_quant_map``             absmax = nested_quant_map[code] * nested_absmax[block] + nested_offset
-``<m>.weight.quant_state.bitsandbytes__t``  JSON in uint8; t is nf4 or fp4: blocksize, shape [N, K], dtype; of nested
-                                            absmax nested_blocksize and nested_offset
-==========================================  ===========================================================================
+``<m>.weight.absmax``                       float [blocks]: value = quant_map[code] * absmax[block];
+                                            or uint8 (nested)
+``<m>.weight.nested_absmax``,               of nested absmax, in separate blocks:
+``<m>.weight.nested_quant_map``             absmax = nested_quant_map[code] * nested_absmax[block] +
+                                            nested_offset
+``<m>.weight.quant_state.bitsandbytes__t``  JSON in uint8; t is nf4 or fp4: blocksize, shape [N, K],
+                                            dtype; of nested absmax nested_blocksize and
+                                            nested_offset
+==========================================  ========================================================
 
-A block that straddles rows gives its absmax to a group in each of them: nothing is rounded. Where the pieces would be
-shorter than 32 the weight is refused. The book is the file's own.
+A block that straddles rows gives its absmax to a group in each of them: nothing is rounded. Where
+such a group would be shorter than 32 the weight is refused. The code book is the one in the file.
 
 A file that the config says is quantised has no ``<m>.weight`` of integers without these.
 
-8 bits. ``<m>.weight`` int8 [N, K], ``<m>.SCB`` float [N], and perhaps ``<m>.weight_format``, of which only 0 (rows) is
-known. value = code * SCB / 127. (Columns that the library keeps in fp16 are columns of activations, not of W.)
+8 bits. ``<m>.weight`` int8 [N, K], ``<m>.SCB`` float [N], and perhaps ``<m>.weight_format``, of
+which only 0 (rows) is known. value = code * SCB / 127. (Columns that the library keeps in fp16 are
+columns of activations, not of W.)
 """
 
 from __future__ import annotations
@@ -50,7 +57,7 @@ _NESTED = ("nested_absmax", "nested_quant_map")
 _PARTS = ("absmax", "quant_map", *_NESTED)
 _INTEGERS = (torch.int8, torch.uint8)
 #: Elements that are dequantised at a time: whole blocks of every size.
-_PIECE = 1 << 20
+_CODES_AT_A_TIME = 1 << 20
 
 
 def recognise(source: Source) -> bool:
@@ -176,7 +183,7 @@ def _packed(source: Source, name: str) -> Tensor:
 
 
 def _absmax(source: Source, name: str, nested: tuple[int, float] | None) -> Tensor:
-    """One number for each block; ``nested`` is the block size and the offset of absmax that is quantised itself."""
+    """Absmax of each block; ``nested`` is block size and offset where it is quantised itself."""
     absmax = source.tensors[f"{name}.absmax"].values().reshape(-1)
     if nested is None:
         return absmax
@@ -206,11 +213,11 @@ def _values(source: Source, name: str, shape: tuple[int, ...], blocksize: int, n
     count = math.prod(shape)
     packed, absmax, book = _packed(source, name), _absmax(source, name, nested).float(), _book(source, name)
     values = torch.empty(count)
-    for first in range(0, count, _PIECE):
-        piece = packed[first // 2 : (first + _PIECE) // 2]
-        codes = unpack_bytes(piece[None], len(piece), in_turn=True, high_first=True)[0, : count - first]
-        scales = absmax[first // blocksize : (first + _PIECE) // blocksize].repeat_interleave(blocksize)
-        values[first : first + _PIECE] = book[codes.int()].mul_(scales[: len(codes)])
+    for first in range(0, count, _CODES_AT_A_TIME):
+        part = packed[first // 2 : (first + _CODES_AT_A_TIME) // 2]
+        codes = unpack_bytes(part[None], len(part), in_turn=True, high_first=True)[0, : count - first]
+        scales = absmax[first // blocksize : (first + _CODES_AT_A_TIME) // blocksize].repeat_interleave(blocksize)
+        values[first : first + _CODES_AT_A_TIME] = book[codes.int()].mul_(scales[: len(codes)])
     return values.view(shape)
 
 

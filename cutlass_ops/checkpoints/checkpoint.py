@@ -1,4 +1,4 @@
-"""What every reader of a checkpoint returns: a list of tensors, each read when it is asked for."""
+"""What every reader of a checkpoint returns: a list of tensors, each read at its first use."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ class Quantized:
 
     Attributes:
         bits, group_size: as in :class:`cutlass_ops.QuantizedWeight`.
-        dtypes: of "scales", and of those of "zeros", "offsets", "bias" and "perm" that the weight has.
+        dtypes: of "scales", and of those of "zeros", "offsets", "bias" and "perm" that the weight
+            has.
         read: returns the weight; raises CheckpointError.
     """
 
@@ -38,19 +39,20 @@ class Entry:
     A bias that belongs to a quantised weight is part of it and has no entry.
 
     Attributes:
-        name: of the weight as a module ("model.layers.0.mlp.down_proj") if it is quantised, else of the
-            tensor ("model.norm.weight").
+        name: of the weight as a module ("model.layers.0.mlp.down_proj") if it is quantised, else of
+            the tensor ("model.norm.weight").
         source: its name in the file.
         kind: the file's own name of its type: "Q4_1", "BF16".
         shape: as torch has it: ``[N, K]`` for a matrix.
         nbytes: what it takes in the file.
         dtype: of what ``values`` returns.
-        values: returns the values that the file gives to the tensor, in its own dtype or, if it is quantised,
-            in fp32; raises CheckpointError.
+        values: returns the values that the file gives to the tensor, in its own dtype or, if it is
+            quantised, in fp32; raises CheckpointError.
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
         tied_to: the other module that uses the same weight, or "".
-        parts: names in the file of the tensors that a quantised weight is made of, where it is more than one.
+        parts: names in the file of the tensors that a quantised weight is made of, where it is more
+            than one.
     """
 
     name: str
@@ -68,9 +70,11 @@ class Entry:
 
 @dataclass(frozen=True, eq=False)
 class Checkpoint(Mapping[str, QuantizedWeight]):
-    """A checked file. As a mapping, its quantised weights by module name, read (and checked) at each access.
+    """A checked file. As a mapping, its quantised weights by module name, read (and checked) at
+    each access.
 
-    The tensors that are no quantised weights (norms, embeddings, float matrices) come from :meth:`plain`.
+    The tensors that are no quantised weights (norms, embeddings, float matrices) come from
+    :meth:`plain`.
 
     Attributes:
         path: as it was given.
@@ -78,10 +82,12 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
         files: those that hold the tensors.
         entries: every tensor, by :attr:`Entry.name`, in the order of the file.
         metadata: short facts from the header, for people.
-        config: what the model's ``config.json`` holds, or would hold by the keys of a GGUF file; {} where there is none.
+        config: what the model's ``config.json`` holds, or would hold by the keys of a GGUF file; {}
+            where there is none.
         config_problem: why a file whose keys should give the configuration does not give it, or "".
         options: those of :func:`load_checkpoint` that it was read with.
-        activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it was made, or None.
+        activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it
+            was made, or None.
     """
 
     path: Path
@@ -99,7 +105,8 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
 
         Raises:
             KeyError: the file has no such quantised weight.
-            CheckpointError: it has, but of a type that is not supported, or holds nonsense.
+            CheckpointError: it has, but of a type that is not supported, or its tensors make no
+                weight.
         """
         entry = self.entries[name]
         if entry.problem:
@@ -116,7 +123,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
 
     @property
     def others(self) -> dict[str, Entry]:
-        """The tensors that are not quantised, by name; ``values()`` of each reads it, as the file stores it."""
+        """The tensors that are not quantised, by name; ``values()`` reads one."""
         return {name: entry for name, entry in self.entries.items() if entry.quantized is None and not entry.problem}
 
     def plain(self) -> Iterator[tuple[str, Tensor]]:
@@ -129,7 +136,8 @@ def read_weight(path: Path, source: str, build: Callable[[], QuantizedWeight]) -
     """What ``build`` returns.
 
     Raises:
-        CheckpointError: the tensors of the file make no weight, or scales, offsets, codes or a code book hold NaN or infinity.
+        CheckpointError: the tensors of the file make no weight, or scales, offsets, codes or a code
+            book hold NaN or infinity.
     """
     try:
         weight = build()

@@ -1,18 +1,22 @@
-"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or block, MXFP4 and FP8.
+"""compressed-tensors, the format of llm-compressor: integer codes per tensor, channel, group or
+block, MXFP4 and FP8.
 
-Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package ``compressed-tensors``.
-Codes and zero points are signed; here both have ``2^(b-1)`` added, which changes no value.
+Source: ``compressors/pack_quantized``, ``naive_quantized`` and ``mxfp4`` of the package
+``compressed-tensors``. Codes and zero points are signed; here both have ``2^(b-1)`` added, which
+changes no value.
 
-=========================  ===========================================================================================
+=========================  =========================================================================
 tensor                     holds
-=========================  ===========================================================================================
+=========================  =========================================================================
 pack-quantized
-``<m>.weight_packed``      int32 ``[N, ceil(K * b / 32)]``: code + 2^(b-1), dense along K, the first in the lowest bits
+``<m>.weight_packed``      int32 ``[N, ceil(K * b / 32)]``: code + 2^(b-1), dense along K, the first
+                           in the lowest bits
 ``<m>.weight_shape``       integers ``[2]``: N and K, which need not fill the last word
 ``<m>.weight_scale``       floats ``[N, G]``, ``[N, 1]`` or ``[1]``: value = scale * (code - zero)
-``<m>.weight_zero_point``  int32 ``[ceil(N * b / 32), G]``, packed along N; int8 ``[1]`` for a whole tensor; absent if
-                           symmetric
-``<m>.weight_g_idx``       int32 ``[K]``: the group of each input; of files written before 2026-08; -1 means none
+``<m>.weight_zero_point``  int32 ``[ceil(N * b / 32), G]``, packed along N; int8 ``[1]`` for a whole
+                           tensor; absent if symmetric
+``<m>.weight_g_idx``       int32 ``[K]``: the group of each input; of files written before 2026-08;
+                           -1 means none
 int-quantized
 ``<m>.weight``             int8 ``[N, K]``: the codes, of 8 bits (W8A8) or fewer (W4A8)
 ``<m>.weight_scale``       as above, or a scale for each block of rows and columns
@@ -23,13 +27,13 @@ float-quantized
 mxfp4-pack-quantized
 ``<m>.weight_packed``      uint8 ``[N, K / 2]``: two E2M1 codes, the first in the low nibble
 ``<m>.weight_scale``       uint8 ``[N, K / 32]``, E8M0: the scale is 2^(e - 127); 255 is NaN
-=========================  ===========================================================================================
+=========================  =========================================================================
 
-Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore contradicts.
-So are shapes and groups; the config gives the bits of int-quantized codes and settles the rest. Where it says that weights
-are not symmetric, or are in act order ("group"), there must be zero points, or groups of inputs. Scales for static
-activations (``input_scale`` and the like) are not used, which ``Checkpoint.metadata`` says: activations stay floats, or are
-quantised online.
+Which modules are quantised is seen from the tensors, which no list of targets or modules to ignore
+contradicts. So are shapes and groups; the config gives the bits of int-quantized codes and settles
+the rest. Where it says that weights are not symmetric, or are in act order ("group"), there must be
+zero points, or groups of inputs. Scales for static activations (``input_scale`` and the like) are
+not used, which ``Checkpoint.metadata`` says: activations stay floats, or are quantised online.
 """
 
 from __future__ import annotations
@@ -68,7 +72,7 @@ class _Group:
         size: inputs in a group; None unless the strategy is "group".
         block: rows and columns of a block; None unless the strategy is "block".
         symmetric: whether there are no zero points.
-        act_order: whether groups are told by an index.
+        act_order: whether an index gives each input's group.
     """
 
     targets: tuple[str, ...]
@@ -88,7 +92,7 @@ def recognise(source: Source) -> bool:
 
 
 def read(source: Source) -> Checkpoint:
-    """The modules with packed codes, and those with integer weights beside a scale.
+    """The modules with packed codes, and those with integer weights and a scale.
 
     Raises:
         CheckpointError: settings or shapes that are not the format's.
@@ -154,7 +158,7 @@ def _flag(source: Source, settings: dict[str, Any], name: str, default: bool) ->
 def _check_promises(
     source: Source, module: str, groups: tuple[_Group, ...], deadline: float, counted: int, zeros: Entry | None, index: bool
 ) -> None:
-    """Refuse a module without the zero points or the act order that its config group promises; ``counted`` groups of inputs."""
+    """Refuse a module without the zero points or the act order that its config group states."""
     if all(group.symmetric and not group.act_order for group in groups):
         return
     scheme = _scheme(source, module, groups, deadline)
@@ -165,11 +169,11 @@ def _check_promises(
         raise CheckpointError(source.path, "is missing; the config says that the weights are not symmetric", name)
     if scheme.act_order and not index and counted > 1:
         name = f"{module}.weight_g_idx"
-        raise CheckpointError(source.path, 'is missing; the config says actorder "group", and the order is told by it', name)
+        raise CheckpointError(source.path, 'is missing; the config says actorder "group", which needs it', name)
 
 
 def _activations(source: Source) -> tuple[str, bool] | None:
-    """What all config groups say of activations, if that is int8 with scales found online for each token or block."""
+    """Act_quant and act_symmetric by all config groups; None unless int8 with online scales."""
     found = set()
     for group in source.quantization.get("config_groups", {}).values():
         settings = group.get("input_activations")
@@ -187,7 +191,7 @@ def _is_block(block: Any) -> bool:
 
 
 def _scheme(source: Source, module: str, groups: tuple[_Group, ...], deadline: float) -> _Group | None:
-    """The config group of a module: by its name, else by an expression, else by its class, else the only one."""
+    """The config group of a module: by its name, an expression, its class, or the only one."""
     if len(groups) == 1:
         return groups[0]
     for kind in (_by_name, _by_expression, _by_class):
@@ -208,7 +212,8 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
     if not target.startswith("re:"):
         return False
     expression = target.removeprefix("re:")
-    # What could backtrack without end, or for longer than the deadline, within one match is not tried.
+    # What could backtrack without end, or for longer than the deadline, within one match is not
+    # tried.
     if len(module) > 256 or len(expression) > 1000 or _steps(expression) > 3:
         raise CheckpointError(
             source.path, f"the target {target!r:.100} is an expression that may take too long on {module!r:.100}"
@@ -220,7 +225,7 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
 
 
 def _steps(expression: str) -> int:
-    """How many repetitions an expression has, in each of which a match may try every place; many if one may hold another."""
+    """How many repetitions an expression has; nested ones count as many."""
     bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression)
     return 100 if re.search(r"\)[*+{]", bare) else len(re.findall(r"[*+{]", bare))
 
@@ -355,7 +360,7 @@ def _plain(source: Source, module: str, groups: tuple[_Group, ...], deadline: fl
     size = block[1] if block else _size(source, scales, k, vector[1], groups, False)
     if floats:
         if zeros is not None:
-            raise CheckpointError(source.path, "stands beside floats of 8 bits, which have none", zeros.name)
+            raise CheckpointError(source.path, "belongs to floats of 8 bits, which have none", zeros.name)
         return _entry(
             source,
             module,

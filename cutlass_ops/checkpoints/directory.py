@@ -1,6 +1,8 @@
-"""Safetensors of a checkpoint: one file, an index with its shards, or a directory that holds either, and the JSON beside them.
+"""Safetensors of a checkpoint: one file, an index with its shards, or a directory that holds
+either, and the JSON beside them.
 
-What the tensors mean is not known here: a :class:`Source` is what the readers of the dialects are given.
+What the tensors mean is not known here: a :class:`Source` is what the readers of the dialects are
+given.
 """
 
 from __future__ import annotations
@@ -17,15 +19,11 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..safetensors_files import INDEX, TYPES, json_object, mapped, opened, placement
+from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
-
-
-#: Files beside ``config.json`` that older tools left their settings in.
-SETTINGS = ("quantize_config.json", "quant_config.json")
 
 
 @dataclass(frozen=True)
@@ -38,8 +36,9 @@ class Source:
         tensors: every tensor as a plain one, by its name, in the order of the files.
         header: ``__metadata__`` of the files.
         config: what ``config.json`` beside them holds, or {}.
-        quantization: its "quantization_config" (also looked for in "text_config", and under the older name
-            "compression_config"), else what ``quantize_config.json`` or ``quant_config.json`` holds, or {}.
+        quantization: its "quantization_config" (also looked for in "text_config", and under the
+            older name "compression_config"), else what ``quantize_config.json`` or
+            ``quant_config.json`` holds, or {}.
     """
 
     path: Path
@@ -61,10 +60,12 @@ class Source:
         facts: Mapping[str, str] | None = None,
         parts: Collection[str] = (),
     ) -> Checkpoint:
-        """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors are plain.
+        """The checkpoint in which ``weights`` stand in the place of their parts; the other tensors
+        are plain.
 
-        A float ``<module>.bias`` of the right length becomes part of the quantised weight ``<module>``. No other tensor may
-        belong to it: what a reader does not know may change the values.
+        A float ``<module>.bias`` of the right length becomes part of the quantised weight
+        ``<module>``. No other tensor may belong to it: what a reader does not know may change the
+        values.
 
         Args:
             dialect: its name.
@@ -73,8 +74,8 @@ class Source:
             parts: ends of names that only parts of quantised weights have.
 
         Raises:
-            CheckpointError: a tensor that belongs to two weights, or two entries of one name; a part of a quantised weight
-                that the reader did not take.
+            CheckpointError: a tensor that belongs to two weights, or two entries of one name; a
+                part of a quantised weight that the reader did not take.
         """
         owners: dict[str, Entry] = {}
         for entry in weights:
@@ -134,7 +135,7 @@ def read(path: Path) -> Source:
     """Check the headers, list the tensors, and read the JSON beside them.
 
     Raises:
-        CheckpointError: a header or an index that lies, or a packed file, which is no checkpoint.
+        CheckpointError: a wrong header or index, or a packed file, which is no checkpoint.
         OSError: a file cannot be read.
     """
     main = _main_file(path) if path.is_dir() else path
@@ -178,7 +179,7 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         if metadata.get("layout", "").startswith("cutlass_ops."):
             raise CheckpointError(path, _PACKED)
         headers = {name: file.get_slice(name) for name in file.offset_keys()}
-        # The library tells all but where a tensor lies.
+        # The library does not give the offsets of tensors.
         with path.open("rb") as raw:
             identity = _identity(os.fstat(raw.fileno()))
             begin = 8 + int.from_bytes(raw.read(8), "little")
@@ -210,7 +211,7 @@ def _entry(path: Path, name: str, header: Any, place: Any, begin: int, identity:
 def _values(
     path: Path, name: str, dtype: torch.dtype, shape: tuple[int, ...], start: int, nbytes: int, identity: tuple[int, ...]
 ) -> Tensor:
-    """The tensor over a map of its own part of the file, which goes with it: no more is held than is in use."""
+    """The tensor over a map of its part of the file, which is unmapped with the tensor."""
     if nbytes == 0:
         return torch.empty(shape, dtype=dtype)
     try:

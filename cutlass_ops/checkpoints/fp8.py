@@ -1,16 +1,19 @@
-"""FP8 as DeepSeek writes it ("quant_method": "fp8"): e4m3 floats with a scale for each block of rows and columns, or for all.
+"""FP8 as DeepSeek writes it ("quant_method": "fp8"): e4m3 floats with a scale for each block of
+rows and columns, or for all.
 
-=========================  ===============================================================================================
+=========================  =========================================================================
 tensor                     holds
-=========================  ===============================================================================================
+=========================  =========================================================================
 ``<m>.weight``             F8_E4M3 ``[N, K]``; of modules that are not quantised, floats
-``<m>.weight_scale_inv``   floats ``[ceil(N / R), ceil(K / C)]``: value = scale * float, in spite of the name; or
-                           F8_E8M0, powers of two, shaped alike
-``<m>.weight_scale``       floats ``[]`` or ``[1]``: one for all, or ``[N]`` or ``[N, 1]``: one a row
-=========================  ===============================================================================================
+``<m>.weight_scale_inv``   floats ``[ceil(N / R), ceil(K / C)]``: value = scale * float, in spite of
+                           the name; or F8_E8M0, powers of two, shaped alike
+``<m>.weight_scale``       floats ``[]`` or ``[1]``: one for all, or ``[N]`` or ``[N, 1]``: one a
+                           row
+=========================  =========================================================================
 
-R and C are the config's "weight_block_size". Each row has the scales of its block. Which modules are quantised is seen from
-the tensors. Scales for static activations (``input_scale``) are not used.
+R and C are the config's "weight_block_size". Each row has the scales of its block. Which modules
+are quantised is seen from the tensors. Scales for static activations (``input_scale``) are not
+used.
 """
 
 from __future__ import annotations

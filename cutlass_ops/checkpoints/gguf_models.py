@@ -1,8 +1,9 @@
 """What a GGUF file's architecture is in transformers: names of tensors, and the configuration.
 
-The tables follow constants.py and tensor_mapping.py of the ``gguf`` package, llama.cpp's convert_hf_to_gguf.py (what
-it does to values) and src/llama-model.cpp (what it assumes where the file says nothing), and transformers' own tables
-for GGUF. Architectures that cannot be packed exactly are not in them:
+The tables follow constants.py and tensor_mapping.py of the ``gguf`` package, llama.cpp's
+convert_hf_to_gguf.py (what it does to values) and src/llama-model.cpp (what it assumes where the
+file says nothing), and transformers' own tables for GGUF. Architectures that cannot be packed
+exactly are not in them:
 
 - gpt2: its weights are those of a Conv1D, transposed;
 - mamba: its model reads weights without calling the layers that hold them;
@@ -99,7 +100,8 @@ class Architecture:
         permuted: modules whose rows llama.cpp's converter permuted.
         norms_plus_one: whether it added 1 to the weights of norms.
         squeezed: ends of the names of tensors ``[N, 1, K]`` that it made ``[N, K]``.
-        optional: transformers' key of each key that the file may have (after the architecture's name).
+        optional: transformers' key of each key that the file may have (after the architecture's
+            name).
         sliding: whether the model has a sliding window where the file gives one.
         fixed: of the configuration, whatever the file says.
     """
@@ -207,7 +209,7 @@ class ConfigError(ValueError):
 
 
 def rope_tensors(architecture: str) -> tuple[str, ...]:
-    """Names of tensors that are settings: divisors of the rotary frequencies, for short and for long texts."""
+    """Names of tensors that hold divisors of the rotary frequencies, for short and long texts."""
     if architecture == "phi3":
         return ("rope_factors_short.weight", "rope_factors_long.weight")
     return ("rope_freqs.weight",)
@@ -253,8 +255,8 @@ def model_config(
         factors: values of :func:`rope_tensors`.
 
     Raises:
-        ConfigError: an architecture that is not known, a tensor it does not have, or a key that is missing or out of
-            range.
+        ConfigError: an architecture that is not known, a tensor it does not have, or a key that is
+            missing or out of range.
     """
     known = ARCHITECTURES.get(architecture)
     if known is None:
@@ -317,14 +319,15 @@ def model_config(
         if window or architecture not in ("gemma2", "gemma3"):  # those two have one in any case
             config["sliding_window"] = None if window is None else has.count("attention.sliding_window")
     if architecture in ("gemma2", "gemma3"):
-        # llama.cpp tells the models of 27B, which scale otherwise than by the size of a head, by their layers.
+        # The models of 27B scale by another value than the size of a head; llama.cpp recognises
+        # them by their layers.
         large = layers == {"gemma2": 46, "gemma3": 62}[architecture]
         config["query_pre_attn_scalar"] = hidden // heads if large else head_dim
     return {**config, **_rope(has, head_dim, factors)}
 
 
 def _dtype(architecture: str, kinds: Collection[str]) -> str:
-    """What x should be: the type of matrices that are not quantised, else fp16, whose range gemma exceeds."""
+    """Dtype of x: that of matrices that are not quantised, else fp16, whose range gemma exceeds."""
     if "BF16" in kinds or (architecture.startswith("gemma") and "F16" not in kinds):
         return "bfloat16"
     return "float16"

@@ -1,34 +1,37 @@
-"""GPTQ, as AutoGPTQ and GPTQModel write it: codes of 2, 3, 4 or 8 bits in groups along K, in act order or not.
+"""GPTQ, as AutoGPTQ and GPTQModel write it: codes of 2, 3, 4 or 8 bits in groups along K, in act
+order or not.
 
-Source: ``gptqmodel/utils/model.py`` (``convert_gptq_v1_to_v2_format_module``) of GPTQModel, the packing of
-AutoGPTQ, and vLLM's ``auto_gptq.py``.
+Source: ``gptqmodel/utils/model.py`` (``convert_gptq_v1_to_v2_format_module``) of GPTQModel, the
+packing of AutoGPTQ, and vLLM's ``auto_gptq.py``.
 
-===============  ==========================  =====================================================================
+===============  ==========================  =======================================================
 tensor           dtype, shape                holds
-===============  ==========================  =====================================================================
+===============  ==========================  =======================================================
 ``<m>.qweight``  int32 ``[K * b / 32, N]``   codes along K, the first in the lowest bits
 ``<m>.qzeros``   int32 ``[G, N * b / 32]``   zero points along N; version 1 stores them less one
 ``<m>.scales``   float ``[G, N]``            value = scale * (code - zero)
-``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act order; optional, but
-                                             with several groups and ``desc_act`` (act order)
-===============  ==========================  =====================================================================
+``<m>.g_idx``    int32 ``[K]``               the group of each input, k // group_size without act
+                                             order; optional, but with several groups and
+                                             ``desc_act`` (act order)
+===============  ==========================  =======================================================
 
-Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from the whole
-word, so that a zero point of 0 borrows from the next. It is undone in the same way, by an addition with carry.
-(At 3 bits, where codes straddle words, each code is less one by itself, modulo 8.)
-AutoGPTQ itself subtracted before it packed: a zero point of 0 became -1, whose ones covered all that stood
-above it in the word. A word that ends in two codes of all ones is what that leaves; such a module is refused
-unless the user gives ``zero_offset=1``, which reads it as the others write it.
+Version 1 subtracts one from every zero point by subtracting 0x11111111 (0x01010101 at 8 bits) from
+the whole word, so that a zero point of 0 borrows from the next. It is undone in the same way, by an
+addition with carry. (At 3 bits, where codes straddle words, each code is less one by itself, modulo
+8.) AutoGPTQ itself subtracted before it packed: a zero point of 0 became -1, whose ones covered all
+that stood above it in the word. A word that ends in two codes of all ones is what that leaves; such
+a module is refused unless the user gives ``zero_offset=1``, which reads it as the others write it.
 
-Which version a file has is its ``checkpoint_format`` ("gptq" or nothing: 1, "gptq_v2": 2), but some lie. A
-symmetric module shows it: all its zero points are 8 (at 4 bits), stored as 7 in version 1. So where every
-stored value is 7, or every one is 8, that is believed before the metadata, unless the config says that the
-weights are not symmetric.
+Which version a file has is its ``checkpoint_format`` ("gptq" or nothing: 1, "gptq_v2": 2), but some
+are wrong. A symmetric module shows it: all its zero points are 8 (at 4 bits), stored as 7 in
+version 1. So where every stored value is 7, or every one is 8, that is believed before the
+metadata, unless the config says that the weights are not symmetric.
 
-Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``desc_act``, ``checkpoint_format`` or ``format``, ``dynamic``
-(overrides by regular expressions); in ``config.json`` or ``quantize_config.json``. AutoRound writes the same
-tensors ("auto_round:auto_gptq"), and its overrides as ``extra_config``. Which of the bits and group
-sizes in there a module has is seen from the shapes of its own tensors, without a look at the expressions.
+Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``desc_act``, ``checkpoint_format`` or
+``format``, ``dynamic`` (overrides by regular expressions); in ``config.json`` or
+``quantize_config.json``. AutoRound writes the same tensors ("auto_round:auto_gptq"), and its
+overrides as ``extra_config``. Which of the bits and group sizes in there a module has follows from
+the shapes of its tensors; the expressions are not evaluated.
 """
 
 from __future__ import annotations
@@ -51,7 +54,8 @@ from .grouped import Stored
 from .words import unpack_along_k
 
 _BITS = (4, 8, 3, 2)
-#: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words in turn.
+#: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words
+#: in turn.
 _LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
 #: What AutoRound calls this format; it has no other name for version 1.
 _AUTO_ROUND = "auto_round:auto_gptq"
@@ -66,7 +70,7 @@ class _Settings:
     Attributes:
         bits, sizes: of codes and of groups, the most usual first.
         symmetric: None if it does not say.
-        act_order: whether every module has its own groups of inputs.
+        act_order: whether every module has an index of groups.
         offset: what to add to stored zero points.
         forced: whether the user gave the offset.
     """
@@ -80,7 +84,7 @@ class _Settings:
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so or, where it says nothing, the tensors have GPTQ's names and shapes."""
+    """Whether the config says so or, if it says nothing, the tensors are GPTQ's."""
     if (method := source.quantization.get("quant_method")) is not None:
         return method == "gptq" or (method == "auto-round" and source.quantization.get("packing_format") == _AUTO_ROUND)
     for module in source.modules("qweight"):
@@ -91,11 +95,13 @@ def recognise(source: Source) -> bool:
 
 
 def read(source: Source, zero_offset: int | None = None) -> Checkpoint:
-    """The modules that have codes or zero points; their zero points and groups are looked at, their codes are not.
+    """The modules that have codes or zero points; their zero points and groups are looked at, their
+    codes are not.
 
     Args:
         source: the checkpoint.
-        zero_offset: what to add to the stored zero points: 0 or 1; None asks metadata and values.
+        zero_offset: what to add to the stored zero points: 0 or 1; None derives it from metadata
+            and values.
 
     Raises:
         CheckpointError: settings or shapes that are not GPTQ's.
@@ -169,9 +175,7 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
     groups = scales.shape[0]
     size = grouped.group_size(k, groups, settings.sizes)
     if index is None and settings.act_order and groups > 1:
-        raise CheckpointError(
-            source.path, "is missing; the config says desc_act, and the order is told by it", f"{module}.g_idx"
-        )
+        raise CheckpointError(source.path, "is missing; the config says desc_act, which needs it", f"{module}.g_idx")
     if index is not None:
         parts.append(index.name)
         if size is None:  # groups of any lengths: the size is but a wish

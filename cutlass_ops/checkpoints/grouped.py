@@ -1,9 +1,10 @@
-"""Codes with a scale for each group along K, with zero points or a code book: what AWQ, GPTQ and compressed-tensors share.
+"""Codes with a scale for each group along K, with zero points or a code book: what AWQ, GPTQ and
+compressed-tensors share.
 
-Their groups need not be the kernels'. Which group each input feature has is written out once, ``[K]``, and the
-weight is made of it: as it stands where a size that the kernels have cuts K into runs of one group (with the
-groups' scales repeated or reordered), else with the columns sorted by group and the order kept in ``perm``
-(GPTQ's act order).
+Their groups need not be the kernels'. Which group each input feature has is written out once,
+``[K]``, and the weight is made of it: as it stands where a size that the kernels have cuts K into
+runs of one group (with the groups' scales repeated or reordered), else with the columns sorted by
+group and the order kept in ``perm`` (GPTQ's act order).
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ def group_size(k: int, groups: int, stated: Iterable[int | None]) -> int | None:
         stated: sizes that the metadata gives, -1 for all of K, None where it gives none.
 
     Returns:
-        The first stated size that makes so many groups, at most k. If none is stated, ``k / groups``, if that is
-        an integer. Else None.
+        The first stated size that makes so many groups, at most k. If none is stated,
+        ``k / groups``, if that is an integer. Else None.
     """
     sizes = [k if size == -1 else size for size in stated if size is not None]
     for size in sizes:
@@ -122,7 +123,8 @@ def entry(
         scales: dtype of the scales.
         has_zeros: whether ``read`` returns zero points.
         read: reads the tensors; raises CheckpointError.
-        index: reads the group of each input, int64 ``[K]``; None where every group is a run of ``size``.
+        index: reads the group of each input, int64 ``[K]``; None where every group is a run of
+            ``size``.
         book: the values of the codes; None of integers.
     """
     parts = tuple(parts)
@@ -257,7 +259,7 @@ def float_scales(source: Source, name: str, shape: tuple[int, ...] | None = None
 
 
 def powers_of_two(exponents: Tensor) -> Tensor:
-    """bf16 of the same shape: ``2^(e - 127)`` of each uint8 e, the scales of OCP's Microscaling Formats; NaN of 255."""
+    """bf16 ``2^(e - 127)`` of each uint8 e: OCP's Microscaling scales; NaN of 255."""
     return exponents.view(torch.float8_e8m0fnu).to(torch.bfloat16)
 
 

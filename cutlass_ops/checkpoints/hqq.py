@@ -1,26 +1,31 @@
 """HQQ: half-quadratic quantisation, 4 and 8 bits in groups along K, each with a real zero point.
 
-Source: ``hqq/core/quantize.py`` and ``bitpack.py`` of the ``hqq`` package, whose state dict is stored as it is.
+Source: ``hqq/core/quantize.py`` and ``bitpack.py`` of the ``hqq`` package, whose state dict is
+stored as it is.
 
-========================  ============  ===================================================================
+========================  ============  ============================================================
 tensor                    dtype         holds
-========================  ============  ===================================================================
-``<m>.W_q``               uint8, or     codes of W, reshaped to [R, group_size] (axis 1). 4 bits: row r of
-                          any viewed    the first R/2 rows in the high half of byte row r, row r + R/2 in the
-                          as bytes      low half. 5, 6 and 8 bits: one a byte
+========================  ============  ============================================================
+``<m>.W_q``               uint8, or     codes of W, reshaped to [R, group_size] (axis 1).
+                          any viewed    4 bits: row r of the first R/2 rows in the high half of byte
+                          as bytes      row r, row r + R/2 in the low half. 5, 6 and 8 bits: one a
+                                        byte
 ``<m>.scale``, ``.zero``  float, R      value = (code - zero) * scale
 ``<m>.nbits``,            integers      scalars; ``shape`` is [N, K]
 ``.axis``, ``.shape``,
 ``.group_size``
-``<m>.packing`` and       uint8         more of its state: texts one character a byte, booleans. Only
-others                                  ``packing`` and ``quant_scale``, ``quant_zero`` are looked at
-========================  ============  ===================================================================
+``<m>.packing`` and       uint8         more of its state: texts one character a byte, booleans.
+others                                  Only ``packing`` and ``quant_scale``, ``quant_zero`` are
+                                        read
+========================  ============  ============================================================
 
-The zero points are real: the weight becomes one with offsets ``scale * (2^(b-1) - zero)``, in fp32, each
-operation rounded once. Codes and scales are kept; codes of 5 and 6 bits become codes of 8 around 128.
+The zero points are real: the weight becomes one with offsets ``scale * (2^(b-1) - zero)``, in fp32,
+each operation rounded once. Codes and scales are kept; codes of 5 and 6 bits become codes of 8
+around 128.
 
-With ``axis = 0`` a group runs down a column of W reshaped to [group_size, -1], across output features: no
-scale along K gives that, so such a weight is refused unless one scale serves all of it.
+With ``axis = 0`` a group runs down a column of W reshaped to [group_size, -1], across output
+features: no scale along K gives that, so such a weight is refused unless one scale serves all of
+it.
 """
 
 from __future__ import annotations
@@ -66,14 +71,15 @@ _OWN = ("W_q", "nbits", "group_size", "axis", "packing", "quant_scale", "quant_z
 
 
 def recognise(source: Source) -> bool:
-    """Whether the config says so, or a module has codes, scales and zero points under the package's names."""
+    """Whether the config says so, or a module has the package's names of parts."""
     if (method := source.quantization.get("quant_method")) is not None:
         return bool(method == "hqq")
     return any({f"{m}.scale", f"{m}.zero", f"{m}.nbits"} <= source.tensors.keys() for m in source.modules("W_q"))
 
 
 def read(source: Source) -> Checkpoint:
-    """The quantised modules, from the scalars of each; codes, scales and zero points are read when asked for.
+    """The quantised modules, from the scalars of each; codes, scales and zero points are read at
+    their first use.
 
     Raises:
         CheckpointError: a module whose state is incomplete or contradicts itself.

@@ -1,32 +1,38 @@
-"""MNN: the per-block weights of an exported model, from ``<model>.mnn.json`` and ``<model>.mnn.weight``.
+"""MNN: the per-block weights of an exported model, from ``<model>.mnn.json`` and
+``<model>.mnn.weight``.
 
-The LLM exporter leaves both beside ``<model>.mnn``; ``MNNConvert -f MNN --modelFile M.mnn --JsonFile M.mnn.json`` writes the
-first for any model that keeps its weights outside (``--saveExternalData``). A ``.mnn`` file itself is not read.
+The LLM exporter leaves both beside ``<model>.mnn``;
+``MNNConvert -f MNN --modelFile M.mnn --JsonFile M.mnn.json`` writes the first for any model that
+keeps its weights outside (``--saveExternalData``). A ``.mnn`` file itself is not read.
 Sources: ``source/core/ConvolutionCommon.cpp``, ``schema/default/CaffeOp.fbs`` (IDSTQuan) and
-``transformers/llm/export/utils`` of alibaba/MNN. The rules for the offset were checked against MNN 3.6.1.
+``transformers/llm/export/utils`` of alibaba/MNN. The rules for the offset were checked against MNN
+3.6.1.
 
-An operator of type "Convolution" with a kernel of 1 x 1 is a linear layer [N, K]. Its ``external`` is the position of its data
-and the sizes of the parts, one after the other:
+An operator of type "Convolution" with a kernel of 1 x 1 is a linear layer [N, K]. Its ``external``
+is the position of its data and the sizes of the parts, one after the other:
 
-============  ======================================================================================================
+============  ======================================================================================
 part          holds
-============  ======================================================================================================
-weight        u8 dimensions, their sizes (u16, or u32 with ``shapeInt32``), u8 count (0 means 256), count int8 values,
-              and for each weight, row after row, the index of its value q: 4 or 8 bits, the first in the high half
-alpha         float (fp16 with ``scaleStorage`` "FP16"): scale [N, K/g] or, with ``readType`` not 0, (offset, scale)
-              [N, K/g, 2]
+============  ======================================================================================
+weight        u8 dimensions, their sizes (u16, or u32 with ``shapeInt32``), u8 count (0 means 256),
+              count int8 values, and for each weight, row after row, the index of its value q: 4 or
+              8 bits, the first in the high half
+alpha         float (fp16 with ``scaleStorage`` "FP16"): scale [N, K/g] or, with ``readType`` not 0,
+              (offset, scale) [N, K/g, 2]
 bias          float [N], if its size is not 0
-============  ======================================================================================================
+============  ======================================================================================
 
 A fifth part, the index of a sparse weight, is refused.
 
-The values are sorted before use; mostly they are -2^(b-1) .. 2^(b-1) - 1. W = q scale or, with an offset,
-W = (q - c) scale + offset, where c is 0 for ``aMin`` > 0 (what the exporter writes), -128 for 0, and ``aMin`` itself below.
-``quantScale`` multiplies scale and offset. ``quanParameter`` of type 3 means fp16 weights, and none means fp32.
+The values are sorted before use; mostly they are -2^(b-1) .. 2^(b-1) - 1. W = q scale or, with an
+offset, W = (q - c) scale + offset, where c is 0 for ``aMin`` > 0 (what the exporter writes), -128
+for 0, and ``aMin`` itself below. ``quantScale`` multiplies scale and offset. ``quanParameter`` of
+type 3 means fp16 weights, and none means fp32.
 
-Codes and scales are kept, and offsets where c is 0; otherwise ``offset - c scale`` is rounded to fp32, once or twice.
-Names "/layers.i/a/b/Linear" and "/lm/lm_head/Linear" become "model.layers.i.a.b" and "lm_head". Weights of layer norms come
-under "<name>.gamma" and "<name>.beta"; other data of the file is not listed.
+Codes and scales are kept, and offsets where c is 0; otherwise ``offset - c scale`` is rounded to
+fp32, once or twice. Names "/layers.i/a/b/Linear" and "/lm/lm_head/Linear" become
+"model.layers.i.a.b" and "lm_head". Weights of layer norms come under "<name>.gamma" and
+"<name>.beta"; other data of the file is not listed.
 """
 
 from __future__ import annotations
@@ -170,7 +176,7 @@ class _Linear:
     """A quantised layer.
 
     Attributes:
-        blob, name: where it is, and of what it speaks in errors.
+        blob, name: where it is, and its name in errors.
         shape: (N, K).
         codes: position of the indices.
         index_bits: 4 or 8.
@@ -350,11 +356,11 @@ def _refused(blob: _Blob, module: str, name: str, shape: tuple[int, int], extern
 
 
 def _head(
-    path: Path, blob: _Blob, name: str, first: int, size: int, shape: tuple[int, int], wide: bool
+    path: Path, blob: _Blob, name: str, first: int, size: int, shape: tuple[int, int], fp32: bool
 ) -> tuple[int, tuple[int, ...], int]:
     """Bits of an index, the sorted values, and the bytes before the indices."""
     head = bytes(blob.read(name, first, min(size, _MAX_HEADER), torch.uint8).tolist())
-    each = 4 if wide else 2
+    each = 4 if fp32 else 2
     dimensions = head[0] if head else 0
     values_at = 1 + dimensions * each
     if not 1 <= dimensions <= 4 or values_at >= len(head):

@@ -1,15 +1,16 @@
 """MXFP4 as transformers writes it ("quant_method": "mxfp4"), the format of gpt-oss.
 
-=============  ==================================================================================================
-tensor         holds
-=============  ==================================================================================================
-``<m>_blocks``  uint8 ``[N, K / 32, 16]``: e2m1 codes of 32 inputs, the even one of two in the low half of a byte
+==============  ==================================================================================
+tensor          holds
+==============  ==================================================================================
+``<m>_blocks``  uint8 ``[N, K / 32, 16]``: e2m1 codes of 32 inputs, the even one of two in the low
+                half of a byte
 ``<m>_scales``  uint8 ``[N, K / 32]``: value = 2^(scale - 127) * e2m1 value; 255 is not a number
-=============  ==================================================================================================
+==============  ==================================================================================
 
-gpt-oss stacks its experts: both tensors have a first axis of experts, and biases are ``<m>_bias``, ``[experts, N]``. These
-are listed and not read: no packed form has experts of a checkpoint with biases. Which modules are quantised is seen from
-the tensors.
+gpt-oss stacks its experts: both tensors have a first axis of experts, and biases are ``<m>_bias``,
+``[experts, N]``. These are listed and not read: no packed form has experts of a checkpoint with
+biases. Which modules are quantised is seen from the tensors.
 """
 
 from __future__ import annotations

@@ -1,29 +1,33 @@
 """torchao: integer weights in safetensors, as its tensor subclasses are flattened.
 
-A weight ``<m>.weight`` is several tensors ``<m>._weight_<part>``, and the file's metadata has, under its name, JSON
-``{"_type": class, "_data": {"block_size": [1, group], ...}, "_tensor_data_names": [part, ...]}``. The parts that are named
-there, where it names any, must be those of the file.
-Sources: ``torchao/prototype/safetensors``, ``torchao/quantization/quantize_/workflows`` and PyTorch's
-``aten/src/ATen/native/cuda/int4mm.cu``.
+A weight ``<m>.weight`` is several tensors ``<m>._weight_<part>``, and the file's metadata has,
+under its name, JSON
+``{"_type": class, "_data": {"block_size": [1, group], ...}, "_tensor_data_names": [part, ...]}``.
+The parts that are named there, where it names any, must be those of the file.
+Sources: ``torchao/prototype/safetensors``, ``torchao/quantization/quantize_/workflows`` and
+PyTorch's ``aten/src/ATen/native/cuda/int4mm.cu``.
 
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 class                     parts                                       value
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 Int4Tensor                qdata int8 [N, K/2], even k in the low      q s + z: an offset
                           half, signed; scale, zero_point [K/g, N]
 Int4TilePackedTo4dTensor  qdata int32 [N'/8, K'/128, 32, 4], below;   (q - 8) s + z: an offset
                           scale_and_zero [K'/g, N', 2]
 Int8Tensor                qdata int8 [N, K]; scale, zero_point int8   (q - z) s
                           [N, K/g], the latter optional
-IntxUnpackedToInt8Tensor  as Int8Tensor, of "target_dtype" int1 to    (q - z) s; float zero points become offsets
+IntxUnpackedToInt8Tensor  as Int8Tensor, of "target_dtype" int1 to    (q - z) s; float zero points
+                                                                      become offsets
                           int8; zero_point int8 or float              -s z, in fp32
-========================  ==========================================  =============================================
+========================  ==========================================  ==============================
 
-Word [a, b, 4 r + t, j] of the tile-packed order has row n = 8 a + r and the columns k = 128 b + 32 j + 2 t plus 0, 8, 16,
-24, 1, 9, 17, 25 in its nibbles, from the lowest. N' and K' are N and K rounded up to 8 and 1024.
+Word [a, b, 4 r + t, j] of the tile-packed order has row n = 8 a + r and the columns k = 128 b + 32
+j + 2 t plus 0, 8, 16, 24, 1, 9, 17, 25 in its nibbles, from the lowest. N' and K' are N and K
+rounded up to 8 and 1024.
 
-Codes and scales are kept, and so are offsets and integer zero points. Other classes, weights of three dimensions and
-those with an ``act_pre_scale`` (a scale of the activations) are listed and not read. Pickles are never opened.
+Codes and scales are kept, and so are offsets and integer zero points. Other classes, weights of
+three dimensions and those with an ``act_pre_scale`` (a scale of the activations) are listed and not
+read. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -95,7 +99,8 @@ class _Form:
         shape: (N, K).
         bits, group_size: of the codes; the size may be one that is not supported.
         dtypes: as in :class:`Quantized`.
-        tensors: reads codes uint8 [N, K], scales [N, G], zeros uint8 [N, G] or None, offsets [N, G] or None.
+        tensors: reads codes uint8 [N, K], scales [N, G], zeros uint8 [N, G] or None, offsets [N, G]
+            or None.
     """
 
     shape: tuple[int, int]
@@ -320,7 +325,8 @@ _KINDS: dict[str, Callable[[_Stored], _Form]] = {
     "IntxUnpackedToInt8Tensor": _intx,
 }
 
-#: The parts that each class may have. Scales of static activations are not used: they are quantised online.
+#: The parts that each class may have. Scales of static activations are not used: they are quantised
+#: online.
 _READ: dict[str, set[str]] = {
     "Int4Tensor": {"qdata", "scale", "zero_point"},
     "Int4TilePackedTo4dTensor": {"qdata", "scale_and_zero"},

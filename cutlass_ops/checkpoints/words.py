@@ -24,10 +24,12 @@ def _strides(words: Tensor) -> tuple[int, int]:
 def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
     """Codes of words that hold them densely along K, the first in the lowest bits.
 
-    Code j of a row is bits ``j * bits`` and up of the row's words taken together: 3-bit codes may lie in two of them.
+    Code j of a row is bits ``j * bits`` and up of the row's words taken together: 3-bit codes may
+    lie in two of them.
 
     Args:
-        words: int32 ``[N, ceil(k * bits / 32)]``; any strides, so that GPTQ's ``[K / 8, N]`` comes as ``words.t()``.
+        words: int32 ``[N, ceil(k * bits / 32)]``; any strides, so that GPTQ's ``[K / 8, N]`` comes
+            as ``words.t()``.
         k: codes in a row.
         bits: 1 to 8; 4 and 8 are fast.
 
@@ -58,7 +60,8 @@ def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
 
     Args:
         words: int32 ``[K, N / 8]``; any strides.
-        order: the place among its eight of each nibble, from the lowest bits: AWQ's is 0, 2, 4, 6, 1, 3, 5, 7.
+        order: the place among its eight of each nibble, from the lowest bits: AWQ's is 0, 2, 4, 6,
+            1, 3, 5, 7.
 
     Returns:
         uint8 ``[N, K]``.
@@ -75,7 +78,8 @@ def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
 
 
 def unpack_tiles(words: Tensor) -> Tensor:
-    """Codes of words in PyTorch's int4 order for tensor cores (see ``csrc/include/cutlass_ops/words.h``).
+    """Codes of words in PyTorch's int4 order for tensor cores (see
+    ``csrc/include/cutlass_ops/words.h``).
 
     Args:
         words: int32 ``[N / 8, K / 128, 32, 4]``, contiguous.
@@ -109,7 +113,8 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
     Args:
         packed: uint8 ``[B, S]``, on the CPU; rows may be further apart than their length.
         run: bytes of a row that belong together; it divides S.
-        in_turn: whether byte i of a run holds its codes ``2 i`` and ``2 i + 1``, and not ``i`` and ``run + i``.
+        in_turn: whether byte i of a run holds its codes ``2 i`` and ``2 i + 1``, and not ``i`` and
+            ``run + i``.
         high_first: whether the first of the two is in the high half.
 
     Returns:

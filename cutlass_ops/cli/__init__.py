@@ -1,7 +1,7 @@
 """The command line: ``cutlass-ops inspect | reorder | verify | diff | doctor | demo``.
 
-Results go to stdout, progress and errors to stderr. Exit status: 0 all is well, 1 a check failed, 2 bad usage
-or bad input, 130 interrupted (Ctrl-C).
+Results go to stdout, progress and errors to stderr. Exit status: 0 all is well, 1 a check failed, 2
+bad usage or bad input, 130 interrupted (Ctrl-C).
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import typer
 from rich.markup import escape
 
 from ..packed_file import packed_info
-from ..progress import progress as _progress
+from ..progress import progress
 from ..verify import diff_packed, rank_directories, verify_packed
 from .common import FAILED, JsonOption, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported
 
@@ -23,11 +23,12 @@ def verify(
     ] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Check every bit of a packed model, by its checksums; with --against, that it still is its checkpoint, bit for bit.
+    """Check every bit of a packed model, by its checksums; with --against, that it still is its
+    checkpoint, bit for bit.
 
-    The largest difference is between values as the packed file gives them and as the checkpoint does:
-    rounding of the last place at most, or, for weights that reorder quantised, the error of that. Exit status
-    1 if anything is wrong.
+    The largest difference is between values as the packed file gives them and as the checkpoint
+    does: rounding of the last place at most, or, for weights that reorder quantised, the error of
+    that. Exit status 1 if anything is wrong.
     """
     with reported():
         keep_freed_memory()
@@ -38,7 +39,7 @@ def verify(
         if against is not None:
             checkpoint = read_checkpoint(against, str(infos[0].options.get("zero_offset", "auto")) if infos else "auto")
             total += len(infos) * sum(entry.nbytes for entry in checkpoint.entries.values())
-        with _progress("verifying", total) as advance:
+        with progress("verifying", total) as advance:
             found = verify_packed(file, checkpoint, progress=advance)
     if as_json:
         print_json({"path": str(file), "ok": not found.problems, **asdict(found)})
@@ -69,10 +70,12 @@ def diff(
     second: Annotated[Path, typer.Argument(help="Another.")],
     as_json: JsonOption = False,
 ) -> None:
-    """Compare two packed models, bit for bit, however they are cut into files. Exit status 1 if they differ."""
+    """Compare two packed models, bit for bit, however they are cut into files. Exit status 1 if
+    they differ.
+    """
     with reported():
         infos = [packed_info(path) for path in (first, second)]
-        with _progress("comparing", sum(file.stat().st_size for info in infos for file in info.files)) as advance:
+        with progress("comparing", sum(file.stat().st_size for info in infos for file in info.files)) as advance:
             found = diff_packed(first, second, progress=advance)
     differ = bool(found.only_first or found.only_second or found.changed)
     if as_json:

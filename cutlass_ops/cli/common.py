@@ -39,7 +39,7 @@ ZeroOffset = Annotated[
 
 @contextmanager
 def reported(kept: Callable[[], str] = lambda: "") -> Iterator[None]:
-    """Turn the errors that a user can cause into one line and an exit status; ``kept`` says what Ctrl-C left behind."""
+    """Turn user errors into a line and an exit status; ``kept`` says what Ctrl-C left behind."""
     console = Console(stderr=True)
     try:
         yield
@@ -62,15 +62,15 @@ def make_console() -> Console:
 
 def print_json(value: Any) -> None:
     """Print one JSON value."""
-    print(json.dumps(_plain(value), indent=2, allow_nan=False))
+    print(json.dumps(json_value(value), indent=2, allow_nan=False))
 
 
-def _plain(value: Any) -> Any:
+def json_value(value: Any) -> Any:
     """``value`` with None for the numbers that JSON does not have."""
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
+        return {key: json_value(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
+        return [json_value(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -96,8 +96,8 @@ def dtype_name(dtype: torch.dtype) -> str:
 def keep_freed_memory() -> None:
     """Let one weight's memory serve the next: for commands that make and drop many large tensors.
 
-    glibc gives a large block back to the system when it is freed, and the system clears every page of the next one: a
-    quarter of the time that packing a model takes.
+    glibc gives a large block back to the system when it is freed, and the system clears every page
+    of the next one: a quarter of the time that packing a model takes.
     """
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt

@@ -12,18 +12,21 @@ import torch
 import typer
 from rich.markup import escape
 
-from .. import _C, __version__, ops, reference
+from .. import _C, ops, reference
 from ..explain import explain
 from ..quantize import quantize
 from ..reorder import reorder
+from ..version import __version__
 from .common import FAILED, JsonOption, app, make_console, print_json, size_text
 
 
 @app.command()
 def doctor(as_json: JsonOption = False) -> None:
-    """Say what this machine has, which kernels can run on it, and multiply once to see that they do.
+    """Say what this machine has, which kernels can run on it, and multiply once to see that they
+    do.
 
-    A missing GPU, driver or package is reported and is no failure. Exit status 1 if a product is wrong.
+    A missing GPU, driver or package is reported and is no failure. Exit status 1 if a product is
+    wrong.
     """
     facts = _facts()
     devices = ["cpu"]
@@ -112,7 +115,7 @@ def _cuda_version(module: str, function: str, missing: list[str]) -> str:
         if "cuda-python" not in " ".join(missing):
             missing.append("cuda-python: pip install cuda-bindings tells the versions of driver and runtime")
         return "unknown"
-    except Exception as failure:  # cuda-python raises what it likes when it does not find a library
+    except Exception as failure:  # cuda-python raises various types when a library is missing
         missing.append(f"CUDA {module}: {failure}")
         return "not found"
     if int(error) != 0:

@@ -36,10 +36,12 @@ def inspect(
     zero_offset: ZeroOffset = "auto",
     as_json: JsonOption = False,
 ) -> None:
-    """List what a checkpoint or a packed model holds, from headers alone, and which kernel would multiply by it.
+    """List what a checkpoint or a packed model holds, from headers alone, and which kernel would
+    multiply by it.
 
-    Kernels are given for one token and for 4096, and for each GPU, which need not be there. Tensors that differ but in the
-    numbers in their names are shown as one, as in layers.{0..31}.mlp; --json lists each.
+    Kernels are given for one token and for 4096, and for each GPU, which need not be there. Tensors
+    that differ but in the numbers in their names are shown as one, as in layers.{0..31}.mlp; --json
+    lists each.
     """
     with reported():
         if twice := [name for name, count in Counter(gpu or ()).items() if count > 1]:
@@ -52,11 +54,11 @@ def inspect(
     if as_json:
         print_json(described)
         return
-    _show(make_console(), described, gpus, act_quant)
+    show(make_console(), described, gpus, act_quant)
 
 
-def _show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
-    """What inspect prints: facts of the whole, how many weights there are of each format, then the tensors."""
+def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant: str) -> None:
+    """Print facts of the whole, counts of weights by format, then the tensors."""
 
     def line(key: str, value: str) -> None:
         console.print(Padding(f"{key + ':':10}{escape(value)}", (0, 0)), highlight=False, soft_wrap=False)
@@ -91,7 +93,7 @@ def _show(console: Console, described: dict[str, Any], gpus: list[str], act_quan
 
 
 def _alike(tensors: list[dict[str, Any]]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
-    """Tensors that differ but in the numbers of their names, under one name that has those numbers in braces."""
+    """Group tensors that differ only in the numbers of their names, put in braces."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for tensor in tensors:
         facts = [str(tensor[key]) for key in ("type", "shape", "bytes", "note", "kernels")]

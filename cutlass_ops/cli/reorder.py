@@ -14,7 +14,7 @@ from rich.markup import escape
 from ..model_directory import SHARD_BYTES, reorder_model
 from ..packing import reorder_checkpoint
 from ..plan import Options, plan
-from ..progress import progress as _progress
+from ..progress import progress
 from ..tensor_parallel import STYLES, parse_overrides
 from .common import (
     JsonOption,
@@ -80,13 +80,14 @@ def reorder_command(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be written, and write nothing.")] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's directory.
+    """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's
+    directory.
 
-    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be rounded). Float weights
-    are quantised if --bits is given, except embeddings, norms and the output head, unless --include names
-    them; in one file, weights of convolutions too, where that makes them smaller. Everything else is copied; a
-    directory's config.json says how to load it. A directory whose making was interrupted is completed by the same
-    command.
+    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be
+    rounded). Float weights are quantised if --bits is given, except embeddings, norms and the
+    output head, unless --include names them; in one file, weights of convolutions too, where that
+    makes them smaller. Everything else is copied; a directory's config.json says how to load it. A
+    directory whose making was interrupted is completed by the same command.
     """
     one_file = output.suffix == ".safetensors"
 
@@ -130,7 +131,7 @@ def reorder_command(
         if act_symmetric is not None and (act_quant or (checkpoint.activations or ("none",))[0]) == "none":
             raise ValueError("--act-symmetric and --act-asymmetric say how activations are quantised: give --act-quant too")
         total = sum(entry.nbytes for entry in checkpoint.entries.values()) + sum(f.stat().st_size for f in checkpoint.files)
-        with _progress("reordering", total) as advance:
+        with progress("reordering", total) as advance:
             if one_file:
                 done = reorder_checkpoint(checkpoint, output, **asdict(options), jobs=jobs, dry_run=dry_run, progress=advance)
             else:

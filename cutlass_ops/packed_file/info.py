@@ -22,19 +22,22 @@ class PackedInfo:
 
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
-        experts: E and N of the weights that are experts packed as one, by name; their n is E * N rounded up to 64.
+        experts: E and N of the weights that are experts packed as one, by name; their n is E * N
+            rounded up to 64.
         kernels: extents of the kernels of the weights that are convolutions', by name.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
         layout: its name and version.
         saved_elsewhere: whether transformers wrote the files.
-        rounded: weights of which N or K may be rounded up, since no metadata has them.
+        rounded: weights of which N or K may be rounded up, since no metadata gives them.
         tied, sources, tool: as in the module's table.
         options: as in the module's table.
         config: as in the module's table; {} where there is none.
         slices: which part of the model this is, or None for all of it.
-        places: the file that holds each stored tensor, by its name in there ("m.codes"); of a directory, one of its shards.
-        checksums: sha256 of each stored tensor as the header has it, or None for files without checksums.
+        places: the file that holds each stored tensor, by its name in there ("m.codes"); of a
+            directory, one of its shards.
+        checksums: sha256 of each stored tensor as the header has it, or None for files without
+            checksums.
     """
 
     path: Path
@@ -67,7 +70,8 @@ class PackedInfo:
 
 
 def is_packed(path: str | os.PathLike[str]) -> bool:
-    """Whether a file, or the first shard of a directory, claims to be packed by this package, in whatever version.
+    """Whether a file, or the first shard of a directory, claims to be packed by this package, in
+    whatever version.
 
     Raises:
         CheckpointError: a file that is no safetensors, or JSON that is not readable.
@@ -92,8 +96,8 @@ def packed_info(path: str | os.PathLike[str]) -> PackedInfo:
     """Read and check the header of a packed file, or those of a directory's shards.
 
     Raises:
-        CheckpointError: not a packed file, one of another layout or version, one whose header lies, or a directory that
-            is not whole.
+        CheckpointError: not a packed file, one of another layout or version, one whose header is
+            wrong, or a directory that is not whole.
     """
     path = Path(path)
     if path.is_dir():
@@ -203,7 +207,7 @@ def _weight_parts(
 
 
 def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) -> PackedInfo:
-    """What transformers wrote: files without our metadata, which may have parts of one weight in two shards."""
+    """What transformers wrote, without our metadata; a weight may be in two shards."""
     try:
         formats.check_layout(config.get("layout"), config.get("layout_version"))
     except ValueError as error:
@@ -258,7 +262,7 @@ def _saved_info(path: Path, files: Sequence[Path], config: Mapping[str, Any]) ->
 
 
 def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) -> dict[str, int]:
-    """N and K of a weight by its tensors' shapes; both rounded up where neither a bias nor an act order tells them."""
+    """N and K by a weight's tensors; rounded up where neither bias nor act order gives them."""
     codes, scales = specs[f"{name}.codes"][1], specs.get(f"{name}.scales", (None, ()))[1]
     if len(codes) != 1 or len(scales) != 2 or 0 in (*codes, *scales) or bits not in formats.BITS:
         raise CheckpointError(

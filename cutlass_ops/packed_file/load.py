@@ -22,18 +22,20 @@ def load_packed(
 ) -> dict[str, PackedWeight | PackedExperts | Tensor]:
     """Read a packed file, or a directory of them.
 
-    On the CPU the tensors are windows of the file, read from the disk when they are first used; they stay
-    valid if the file is replaced.
+    On the CPU the tensors are memory maps of the file, read from the disk at their first use; they
+    stay valid if the file is replaced.
 
     Args:
-        path: a file that :func:`save_packed` or ``cutlass-ops reorder`` wrote, or a directory that the latter wrote.
+        path: a file that :func:`save_packed` or ``cutlass-ops reorder`` wrote, or a directory that
+            the latter wrote.
         device: where to put the tensors.
 
     Returns:
         Weights, experts and other tensors by name.
 
     Raises:
-        CheckpointError: not a packed file, one of another layout or version, or one that lies.
+        CheckpointError: not a packed file, one of another layout or version, or one whose contents
+            contradict each other.
     """
     info = packed_info(path)
     result: dict[str, PackedWeight | PackedExperts | Tensor] = {}
@@ -48,7 +50,7 @@ def load_packed(
 
 
 def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -> PackedWeight | PackedExperts:
-    """A weight of the open files that hold it, checked but for what every value would have to be read for."""
+    """A weight of the open files that hold it; its values are checked in part."""
     n, k, bits, group_size = info.weights[name]
     path = info.places[f"{name}.codes"]
     parts: dict[str, Any] = dict.fromkeys(PARTS)
@@ -69,7 +71,7 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
 
 
 def packed_problem(weight: PackedWeight | PackedExperts) -> tuple[str, str] | None:
-    """What is wrong with the values of a weight that came from a file: a tensor's name and the fault, or None."""
+    """A tensor with wrong values in a weight of a file, and what is wrong; None if none is."""
     # A kernel gathers by it: an index outside of 0 .. K-1 would read someone else's memory.
     if weight.perm is not None:
         features = torch.arange(weight.k, dtype=torch.int32, device=weight.device)

@@ -18,13 +18,13 @@ from .layout import Slices, check_names
 
 
 def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
-    """``weights`` of the table above, of ``(n, k, bits, group_size)`` by name."""
+    """``weights`` of the metadata, of ``(n, k, bits, group_size)`` by name."""
     fields = ("n", "k", "bits", "group_size")
     return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
 
 
 def experts_metadata(experts: Mapping[str, tuple[int, int]]) -> str:
-    """``experts`` of the table above, of E and N by name."""
+    """``experts`` of the table in :mod:`cutlass_ops.packed_file`, of E and N by name."""
     return json.dumps({name: {"experts": e, "n": n} for name, (e, n) in experts.items()})
 
 
@@ -37,7 +37,7 @@ def packed_metadata(
     experts: Mapping[str, tuple[int, int]] | None = None,
     kernels: Mapping[str, tuple[int, ...]] | None = None,
 ) -> dict[str, str]:
-    """``__metadata__`` of a packed file, as in the table above.
+    """``__metadata__`` of a packed file, as in the table of :mod:`cutlass_ops.packed_file`.
 
     ``experts`` has E and N, ``kernels`` the kernels' extents by name.
     """
