@@ -49,7 +49,7 @@ class QuantizedActivations:
         return self.codes.device
 
     def natural(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]`` as the reference has them."""
+        """Codes int8 ``[M, K]``, scales fp32 ``[M, B]`` and zeros int8 ``[M, B]`` in natural order."""
         m = self.codes.shape[0]
         blocks = formats.group_count(self.k, self.block)
         zeros = None if self.zeros is None else self.zeros[:blocks, :m].t().contiguous()

@@ -59,7 +59,7 @@ def check_transforms(name: str, *tensors: Any) -> None:
 
 
 def check_no_gradient(name: str, *tensors: Any) -> None:
-    """Raise ``RuntimeError`` if a derivative is asked for of an operator that has none."""
+    """Raise ``RuntimeError`` if an operator without a derivative would be recorded for one."""
     check_transforms(name, *tensors)
     if is_grad_enabled() and any(map(requires_grad, tensors)):
         raise RuntimeError(

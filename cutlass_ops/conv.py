@@ -146,7 +146,7 @@ def mixed_conv2d(
         x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), in any
             memory format.
         weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
-        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none of its own.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
             the padding are exact zeros, with zero points too.
         activation: as in :func:`cutlass_ops.mixed_gemm`.
@@ -161,7 +161,7 @@ def mixed_conv2d(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
-        RuntimeError: a gradient of the weight is asked for; or torch.jit.trace, forward-mode differentiation or a transform of
+        RuntimeError: the weight requires a gradient; or torch.jit.trace, forward-mode differentiation or a transform of
             torch.func is at work.
     """
     geometry = (stride, padding, dilation, groups)

@@ -1,7 +1,7 @@
-"""Operators on other libraries' tensors as they are, not reordered: drop-ins for code that has them.
+"""Operators on other libraries' tensors as they are, not reordered: drop-ins for existing code.
 
 4-bit code books (NF4, FP4) in flat blocks are bitsandbytes' storage, byte for byte; AWQ weights are AutoAWQ's.
-None of these operators has a gradient: each raises where one is asked for. :func:`cutlass_ops.mixed_gemm` has one.
+None of these operators has a gradient: each raises where one would be recorded. :func:`cutlass_ops.mixed_gemm` has one.
 """
 
 from __future__ import annotations

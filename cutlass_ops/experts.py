@@ -29,11 +29,12 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
     """Pack the weights of a layer's experts as one.
 
     ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
-    and an expert is packed before the next is asked for: one that makes its weights when asked holds one of them at a time.
+    and an expert is packed before the next is read: a sequence that makes its weights when they are
+    read holds one of them at a time.
 
     Args:
         weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
-            may have an act order of its own.
+            may have a separate act order.
 
     Raises:
         TypeError: an element that is no QuantizedWeight.
@@ -53,7 +54,7 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
             raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
         if weight.kernel_size:
             raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
-        # Tensors last: weights with other groups are to be told so, rather than that their scales have another shape.
+        # Tensors last: an error names other groups first, rather than another shape of scales.
         names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
         found = {"shape": list(weight.shape), **{name: common_form(getattr(weight, name)) for name in names}}
         form = form or found
@@ -271,7 +272,7 @@ def grouped_gemm(
         x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device (on a GPU fp32 takes an ``act_quant``).
         experts: what :func:`reorder_experts` returned, ``[E, N, K]``.
         routing: what :func:`route` returned for ids of x's rows.
-        bias: fp16, bf16 or fp32 ``[E, N]``, if the experts have none of their own.
+        bias: fp16, bf16 or fp32 ``[E, N]``, if the experts have none.
         activation, act_quant, act_symmetric, out_dtype: as in :func:`cutlass_ops.mixed_gemm`.
         gathered: x is ``[M * top, K]`` in the routing's order already, as this function returns it.
 
@@ -280,7 +281,7 @@ def grouped_gemm(
 
     Raises:
         TypeError, ValueError: an argument that does not fit; the message has its value.
-        RuntimeError: a CUDA graph is captured; or a gradient is asked for where it is not recorded.
+        RuntimeError: a CUDA graph is captured; or a gradient is required where it is not recorded.
     """
     _check_experts("experts", experts)
     call = _check_options([experts], activation, act_quant)
@@ -376,7 +377,7 @@ def mixed_moe(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, as in :func:`route` and :func:`cutlass_ops.mixed_gemm`.
-        RuntimeError: a CUDA graph is captured; or a gradient is asked for under torch.compile, in forward mode or of a weight.
+        RuntimeError: a CUDA graph is captured; or a gradient is required under torch.compile, in forward mode or of a weight.
     """
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)

@@ -22,7 +22,7 @@ LAYOUT_NAME = "cutlass_ops.slab64"
 LAYOUT_VERSION = 2
 LAYOUT_VERSIONS = (1, 2)
 
-#: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), as bitsandbytes has them.
+#: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values of bitsandbytes.
 NF4 = (
     -1.0,
     -0.6961928009986877,
@@ -68,7 +68,7 @@ def _e4m3(code: int) -> float:
 
 
 #: Floats of a sign, 4 bits of exponent and 3 of mantissa, by their bits (torch.float8_e4m3fn): the one code book of 8 bits.
-#: Codes 0x7f and 0xff are no numbers; no weight may have them, and 480 and -480 stand in their place.
+#: Codes 0x7f and 0xff are no numbers; no weight may contain those codes, and 480 and -480 stand in their place.
 E4M3 = tuple(_e4m3(code) for code in range(256))
 E4M3_LARGEST = 448.0
 
@@ -77,7 +77,7 @@ BOOKS = CODE_BOOKS | {"mxfp4": E2M1, "e4m3": E4M3}
 
 #: Elements that share an absmax in a flat tensor of 4-bit codes.
 FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
-#: Absmax values that share one of their own in double quantisation.
+#: Absmax values that share one second-level absmax in double quantisation.
 NESTED_BLOCK_SIZE = 256
 
 ROWS_PER_SLAB = 64
@@ -151,7 +151,7 @@ def group_count(k: int, group_size: int, taps: int = 1) -> int:
 
 
 def padded_rows(n: int) -> int:
-    """N rounded up to whole slabs of 64 rows."""
+    """N rounded up to whole row panels of 64."""
     return -(-n // ROWS_PER_SLAB) * ROWS_PER_SLAB
 
 

@@ -28,7 +28,7 @@ from .weight import PARTS, PackedWeight
 _ACT_QUANT = ("none", "token", "block")
 
 #: Layers with one parent that multiply the same x, by the name of the layer that can do their work: as the attention and the
-#: MLP of transformers' Llama, Qwen and Mistral models have them.
+#: MLP of transformers' Llama, Qwen and Mistral models have these names.
 SHARED_INPUT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
@@ -202,7 +202,7 @@ def replace_linears(
     replaced, so that an error leaves the model as it was. A packed weight stays on its device; move the model after.
     :func:`fuse_linears` then makes one of those that multiply the same x.
 
-    A model of transformers is told of its packed layers, so that ``save_pretrained`` writes a directory that
+    The configuration of a model of transformers names its packed layers, so that ``save_pretrained`` writes a directory that
     ``from_pretrained`` and :func:`load_model` read.
 
     Args:
@@ -276,7 +276,7 @@ def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True
 
 
 class _Shared:
-    """A layer that computes what several layers are asked for, and its last result, of which each takes its part once."""
+    """A layer that computes what several layers compute, and its last result, of which each takes its part once."""
 
     layer: MixedLinear
     sizes: list[int]
@@ -424,7 +424,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
 
 
 def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
-    """Rows ``begin`` to ``end`` of a weight: views where they are whole slabs."""
+    """Rows ``begin`` to ``end`` of a weight: views where they are whole row panels."""
     if begin % formats.ROWS_PER_SLAB or (end % formats.ROWS_PER_SLAB and end != weight.n):
         whole = weight.unpack()
         parts = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}

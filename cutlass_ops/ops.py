@@ -245,7 +245,7 @@ def mixed_gemm(
         x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), or what
             :func:`quantize_activations` returned, with the weight's ``perm`` and a fitting block.
         weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
-        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none of its own.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
         act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for each row and block of
             min(group_size, 128) columns, "token" with one scale a row.
@@ -257,10 +257,10 @@ def mixed_gemm(
             K is cut into are then those for 128 rows, whatever M is, and never decode_gemm's. Measured on an H200: 28672 x 4096
             with int4 weights takes 2 to 3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
             up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to 1.6 at 16, and 1.1 to 1.5
-            from 64 on. (Symmetric blocks of x beside int4 weights, which have the tile of 128 rows then, were not timed so.)
-            Where K is cut, its parts' fp32 sums take parts x M x N x 4 bytes of scratch memory.
-        architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones of its
-            own; 0 for the GPU's. For tests and comparisons; unused on a CPU.
+            from 64 on. (Symmetric blocks of x with int4 weights, which have the tile of 128 rows then, were not timed so.)
+            Split-K takes slices x M x N x 4 bytes of workspace.
+        architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones; 0
+            for those of the GPU. For tests and comparisons; unused on a CPU.
         exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; a
             CPU never does.
 
@@ -270,7 +270,7 @@ def mixed_gemm(
     Raises:
         TypeError, ValueError: an argument that does not fit, before anything is launched; the message has its value.
         RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's shape. Or a gradient is
-            asked for that does not exist: of the weight, or with an x that is quantised already; or torch.jit.trace,
+            required that does not exist: of the weight, or with an x that is quantised already; or torch.jit.trace,
             forward-mode differentiation or a transform of torch.func is at work.
     """
     if not isinstance(weight, PackedWeight):

@@ -62,7 +62,7 @@ class PackedLoraLinear(Linear):  # type: ignore[misc]  # peft has no types
             RuntimeError: always.
         """
         raise RuntimeError(
-            "LoRA weights cannot be merged into a packed weight: its codes would have to be rounded anew. "
+            "LoRA weights cannot be merged into a packed weight: its codes would have to be rounded again. "
             "Keep the adapter beside it, or merge it into the model's float weights and quantise those"
         )
 

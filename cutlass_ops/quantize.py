@@ -92,7 +92,7 @@ def quantize(
     n, kernel_size = weight.shape[0], tuple(weight.shape[2:])
     if kernel_size:
         weight = weight.movedim(1, -1)
-        # No group goes on from one tap to the next: each tap is a row of its own.
+        # No group goes on from one tap to the next: each tap is a separate row.
         weight = weight.reshape(n, -1) if group_size == -1 else weight.reshape(-1, weight.shape[-1])
     rows = max(1, (_PIECE if clip is None else _SEARCHED_PIECE) // weight.shape[1])
     pieces = [

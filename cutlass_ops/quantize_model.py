@@ -31,7 +31,7 @@ _DEFAULT_SKIP = ("lm_head",)
 _PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
 
 #: Classes of transformers that read weights of their children only with options that are off by default, and whether
-#: one of their instances has them on.
+#: an instance has switched one on.
 _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     ("transformers.models.bloom.modeling_bloom.BloomAttention", "transformers.models.bloom.modeling_bloom.BloomMLP"),
     lambda module: module.pretraining_tp > 1 and module.slow_but_exact,
@@ -103,8 +103,8 @@ def quantize_model(
     - subclasses of ``torch.nn.Linear``, such as layers of bitsandbytes and PEFT and the ``out_proj`` of
       ``torch.nn.MultiheadAttention``; Falcon's is quantised;
     - layers whose weight or bias is also another module's (tied heads), is computed (parametrizations, weight norm),
-      or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or a ``forward`` of
-      their own;
+      or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or an own
+      ``forward``;
     - layers whose weight is read by the code of a module around them, such as Mamba's ``dt_proj``, ``x_proj`` and
       ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found by attribute
       chains like ``self.mlp.wo.weight`` in the bytecode of the classes; what is read otherwise raises an
@@ -112,8 +112,8 @@ def quantize_model(
     - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
       as GPT-OSS's.
 
-    Embeddings are never quantised. A model of transformers is told of its packed layers, so that ``from_pretrained`` reads
-    what ``save_pretrained`` writes.
+    Embeddings are never quantised. The configuration of a model of transformers names its packed
+    layers, so that ``from_pretrained`` reads what ``save_pretrained`` writes.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
     layers, its quantised ones, and, for one layer, at most its float weight, its codes as bytes and their packed
@@ -169,7 +169,7 @@ def quantize_model(
     for name, layer in before.items():
         if quantizer is not None and layer.act_quant != act_quant:
             raise ValueError(
-                f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is asked for; "
+                f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
                 "a model of transformers is saved with one (cutlass_ops.set_activations)"
             )
     chosen, left = _choose(model, skip)
@@ -324,7 +324,7 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
 
 @dataclass(frozen=True)
 class _Experts(Sequence[QuantizedWeight]):
-    """The weights of experts ``[E, N, K]``, each quantised when it is asked for."""
+    """The weights of experts ``[E, N, K]``, each quantised when it is read."""
 
     weights: Tensor
     quantize: Callable[[Tensor], QuantizedWeight]

@@ -337,7 +337,7 @@ def _where(tensor: Tensor) -> tuple[int, int]:
 def group_vector_positions(n: int, device: torch.device) -> Tensor:
     """Where each row of the weight stands in a packed group vector, int64 ``[n]``.
 
-    Inside each slab of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
+    Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
     lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16. Made on the device: a copy from the host
     would wait for it.
     """

@@ -46,25 +46,6 @@ KERNEL_WORDS = {
 KERNELS = ("csrc/device/", "csrc/dispatch/", "csrc/kernels/")
 
 # Rewritten separately.
-PENDING = (
-    "csrc/cpu/",
-    "cutlass_ops/conv",
-    "cutlass_ops/drop_in",
-    "cutlass_ops/experts",
-    "cutlass_ops/explain",
-    "cutlass_ops/formats",
-    "cutlass_ops/gradients",
-    "cutlass_ops/nn",
-    "cutlass_ops/ops",
-    "cutlass_ops/packed_buffers",
-    "cutlass_ops/packed_experts",
-    "cutlass_ops/peft_lora",
-    "cutlass_ops/quantize",
-    "cutlass_ops/reference",
-    "cutlass_ops/vllm",
-    "cutlass_ops/weight",
-)
-
 # (path or its beginning, what was found): why it may stand there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("csrc/kernels/route.cu", "tokens"): "of a mixture-of-experts layer",
@@ -102,8 +83,7 @@ def test_words_of_the_field() -> None:
     found = []
     for path in sources():
         name = path.relative_to(ROOT).as_posix()
-        if not name.startswith(PENDING):
-            found += findings(name, path.read_text())
+        found += findings(name, path.read_text())
     assert not found, "\n".join(found)
 
 

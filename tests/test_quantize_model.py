@@ -267,7 +267,7 @@ def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch:
 
 def test_activations_that_cannot_be_saved_together_are_refused() -> None:
     model = co.quantize_model(tiny("Llama"), skip=("lm_head", "mlp"))
-    with pytest.raises(ValueError, match="q_proj' is packed with act_quant 'none', and 'token' is asked"):
+    with pytest.raises(ValueError, match="q_proj' is packed with act_quant 'none', and 'token' is requested"):
         co.quantize_model(model, act_quant="token")
     assert len(packed_names(co.quantize_model(model, 8))) == 14
 

@@ -2,7 +2,7 @@
 // stays in the cache while all rows of a chunk of x are multiplied by it.
 //
 // Vectors hold eight rows of the weight, and a value of x is broadcast: no vector is ever reduced. What is a lane of the sums'
-// order (lane_column) is a sum of its own here, and eight of them are added as the scalar kernel's reduce() does.
+// order (lane_column) is a separate sum here, and eight of them are added as the scalar kernel's reduce() does.
 #pragma once
 
 #include <memory>

@@ -48,19 +48,19 @@ void transpose(__m256 (&v)[8]) {
 // ---- formats: floats of eight codes. A format takes words of four codes, two rows of them in the order of lanes, and has
 // `value<e>` of code e of each word.
 
-// An integer below 2^kWidth at bit kShift of a word, as a float: in the mantissa of 2^(23 - kShift), whose last place that is.
-template <int kShift, int kWidth>
+// An integer below 2^kWidth at bit kFirstBit of a word, as a float: in the mantissa of 2^(23 - kFirstBit), whose last place that is.
+template <int kFirstBit, int kWidth>
 __m256 in_mantissa(__m256i words) {
-  constexpr int kMask = ((1 << kWidth) - 1) << kShift;
+  constexpr int kMask = ((1 << kWidth) - 1) << kFirstBit;
   // The highest bit of a stored code is inverted.
-  constexpr int kBits = (127 + 23 - kShift) << 23 | 1 << (kShift + kWidth - 1);
+  constexpr int kBits = (127 + 23 - kFirstBit) << 23 | 1 << (kFirstBit + kWidth - 1);
   return _mm256_castsi256_ps(_mm256_xor_si256(_mm256_and_si256(words, _mm256_set1_epi32(kMask)), _mm256_set1_epi32(kBits)));
 }
 
 // Minus the float above and the zero point.
-template <int kShift>
+template <int kFirstBit>
 __m256 less(__m256 value, __m256 zero) {
-  return _mm256_sub_ps(value, _mm256_add_ps(zero, _mm256_set1_ps(float(1 << (23 - kShift)))));
+  return _mm256_sub_ps(value, _mm256_add_ps(zero, _mm256_set1_ps(float(1 << (23 - kFirstBit)))));
 }
 
 struct Int4 {
@@ -69,8 +69,8 @@ struct Int4 {
   template <int kElement>
   __m256 value(__m256i words, __m256 zero) const {
     if constexpr (kElement == 3) words = _mm256_srli_epi32(words, 8);
-    constexpr int kShift = kElement == 3 ? 16 : 8 * kElement;
-    return less<kShift>(in_mantissa<kShift, 4>(words), zero);
+    constexpr int kFirstBit = kElement == 3 ? 16 : 8 * kElement;
+    return less<kFirstBit>(in_mantissa<kFirstBit, 4>(words), zero);
   }
 };
 
@@ -80,8 +80,8 @@ struct Int8 {
   template <int kElement>
   __m256 value(__m256i words, __m256 zero) const {
     if constexpr (kElement > 1) words = _mm256_srli_epi32(words, 16);
-    constexpr int kShift = 8 * (kElement % 2);
-    return less<kShift>(in_mantissa<kShift, 8>(words), zero);
+    constexpr int kFirstBit = 8 * (kElement % 2);
+    return less<kFirstBit>(in_mantissa<kFirstBit, 8>(words), zero);
   }
 };
 
@@ -103,7 +103,7 @@ struct E4m3 {
   template <int kElement>
   __m256 value(__m256i words, __m256) const {
     if constexpr (kElement < 3) words = _mm256_slli_epi32(words, 24 - 8 * kElement);
-    // Sign, exponent and mantissa where fp32 has them; its exponents are those of e4m3 plus 120. Stored signs are inverted.
+    // Sign, exponent and mantissa are in the bits of fp32; its exponents are those of e4m3 plus 120. Stored signs are inverted.
     __m256i const bits = _mm256_and_si256(_mm256_srai_epi32(words, 4), _mm256_set1_epi32(int(0x87f00000)));
     return _mm256_mul_ps(_mm256_castsi256_ps(bits), _mm256_set1_ps(-0x1p120f));
   }

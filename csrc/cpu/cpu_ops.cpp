@@ -275,7 +275,7 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
           std::fill_n(codes + begin, block, int8_t(0));
           continue;
         }
-        // Zeros behind the last column widen no range, and get the zero point for a code.
+        // Zeros behind the last column extend no range, and get the zero point for a code.
         int64_t const at = int64_t(begin / block) * out.stride + row;
         quantize_block(natural.data() + begin, block, codes + begin, out.scales + at, out.zeros ? out.zeros + at : nullptr);
       }
