@@ -64,7 +64,8 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             if reason := _reason_against(method, layer):
                 _log_left(reason)
             else:
-                method.__class__ = _ours(type(method))
+                kind: Any = type(method)
+                method.__class__ = _ours(kind)
         return method
 
     get_quant_method.of_cutlass_ops = True  # type: ignore[attr-defined]
@@ -143,7 +144,7 @@ def _reason_of_device(inner: int) -> str | None:
 
 
 @functools.cache
-def _ours(original: Any) -> Any:
+def _ours(original: type[Any]) -> type[Any]:
     """A method of the same name, by which vLLM's loader of experts knows how they are stored."""
     return type(original.__name__, (_Experts, original), {"original": original})
 
@@ -181,7 +182,8 @@ class _Experts:
             packed.append(reorder_experts(_Stored(self, layer, name)))
             for parameter in [n for n in layer._parameters if n.startswith(f"{name}_")]:
                 delattr(layer, parameter)
-        activation = getattr(layer.activation, "value", layer.activation)
+        activation: Any = layer.activation
+        activation = getattr(activation, "value", activation)
         act_quant = settings().get("act_quant", "none")
         experts = MixedExperts(packed[0], packed[1], activation, act_quant)
         layer.register_module(_MODULE, experts)
