@@ -116,6 +116,15 @@ from vllm import LLM, SamplingParams
 from cutlass_ops.nn import MixedLinear
 from cutlass_ops.nn_experts import MixedExperts
 
+# vLLM has no int4 experts for every CPU. As on a GPU, it finds some, which the plugin then replaces.
+from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
+from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
+    compressed_tensors_moe_wna16,
+)
+
+compressed_tensors_moe_wna16.select_wna16_moe_backend = lambda **_: (WNA16MoEBackend.CPU, None)
+
+
 def modes(model):
     kinds = (MixedLinear, MixedExperts)
     return sorted({f"{type(m).__name__} {m.act_quant}" for m in model.modules() if isinstance(m, kinds)})

@@ -65,7 +65,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
                 _log_left(reason)
             else:
                 kind: Any = type(method)
-                method.__class__ = _ours(kind)
+                return _changed(method, _ours(kind))
         return method
 
     get_quant_method.of_cutlass_ops = True  # type: ignore[attr-defined]
@@ -149,12 +149,17 @@ def _ours(original: type[Any]) -> type[Any]:
     return type(original.__name__, (_Experts, original), {"original": original})
 
 
+def _changed(method: Any, kind: type[Any]) -> Any:
+    """The same method as an object of another class."""
+    changed = object.__new__(kind)
+    changed.__dict__.update(method.__dict__)
+    return changed
+
+
 class _Experts:
     """What replaces parts of one of vLLM's methods for layers of experts."""
 
     original: Any
-    moe_kernel: Any
-    moe_quant_config: Any
 
     def maybe_roundup_sizes(
         self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
@@ -162,7 +167,7 @@ class _Experts:
         """The sizes as they are: our kernels pad by themselves."""
         return hidden_size, intermediate_size_per_partition
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Pack the layer's parameters on their device, and free them.
 
         Raises:
@@ -174,16 +179,16 @@ class _Experts:
             bias = getattr(layer, name, None)
             if bias is not None and bool(bias.any()):
                 _log_left("experts have biases")
-                self.__class__ = self.original
-                self.process_weights_after_loading(layer)
+                method = _changed(self, self.original)
+                layer._replace_quant_method(method)
+                method.process_weights_after_loading(layer)
                 return
         packed: list[Any] = []
         for name in ("w13", "w2"):
             packed.append(reorder_experts(_Stored(self, layer, name)))
             for parameter in [n for n in layer._parameters if n.startswith(f"{name}_")]:
                 delattr(layer, parameter)
-        activation: Any = layer.activation
-        activation = getattr(activation, "value", activation)
+        activation = getattr(layer.activation, "value", layer.activation)
         act_quant = settings().get("act_quant", "none")
         experts = MixedExperts(packed[0], packed[1], activation, act_quant)
         layer.register_module(_MODULE, experts)
