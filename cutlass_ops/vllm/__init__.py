@@ -1,17 +1,21 @@
-"""Our kernels in vLLM: a plugin that vLLM finds by the entry point of group ``vllm.general_plugins``.
+"""Our kernels in vLLM: a plugin that vLLM finds by the entry point of ``vllm.general_plugins``.
 
-vLLM asks a list of kernels, in turn, whether they take a quantised linear layer. :func:`register` puts ours first. The
-layers of AWQ, GPTQ and compressed-tensors checkpoints come with parameters that are described by their attributes
-(``input_dim``, ``output_dim``, ``packed_dim``), so that one reader does for all of them. A layer that our kernels do not
-take is left to vLLM's own, with one line in its log that says why.
+vLLM asks a list of kernels, in turn, whether they take a quantised linear layer. :func:`register`
+puts ours first (``linear.py``). The layers of AWQ, GPTQ and compressed-tensors checkpoints come
+with parameters that are described by their attributes (``input_dim``, ``output_dim``,
+``packed_dim``), so that one reader does for all of them. ``experts.py`` does the same for layers of
+experts, and ``directory.py`` loads what ``cutlass-ops reorder`` wrote. A layer that our kernels do
+not take is left to vLLM's own, with one line in its log that says why.
 
-Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key of compiled graphs:
+Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
+of compiled graphs:
 
-===========  ==========================================================================================================
-act_quant    how x is quantised: "none" (the default), "token" or "block". Checkpoints that say that activations are
-             8-bit integers have "token" as their default.
+===========  =====================================================================================
+act_quant    how x is quantised: "none" (the default), "token" or "block". Checkpoints that say
+             that activations are 8-bit integers have "token" as their default, packed directories
+             what they say.
 reference    true: take layers on a CPU too, with the reference, which is slow and made for tests.
-===========  ==========================================================================================================
+===========  =====================================================================================
 """
 
 from __future__ import annotations

@@ -115,7 +115,7 @@ class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
         return PackedLinearMethod(form, prefix, self.fields)
 
     def _experts_method(self, layer: torch.nn.Module, prefix: str) -> None:
-        # Experts that are one tensor [E, N, K] in the files are not packed and have no names here.
+        # Experts that are not packed are named; those with the most common format are not.
         named = {*self.fields.get("modules", {}), *self.fields.get("modules_to_not_convert", ())}
         names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
         if any(name not in named or weight_format(self.fields, name) for name in names):

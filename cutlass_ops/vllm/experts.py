@@ -19,7 +19,10 @@ from .. import _C, formats
 from ..experts import mixed_moe, reorder_experts
 from ..nn_experts import MixedExperts
 from ..weight import QuantizedWeight
-from .linear import logger, reason_against_all, settings, unpacked
+from .linear import MISSING, logger, reason_against_all, settings, unpacked
+
+if MISSING is None:
+    from vllm import envs
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _CONFIGS = (
@@ -41,6 +44,8 @@ _ACTIVATIONS = ("silu", "gelu")
 #: The column of eight that the nibbles of one of AWQ's words hold, from the lowest on.
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MODULE = "cutlass_ops_experts"
+#: What VLLM_DISABLED_KERNELS may hold.
+_NAME = "CutlassOpsExperts"
 
 
 def take_experts() -> None:
@@ -106,6 +111,8 @@ def _reason(method: Any, layer: Any) -> str | None:
         order = method.quant_config.desc_act
     activation = getattr(layer.activation, "value", layer.activation)
     checks = (
+        (_NAME in envs.VLLM_DISABLED_KERNELS, f"VLLM_DISABLED_KERNELS has {_NAME}"),
+        (moe.moe_backend != "auto", f"the user chose moe_backend {moe.moe_backend!r}"),
         (bits not in (4, 8), f"codes have {bits} bits; supported are 4 and 8"),
         (order, "the weights have an act order"),
         (kind == "gptq" and has_zeros, "GPTQ experts with zero points are not supported"),
