@@ -8,8 +8,7 @@ from torch import Tensor
 from .. import formats
 from ..weight import group_vector_positions, pack_codes, unpack_codes
 
-_PANEL = 64  # rows of the outermost order of the codes
-_TILE = 128  # columns of the order inside a row panel
+_PANEL, _TILE = formats.ROWS_PER_SLAB, formats.K_PER_TILE
 
 
 def cut(
