@@ -1,10 +1,14 @@
 """A rank's part of a packed weight is what packing the rank's rows and columns gives."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.reorder import packed_specs
 from cutlass_ops.tensor_parallel import slice_weight, sliced_format
+from cutlass_ops.vllm.directory import _Shards
 from cutlass_ops.vllm.experts import expert_weight
 from cutlass_ops.vllm.slices import cut
 
@@ -50,6 +54,43 @@ def test_whole_panels_and_tiles_are_not_copied() -> None:
     packed = co.reorder(weight(128, 256, 4, 128, True))
     arguments = ((128, 256), 4, (128, 128), slice(64, 128), slice(0, 256), "cpu")
     assert cut("codes", packed.codes, *arguments).data_ptr() == packed.codes[64 * 128 :].data_ptr()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("head", [64, 32])  # 32: heads end inside row panels
+def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
+    stored = [weight(rows, 128, 4, 32, False) for rows in (4 * head, 2 * head, 2 * head)]
+    for rank in range(4):
+        layer = SimpleNamespace(num_kv_head_replicas=2)
+        shards = _Shards(layer, [head] * 3, 128, slice(0, 128), rank, 4, 4, (32, 32))
+        rows = shards.padded(2).stop
+        example = co.reorder(stored[0]).tensors()
+        specs = packed_specs(rows, 128, 4, 32, {p: t.dtype for p, t in example.items()})
+        parameters = {
+            part: torch.nn.Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            for part, (dtype, shape) in specs.items()
+        }
+        for part, parameter in parameters.items():
+            if fused:
+                shards.load(part, parameter, co.reorder(stored).tensors()[part])
+            else:
+                for name, one in zip("qkv", stored, strict=True):
+                    shards.load(part, parameter, co.reorder(one).tensors()[part], name)
+        tensors = {part: parameter.data for part, parameter in parameters.items()}
+        parts = [rank, rank // 2, rank // 2]
+        expected = [slice_weight(one, "colwise", part, one.n // head) for part, one in zip(parts, stored, strict=True)]
+        found = [packed.unpack() for packed in shards.weights(tensors)]
+        assert len(found) == (1 if head == 64 else 3)
+        for name in ("codes", "scales", "zeros"):
+            both = [torch.cat([getattr(w, name) for w in ws]) for ws in (found, expected)]
+            assert torch.equal(*both)
+
+
+def test_a_stored_tensor_of_another_size_is_refused() -> None:
+    shards = _Shards(SimpleNamespace(), [64], 128, slice(0, 128), 0, 1, 4, (32, 32))
+    codes = torch.nn.Parameter(torch.zeros(64 * 64, dtype=torch.uint8), requires_grad=False)
+    with pytest.raises(ValueError, match=r"codes is torch.uint8 \(8192,\).*\(4096,\)"):
+        shards.load("codes", codes, torch.zeros(8192, dtype=torch.uint8))
 
 
 def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
