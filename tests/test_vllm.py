@@ -105,6 +105,8 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("ct two ranks", "ct/quantised", REFERENCE, 2),
     ("directory", "ct/directory", {}, 1),
     ("directory two ranks", "ct/directory", {}, 2),
+    ("directory compiled", "ct/directory", {}, 1),
+    ("dense compiled", "ct/dense", {}, 1),
     ("directory asymmetric", "ct-asymmetric/directory", {}, 1),
     ("experts quantised", "experts/quantised", REFERENCE, 1),
     ("experts two ranks", "experts/quantised", REFERENCE, 2),
@@ -132,7 +134,7 @@ def modes(model):
 def main():
     for name, model, settings, size in json.loads(sys.argv[1]):
         llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=4, seed=0,
-                  tensor_parallel_size=size, additional_config={"cutlass_ops": settings}, enforce_eager=True,
+                  tensor_parallel_size=size, additional_config={"cutlass_ops": settings}, enforce_eager="compiled" not in name,
                   kv_cache_memory_bytes=1 << 26, generation_config="vllm")
         prompts = [{"prompt_token_ids": [(7 * i + 31 * j) % 256 for j in range(5 + i)]} for i in range(3)]
         how = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
@@ -272,6 +274,11 @@ def test_tokens_of_a_packed_directory(runs, run: str) -> None:
     assert modes == ["MixedLinear none"]
     kind = "ct-asymmetric" if run == "directory asymmetric" else "ct"
     assert tokens == runs[0][f"{kind} dense"][0]
+
+
+def test_compiled_tokens_are_those_of_the_compiled_dense_model(runs) -> None:
+    # Not those of the eager one: vLLM's compiled graph rounds otherwise, with dense layers too.
+    assert runs[0]["directory compiled"][0] == runs[0]["dense compiled"][0]
 
 
 @pytest.mark.parametrize("run", ["experts quantised", "experts two ranks"])
