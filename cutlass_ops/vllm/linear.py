@@ -1,18 +1,4 @@
-"""Our kernels in vLLM: a plugin that vLLM finds by the entry point of group ``vllm.general_plugins``.
-
-vLLM asks a list of kernels, in turn, whether they take a quantised linear layer. :func:`register` puts ours first. The
-layers of AWQ, GPTQ and compressed-tensors checkpoints come with parameters that are described by their attributes
-(``input_dim``, ``output_dim``, ``packed_dim``), so that one reader does for all of them. A layer that our kernels do not
-take is left to vLLM's own, with one line in its log that says why.
-
-Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key of compiled graphs:
-
-===========  ==========================================================================================================
-act_quant    how x is quantised: "none" (the default), "token" or "block". Checkpoints that say that activations are
-             8-bit integers have "token" as their default.
-reference    true: take layers on a CPU too, with the reference, which is slow and made for tests.
-===========  ==========================================================================================================
-"""
+"""vLLM's linear layers over our kernels, packed from the parameters of its checkpoints."""
 
 from __future__ import annotations
 
@@ -22,25 +8,24 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import _C, formats, ops
-from .nn import MixedLinear
-from .reorder import reorder
-from .weight import QuantizedWeight
+from .. import _C, formats, ops
+from ..nn import MixedLinear
+from ..reorder import reorder
+from ..weight import QuantizedWeight
 
 try:
     from vllm import envs
     from vllm.config import get_current_vllm_config_or_none
     from vllm.logger import init_logger
-    from vllm.model_executor.kernels import linear as vllm_linear
-    from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel, register_linear_kernel
+    from vllm.model_executor.kernels.linear import Int8ScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.mixed_precision import MPLinearKernel
-    from vllm.platforms import PlatformEnum, current_platform
+    from vllm.platforms import current_platform
 
-    _MISSING: ImportError | None = None
-    _logger: Any = init_logger("vllm.cutlass_ops")
+    MISSING: ImportError | None = None
+    logger: Any = init_logger("vllm.cutlass_ops")
 except ImportError as error:
-    _MISSING = error
-    _logger = logging.getLogger(__name__)
+    MISSING = error
+    logger = logging.getLogger(__name__)
     Int8ScaledMMLinearKernel = MPLinearKernel = object
 
 _ACT_QUANT = ("none", "token", "block")
@@ -50,33 +35,10 @@ _SETTINGS = ("act_quant", "reference")
 _BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
 _SIGNED = ("int4",)
 #: The name of the submodule that holds a layer's packed weight.
-_MODULE = "cutlass_ops_linear"
+MODULE = "cutlass_ops_linear"
 
 
-def register() -> None:
-    """Put our kernels first in vLLM's list; called by vLLM in each of its processes, and harmless when repeated.
-
-    Where this vLLM lacks what is needed, or the order of its kernels cannot be changed, a warning says so and vLLM runs
-    as without the plugin.
-    """
-    if _MISSING is not None:
-        _logger.warning("cutlass_ops does not serve this version of vLLM: %s", _MISSING)
-        return
-    for kernel, kind, name in (
-        (CutlassOpsLinearKernel, "mp", "_POSSIBLE_KERNELS"),
-        (CutlassOpsInt8LinearKernel, "int8", "_POSSIBLE_INT8_KERNELS"),
-    ):
-        kernels = getattr(vllm_linear, name, None)
-        if not isinstance(kernels, dict):
-            _logger.warning("cutlass_ops does not serve this version of vLLM: its linear kernels have no %s", name)
-            continue
-        for platform in (PlatformEnum.CUDA, PlatformEnum.CPU):
-            if kernel not in kernels.get(platform, []):
-                register_linear_kernel(kernel, platform, kind)
-                kernels[platform].insert(0, kernels[platform].pop())
-
-
-def _settings() -> dict[str, Any]:
+def settings() -> dict[str, Any]:
     """The plugin's part of vLLM's additional configuration.
 
     Raises:
@@ -84,23 +46,23 @@ def _settings() -> dict[str, Any]:
     """
     config = get_current_vllm_config_or_none()
     additional = None if config is None else config.additional_config
-    settings = additional.get("cutlass_ops", {}) if isinstance(additional, dict) else {}
-    if not isinstance(settings, dict):
-        raise TypeError(f"additional_config has {settings!r:.100} for cutlass_ops; an object is expected")
-    for name in settings:
+    found = additional.get("cutlass_ops", {}) if isinstance(additional, dict) else {}
+    if not isinstance(found, dict):
+        raise TypeError(f"additional_config has {found!r:.100} for cutlass_ops; an object is expected")
+    for name in found:
         if name not in _SETTINGS:
             raise ValueError(f"additional_config has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}")
-    if (mode := settings.get("act_quant", "none")) not in _ACT_QUANT:
+    if (mode := found.get("act_quant", "none")) not in _ACT_QUANT:
         raise ValueError(f"cutlass_ops' act_quant is {mode!r:.100}; supported are {', '.join(map(repr, _ACT_QUANT))}")
-    if type(reference := settings.get("reference", False)) is not bool:
+    if type(reference := found.get("reference", False)) is not bool:
         raise TypeError(f"cutlass_ops' reference is {reference!r:.100}; true or false is expected")
-    return settings
+    return found
 
 
-def _reason_against_all() -> str | None:
-    """Why no layer is ours; None if some can be."""
+def reason_against_all() -> str | None:
+    """Why no layer of vLLM's checkpoints is ours; None if some can be."""
     if current_platform.is_cpu():
-        if not _settings().get("reference", False):
+        if not settings().get("reference", False):
             return 'on a CPU there is the reference alone, which additional_config {"cutlass_ops": {"reference": true}} allows'
     elif not _C.built_with_cuda:
         return "the package was built without CUDA"
@@ -111,7 +73,7 @@ def _reason_against_all() -> str | None:
 
 def _reason_against(c: Any) -> str | None:
     """Why a layer is not ours; None if it is."""
-    if (reason := _reason_against_all()) is not None:
+    if (reason := reason_against_all()) is not None:
         return reason
     k = c.partition_weight_shape[0]
     if str(c.weight_type) not in _BITS:
@@ -141,12 +103,13 @@ def _keep(layer: torch.nn.Module, names: tuple[str, ...], weight: QuantizedWeigh
             delattr(layer, name)
     del originals, parameter
     linear = MixedLinear(reorder(weight), act_quant, symmetric)
-    layer.register_module(_MODULE, linear)
+    layer.register_module(MODULE, linear)
     layer.register_parameter(names[0], torch.nn.Parameter(linear.codes, requires_grad=False))
 
 
-def _product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    linear: Any = getattr(layer, _MODULE)
+def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+    """x times the packed weight that a layer keeps, plus bias."""
+    linear: Any = getattr(layer, MODULE)
     return ops.mixed_gemm(x, linear.packed, bias, None, linear.act_quant, linear.act_symmetric)
 
 
@@ -164,7 +127,7 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
         reason = _reason_against(c)
         if reason is not None:
             k, n = c.partition_weight_shape
-            _logger.info_once("cutlass_ops leaves linear layers of %d x %d to vLLM's kernels: %s", n, k, reason)
+            logger.info_once("cutlass_ops leaves linear layers of %d x %d to vLLM's kernels: %s", n, k, reason)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -174,14 +137,14 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
             ValueError: values that cannot be packed; the message says which.
         """
         default = "token" if str(self.config.weight_type) in _SIGNED else "none"
-        act_quant = _settings().get("act_quant", default)
+        act_quant = settings().get("act_quant", default)
         symmetric = getattr(getattr(layer, "scheme", None), "input_symmetric", True) is not False
         names = (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None))
         _keep(layer, tuple(name for name in names if name), self._quantized_weight(layer), act_quant, symmetric)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        return _product(layer, x, bias)
+        return product(layer, x, bias)
 
     def _quantized_weight(self, layer: torch.nn.Module) -> QuantizedWeight:
         c = self.config
@@ -192,14 +155,14 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
         if kind in _SIGNED:
             codes = (stored.data + formats.midpoint(bits)).to(torch.uint8)
         else:
-            codes = _unpacked(stored.data, stored.packed_dim, bits)
+            codes = unpacked(stored.data, stored.packed_dim, bits)
         if stored.output_dim == 1:
             codes = codes.t()
         scales = _by_rows(getattr(layer, self.w_s_name))
         zeros = None
         if c.zero_points:
             points = getattr(layer, self.w_zp_name)
-            zeros = _unpacked(points.data, points.packed_dim, bits)
+            zeros = unpacked(points.data, points.packed_dim, bits)
             zeros = (zeros if points.output_dim == 0 else zeros.t())[:n]
         perm = None
         if getattr(c, "has_g_idx", False):
@@ -232,9 +195,9 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         """Whether layers of configuration ``c`` are ours, or else why not, which is logged once."""
-        reason = "x has one scale that the checkpoint fixes" if c.is_static_input_scheme else _reason_against_all()
+        reason = "x has one scale that the checkpoint fixes" if c.is_static_input_scheme else reason_against_all()
         if reason is not None:
-            _logger.info_once("cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s", reason)
+            logger.info_once("cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s", reason)
         return reason is None, reason
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
@@ -255,11 +218,11 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
             group_size=-1,
         )
         del stored
-        _keep(layer, tuple(names), weight, _settings().get("act_quant", "token"), self.config.input_symmetric)
+        _keep(layer, tuple(names), weight, settings().get("act_quant", "token"), self.config.input_symmetric)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        return _product(layer, x, bias)
+        return product(layer, x, bias)
 
 
 def _by_rows(scales: Any) -> Tensor:
@@ -268,7 +231,7 @@ def _by_rows(scales: Any) -> Tensor:
     return values if scales.output_dim == 0 else values.t()
 
 
-def _unpacked(words: Tensor, dim: int, bits: int) -> Tensor:
+def unpacked(words: Tensor, dim: int, bits: int) -> Tensor:
     """Codes of int32 words that hold ``32 / bits`` of them along ``dim``, the first in the lowest bits; uint8."""
     count = 32 // bits
     rows, columns = words.shape

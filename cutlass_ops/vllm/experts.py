@@ -1,0 +1,309 @@
+"""vLLM's mixture-of-experts layers over :func:`cutlass_ops.mixed_moe`.
+
+vLLM has no list of kernels for experts that a plugin could extend. ``get_quant_method`` of its
+configurations is therefore wrapped: a method of a layer of experts that is ours gets another
+``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C, formats
+from ..experts import mixed_moe, reorder_experts
+from ..nn_experts import MixedExperts
+from ..weight import QuantizedWeight
+from .linear import MISSING, logger, reason_against_all, settings, unpacked
+
+if MISSING is None:
+    from vllm import envs
+
+_QUANTIZATION = "vllm.model_executor.layers.quantization"
+_CONFIGS = (
+    (f"{_QUANTIZATION}.compressed_tensors.compressed_tensors", "CompressedTensorsConfig"),
+    (f"{_QUANTIZATION}.auto_awq", "AutoAWQConfig"),
+    (f"{_QUANTIZATION}.auto_gptq", "AutoGPTQConfig"),
+)
+#: How the methods of vLLM store experts.
+_METHODS = {
+    "CompressedTensorsWNA16MoEMethod": "ct",
+    "CompressedTensorsWNA16MarlinMoEMethod": "ct",
+    "AutoAWQMoEMethod": "awq",
+    "AutoGPTQMoEMethod": "gptq",
+}
+_CODES = {"ct": "weight_packed", "awq": "qweight", "gptq": "qweight"}
+_SCALES = {"ct": "weight_scale", "awq": "scales", "gptq": "scales"}
+_ZEROS = {"ct": "weight_zero_point", "awq": "qzeros", "gptq": None}
+_ACTIVATIONS = ("silu", "gelu")
+#: The column of eight that the nibbles of one of AWQ's words hold, from the lowest on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+_MODULE = "cutlass_ops_experts"
+#: What VLLM_DISABLED_KERNELS may hold.
+_NAME = "CutlassOpsExperts"
+
+
+def take_experts() -> None:
+    """Wrap ``get_quant_method`` of vLLM's configurations; one line in the log for each it lacks."""
+    for module, name in _CONFIGS:
+        try:
+            config = getattr(import_module(module), name)
+            original = config.get_quant_method
+        except (ImportError, AttributeError) as error:
+            logger.warning("cutlass_ops leaves the experts of %s to vLLM: %s", name, error)
+            continue
+        if not hasattr(original, "of_cutlass_ops"):
+            config.get_quant_method = _wrapped(original)
+
+
+def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
+        method = original(self, layer, prefix)
+        if type(layer).__name__ == "RoutedExperts" and type(method).__name__ in _METHODS:
+            if reason := _reason_against(method, layer):
+                _log_left(reason)
+            else:
+                kind: Any = type(method)
+                return _changed(method, _ours(kind))
+        return method
+
+    get_quant_method.of_cutlass_ops = True  # type: ignore[attr-defined]
+    return get_quant_method
+
+
+def _log_left(reason: str) -> None:
+    logger.info_once("cutlass_ops leaves layers of experts to vLLM's kernels: %s", reason)
+
+
+def _form(method: Any) -> tuple[int, int, bool]:
+    """Bits, group size and whether there are zero points."""
+    if _METHODS[type(method).__name__] == "ct":
+        quant = method.weight_quant
+        return quant.num_bits, quant.group_size or -1, not quant.symmetric
+    quant = method.quant_config
+    if _METHODS[type(method).__name__] == "awq":
+        return quant.weight_bits, quant.group_size, True
+    return quant.quant_type.size_bits, quant.group_size, not getattr(quant, "is_sym", True)
+
+
+def _reason_against(method: Any, layer: Any) -> str | None:
+    """Why a layer of experts is not ours; None if it is."""
+    try:
+        return reason_against_all() or _reason(method, layer)
+    except AttributeError as error:
+        return f"this version of vLLM describes it otherwise ({error})"
+
+
+def _reason(method: Any, layer: Any) -> str | None:
+    moe = layer.moe_config
+    parallel = moe.moe_parallel_config
+    bits, group_size, has_zeros = _form(method)
+    hidden, inner = moe.hidden_dim, moe.intermediate_size_per_partition
+    kind = _METHODS[type(method).__name__]
+    order = method.weight_quant.actorder == "group" if kind == "ct" else False
+    if kind == "gptq":
+        order = method.quant_config.desc_act
+    activation = getattr(layer.activation, "value", layer.activation)
+    checks = (
+        (_NAME in envs.VLLM_DISABLED_KERNELS, f"VLLM_DISABLED_KERNELS has {_NAME}"),
+        (moe.moe_backend != "auto", f"the user chose moe_backend {moe.moe_backend!r}"),
+        (bits not in (4, 8), f"codes have {bits} bits; supported are 4 and 8"),
+        (order, "the weights have an act order"),
+        (kind == "gptq" and has_zeros, "GPTQ experts with zero points are not supported"),
+        (activation not in _ACTIVATIONS, f"the activation is {activation}"),
+        (getattr(layer, "swiglu_limit", None) is not None, "the activation is clamped"),
+        (layer.apply_router_weight_on_input, "router weights are applied to x"),
+        (parallel.use_ep or parallel.dp_size > 1, "experts or data are split over ranks"),
+        (parallel.enable_eplb, "experts are balanced over ranks"),
+        (moe.has_bias, "experts have biases"),
+        (moe.is_lora_enabled, "LoRA is enabled"),
+        (moe.in_dtype not in (torch.float16, torch.bfloat16), f"x is {moe.in_dtype}"),
+        (moe.num_experts > _C.most_experts, f"there are more than {_C.most_experts} experts"),
+    )
+    for wrong, reason in checks:
+        if wrong:
+            return reason
+    if group_size != -1:
+        try:
+            formats.check_group_size(group_size)
+        except ValueError as error:
+            return str(error)
+        if hidden % group_size or inner % group_size:
+            return f"{hidden} and {inner} input features are not whole groups of {group_size}"
+    return _reason_of_device(inner)
+
+
+def _reason_of_device(inner: int) -> str | None:
+    """Where a GPU's kernels do not take the whole layer, whose call CUDA graphs could not hold."""
+    if torch.cuda.is_available():
+        capability = torch.cuda.get_device_capability()
+        if capability != (9, 0):
+            return f"the GPU has compute capability {capability}; experts have kernels for (9, 0)"
+        if inner % formats.ROWS_PER_SLAB:
+            return f"a rank's {inner} inner features are no multiple of {formats.ROWS_PER_SLAB}"
+    return None
+
+
+@functools.cache
+def _ours(original: type[Any]) -> type[Any]:
+    """A method of the same name, by which vLLM's loader of experts knows how they are stored."""
+    return type(original.__name__, (_Experts, original), {"original": original})
+
+
+def _changed(method: Any, kind: type[Any]) -> Any:
+    """The same method as an object of another class."""
+    changed = object.__new__(kind)
+    changed.__dict__.update(method.__dict__)
+    return changed
+
+
+class _Experts:
+    """What replaces parts of one of vLLM's methods for layers of experts."""
+
+    original: Any
+
+    def maybe_roundup_sizes(
+        self, hidden_size: int, intermediate_size_per_partition: int, *args: Any, **kwargs: Any
+    ) -> tuple[int, int]:
+        """The sizes as they are: our kernels pad by themselves."""
+        return hidden_size, intermediate_size_per_partition
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the layer's parameters on their device, and free them.
+
+        Raises:
+            ValueError: values that cannot be packed; the message says which.
+        """
+        if _MODULE in layer._modules:
+            return
+        for name in ("w13_bias", "w2_bias"):
+            bias = getattr(layer, name, None)
+            if bias is not None and bool(bias.any()):
+                _log_left("experts have biases")
+                method = _changed(self, self.original)
+                layer._replace_quant_method(method)
+                method.process_weights_after_loading(layer)
+                return
+        packed: list[Any] = []
+        for name in ("w13", "w2"):
+            packed.append(reorder_experts(_Stored(self, layer, name)))
+            for parameter in [n for n in layer._parameters if n.startswith(f"{name}_")]:
+                delattr(layer, parameter)
+        activation = getattr(layer.activation, "value", layer.activation)
+        act_quant = settings().get("act_quant", "none")
+        experts = MixedExperts(packed[0], packed[1], activation, act_quant)
+        layer.register_module(_MODULE, experts)
+        logger.info_once("Using cutlass_ops.mixed_moe for %s", self.original.__name__)
+
+    def get_fused_moe_quant_config(self, layer: torch.nn.Module) -> None:
+        """None: it describes the weights to vLLM's kernels."""
+
+    def maybe_make_prepare_finalize(self, *args: Any, **kwargs: Any) -> None:
+        """None: experts are not split over ranks."""
+
+    def select_gemm_impl(self, *args: Any, **kwargs: Any) -> Any:
+        """Not called, as there is no ``prepare_finalize``."""
+        raise NotImplementedError("experts of cutlass_ops are not one of vLLM's modular kernels")
+
+    @property
+    def is_monolithic(self) -> bool:
+        """False: vLLM's router chooses the experts."""
+        return False
+
+    @property
+    def supports_eplb(self) -> bool:
+        """False: experts do not move."""
+        return False
+
+    def apply(
+        self,
+        layer: torch.nn.Module,
+        x: Tensor,
+        topk_weights: Tensor,
+        topk_ids: Tensor,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        """Experts' outputs by their weights, summed: ``[M, H]`` of x's dtype."""
+        experts: Any = getattr(layer, _MODULE)
+        weights = (experts.gate_up_proj.packed, experts.down_proj.packed)
+        options = (experts.activation, experts.act_quant, experts.act_symmetric)
+        return mixed_moe(x, *weights, topk_ids, topk_weights, *options)
+
+
+class _Stored(Sequence[QuantizedWeight]):
+    """The experts of one of vLLM's parameters, each read when it is indexed."""
+
+    def __init__(self, method: Any, layer: Any, name: str) -> None:
+        self.kind = _METHODS[type(method).__name__]
+        self.bits, self.group_size, has_zeros = _form(method)
+        self.words = getattr(layer, f"{name}_{_CODES[self.kind]}")
+        self.scales = getattr(layer, f"{name}_{_SCALES[self.kind]}")
+        zeros = _ZEROS[self.kind]
+        self.zeros = getattr(layer, f"{name}_{zeros}") if zeros and has_zeros else None
+        self.columns_first = self.kind != "ct" or self.words.is_transposed
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, e: Any) -> Any:
+        return expert_weight(
+            self.words[e].data,
+            self.scales[e].data,
+            None if self.zeros is None else self.zeros[e].data,
+            self.bits,
+            self.group_size,
+            self.columns_first,
+            self.kind == "awq",
+        )
+
+
+def expert_weight(
+    words: Tensor,
+    scales: Tensor,
+    zeros: Tensor | None,
+    bits: int,
+    group_size: int,
+    columns_first: bool,
+    awq: bool,
+) -> QuantizedWeight:
+    """The weight of an expert as the checkpoints of vLLM have it.
+
+    Args:
+        words: int32 ``[N, K * bits / 32]``; with ``columns_first`` ``[K * bits / 32, N]``, or
+            AWQ's ``[K, N * bits / 32]``.
+        scales: ``[N, G]``, or ``[G, N]`` with ``columns_first``.
+        zeros: int32 ``[N * bits / 32, G]``, or ``[G, N * bits / 32]`` with ``columns_first``.
+        bits, group_size: as in :class:`cutlass_ops.QuantizedWeight`.
+        columns_first: K is the first dimension.
+        awq: codes and zero points of a word are in AWQ's order, along N.
+    """
+    if awq:
+        codes = _in_order(unpacked(words, 1, bits)).t()
+    else:
+        codes = unpacked(words, 0, bits).t() if columns_first else unpacked(words, 1, bits)
+    points = None
+    if zeros is not None:
+        points = unpacked(zeros, 1 if columns_first else 0, bits)
+        points = _in_order(points) if awq else points
+        points = points.t() if columns_first else points
+    return QuantizedWeight(
+        codes=codes,
+        scales=scales.t() if columns_first else scales,
+        zeros=points,
+        bits=bits,
+        group_size=group_size,
+    )
+
+
+def _in_order(codes: Tensor) -> Tensor:
+    eight = (codes.shape[0], -1, 8)
+    out = torch.empty_like(codes)
+    out.view(eight)[..., list(_AWQ_ORDER)] = codes.view(eight)
+    return out
