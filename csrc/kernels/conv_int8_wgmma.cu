@@ -14,7 +14,7 @@
 #include <cutlass/arch/barrier.h>
 
 #include "device/hopper.cuh"
-#include "device/hopper_gemm.cuh"
+#include "device/tensor_map.cuh"
 #include "device/requantize.cuh"
 
 namespace cutlass_ops {

@@ -1,0 +1,164 @@
+// The epilogue of the persistent wgmma GEMM (hopper_gemm.cuh): stores, and the sums of a stream-K
+// tail.
+#pragma once
+
+#include "device/hopper_tiles.cuh"
+
+namespace cutlass_ops::hopper {
+
+// The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's
+// 64 outputs side by side, in the 128-byte swizzle, and one thread's copy stores them while the next tile is begun. The general
+// path below takes many times as long, and meanwhile the ring of stages stands still for both blocks.
+template <class C>
+__device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
+                                             ThreadCoord<C> const& coord, int row0, int m0, int end) {
+  EpilogueParams const& e = p.epilogue;
+  int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
+  bool copies = coord.warp == 0 && coord.lane == 0;
+  // Each choice is made once for all sums: made for each of them, they take twice as many instructions.
+  bool clamped = e.activation != Activation::kNone;
+#pragma unroll
+  for (float& sum : sums) sum = nan_unless_finite(sum);
+  if (e.bias) {
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      int row = n + coord.warp * 16 + coord.lane / 4 + h * 8;
+      float bias = row < e.n ? load_float(e.bias, e.bias_type, row) : 0.0f;
+#pragma unroll
+      for (int i = 0; i < C::kSums; ++i) {
+        if (i % 4 / 2 == h) sums[i] += bias;
+      }
+    }
+  }
+  if (clamped || e.limit < HUGE_VALF) {
+    float low = fmaxf(clamped ? e.low : -HUGE_VALF, -e.limit), high = fminf(clamped ? e.high : HUGE_VALF, e.limit);
+#pragma unroll
+    for (float& sum : sums) sum = clamp_keeping_nan(sum, low, high);
+  }
+#pragma unroll
+  for (int first = 0; first < C::kBlockM; first += C::kLineRows) {
+    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    uint8_t* lines = reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * C::kLineRows * C::kLineBytes;
+    // Four 8 x 8 matrices an instruction: rows g and g + 8 of eight rows of x, then of the next eight. The lane gives the
+    // address of one line of one.
+    int matrix =
+        (coord.lane / 16 * 8 + coord.lane % 8) * C::kLineBytes + ((coord.warp * 2 + coord.lane / 8 % 2) ^ coord.lane % 8) * 16;
+    auto const stage = [&](auto type) {
+#pragma unroll
+      for (int j = 0; j < C::kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
+        uint32_t pairs[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          float const* pair = sums + first / 2 + 8 * j + 2 * i;
+          pairs[i] = pack_pair<decltype(type)>(pair[0], pair[1]);
+        }
+        cute::SM90_U16x8_STSM_T::copy(pairs[0], pairs[1], pairs[2], pairs[3],
+                                      *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * C::kLineBytes));
+      }
+    };
+    if (e.out_type == DataType::kFloat16) {
+      stage(__half());
+    } else {
+      stage(__nv_bfloat16());
+    }
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    if (copies && n < e.n) {
+#pragma unroll
+      for (int i = 0; i < C::kLineRows && first + i < C::kBlockM; i += C::kXBoxRows) {
+        if (!C::kGrouped || m0 + first + i < end)
+          cute::SM90_TMA_STORE_2D::copy(&map, lines + i * C::kLineBytes, n, m0 + first + i);
+      }
+      cute::tma_store_arrive();
+    }
+  }
+}
+
+// A slice of a tile of the stream-K tail: the warps of all clusters but the one with the first slice store their sums in the
+// workspace, in the order of registers, and set their flags; those of the first wait for the flags, add in the order of K, and
+// return true: they store the tile. They wait only for clusters of lower numbers, which were started before. The workspace is
+// uninitialised, but holds no flag of this launch: a flag is cleared by its reader, so that a graph replays the same launch
+// correctly.
+template <class C>
+__device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const& p, ThreadCoord<C> const& coord,
+                                          typename C::Work::Part part) {
+  constexpr int kStride = C::kCluster * C::kWarpgroups * C::kSums * 128;  // floats of a slice
+  int row_panel = coord.rank * C::kWarpgroups + coord.warpgroup, others = p.splits - 1;
+  float* parts = p.splitk_workspace + int64_t(part.split_tile * others) * kStride + row_panel * C::kSums * 128 +
+                 coord.warp * 32 + coord.lane;
+  constexpr int kFlags = C::kCluster * C::kWarpgroups * 4;
+  uint64_t* flags = p.flags + part.split_tile * others * kFlags + row_panel * 4 + coord.warp;
+  // One float at a time: a vector needs consecutive registers, and the main loop runs slower (up to 4 %) with such a register
+  // assignment.
+  if (part.split > 0) {
+    float* to = parts + int64_t(part.split - 1) * kStride;
+#pragma unroll
+    for (int i = 0; i < C::kSums; ++i) __stcg(to + i * 128, sums[i]);
+    __syncwarp();
+    if (coord.lane == 0) {
+      asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(flags + (part.split - 1) * kFlags), "l"(p.flag) : "memory");
+    }
+    return false;
+  }
+  if (coord.lane < others) {
+    uint64_t found;
+    do {
+      asm volatile("ld.acquire.gpu.global.u64 %0, [%1];" : "=l"(found) : "l"(flags + coord.lane * kFlags) : "memory");
+    } while (found != p.flag);
+    flags[coord.lane * kFlags] = 0;
+  }
+  __syncwarp();
+#pragma unroll 1
+  for (int i = 0; i < others; ++i, parts += kStride) {
+#pragma unroll
+    for (int j = 0; j < C::kSums; ++j) sums[j] += __ldcg(parts + j * 128);
+  }
+  return true;
+}
+
+// Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so that whole lines are stored.
+// `end`: of an expert's rows of x.
+template <class C>
+__device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
+                                      ThreadCoord<C> const& coord, int index, int row0, int m0, int end = 0) {
+  float* splitk_workspace = nullptr;
+  if (!C::kGrouped && index >= p.whole_tiles) {
+    typename C::Work::Part const part(index, p);
+    if (!p.flags) {
+      splitk_workspace = p.splitk_workspace + int64_t(part.split) * p.epilogue.m * p.n_pad;
+    } else if (!add_parts<C>(sums, p, coord, part)) {
+      return;
+    }
+  }
+  if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0, end);
+  int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane, barrier = 1 + coord.warpgroup;
+  staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
+#pragma unroll
+  for (int first = 0; first < C::kBlockM; first += C::kStoreRows) {
+    cutlass::arch::NamedBarrier::sync(128, barrier);  // what was staged before has been read
+#pragma unroll
+    for (int i = 0; i < C::kStoreRows / 2; ++i) {
+      int x_row = i / 4 * 8 + coord.lane % 4 * 2 + i % 2, row = coord.warp * 16 + coord.lane / 4 + i % 4 / 2 * 8;
+      staging[x_row * C::kStoreStride + row] = sums[first / 2 + i];
+    }
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    int column = thread % 8 * 8;
+    if (n + column >= (splitk_workspace ? p.n_pad : p.epilogue.n)) continue;
+#pragma unroll 1
+    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < (C::kGrouped ? end : p.epilogue.m);
+         x_row += 16) {
+      float4 const* source = reinterpret_cast<float4 const*>(staging + x_row * C::kStoreStride + column);
+      float4 a = source[0], b = source[1];
+      if (splitk_workspace) {
+        float4* to = reinterpret_cast<float4*>(splitk_workspace + int64_t(m0 + first + x_row) * p.n_pad + n + column);
+        to[0] = a, to[1] = b;
+      } else {
+        float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+        store_outputs(v, m0 + first + x_row, n + column, p.epilogue);
+      }
+    }
+  }
+}
+
+}  // namespace cutlass_ops::hopper

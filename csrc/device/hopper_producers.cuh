@@ -1,0 +1,199 @@
+// What the loading warps of the persistent wgmma GEMM (hopper_gemm.cuh) do: copies of weights and of
+// rows of x into the ring of stages.
+#pragma once
+
+#include "device/hopper_tiles.cuh"
+#include "device/launch.cuh"
+
+namespace cutlass_ops::hopper {
+
+// One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
+template <class C>
+__device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int rank) {
+  using Copy = cute::SM90_BULK_COPY_G2S;
+  constexpr int kChunk = k_tile_bytes(C::kBits);
+  bool leader = cute::elect_one_sync();
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work work(index, p);
+    int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
+    int row_panels = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerPanel));  // the last pair may reach beyond N
+    int bytes = row_panels * (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
+    // 32-bit indices, not pointers: this role has 40 registers.
+    int weight_tiles = p.k_tiles, tile = k;
+    if constexpr (C::kWindowTiles > 0) weight_tiles = p.weight_tiles, tile = WindowPosition<C::kWindowTiles>(k, p).tile;
+    int chunk = row0 / kRowsPerPanel * weight_tiles + tile, group = tile / p.group_tiles;
+    int until_next = (group + 1) * p.group_tiles - tile, vector = group * p.n_pad + row0;
+#pragma unroll 1
+    for (; k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      uint64_t* full = &barriers.full[ring.stage];
+      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      if constexpr (C::kWindowTiles > 0) {
+        WindowPosition<C::kWindowTiles> const coord(k, p);
+        if (k == coord.compensation) {
+          pdl_wait();  // the product's own launch may have made the sums
+          if (leader) {
+            int const windows = p.k_tiles - weight_tiles;
+            TransactionBarrier::arrive_and_expect_tx(full, row_panels * (kChunk + kRowsPerPanel * p.scale_bytes));
+#pragma unroll
+            for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {
+              if (row_panel < row_panels)
+                Copy::copy(p.weight.sums + (int64_t(row0 / kRowsPerPanel + row_panel) * windows + coord.window) * kChunk, full,
+                           stage + C::kWeights + row_panel * kChunk, kChunk);
+            }
+            if (row_panels > 0)
+              Copy::copy(static_cast<uint8_t const*>(p.weight.sum_scales) + int64_t(row0) * p.scale_bytes, full,
+                         stage + C::kScales, row_panels * kRowsPerPanel * p.scale_bytes);
+          }
+          continue;
+        }
+      }
+      if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, bytes);
+#pragma unroll
+        for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {
+          if (row_panel < row_panels)
+            Copy::copy(p.weight.codes + int64_t(chunk + row_panel * weight_tiles) * kChunk, full,
+                       stage + C::kWeights + row_panel * kChunk, kChunk);
+        }
+        if (C::kLoadScales && row_panels > 0) {
+          Copy::copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes, full, stage + C::kScales,
+                     row_panels * kRowsPerPanel * p.scale_bytes);
+        }
+        if (C::kZeros && row_panels > 0)
+          Copy::copy(p.weight.zeros + vector, full, stage + C::kZeroPoints, row_panels * kRowsPerPanel);
+      }
+      ++chunk;
+      if (--until_next == 0) until_next = p.group_tiles, vector += p.n_pad;
+    }
+  }
+}
+
+// Of a tile's rows of x, those that a block loads for both: half, or, of C::kShortTiles, half of all rows of x, in eights, if
+// they are fewer. (Rows beyond the last come as zeros, at 8 bytes a clock: M = 40, 14336 x 4096 in W8A16 took 21.2 us, and 64
+// rows of x 19.4.)
+template <class C>
+constexpr int half_x_rows(int m) {
+  constexpr int kHalf = C::kBlockM / C::kCluster, kAtom = 8;  // rows that the swizzle repeats after
+  static_assert(C::kCluster == 2);
+  return C::kShortTiles ? std::min(kHalf, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : kHalf;
+}
+
+// Another starts those of the rows of x, this block's half of the tile for both blocks, and of their scales.
+template <class C>
+__device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
+                                               CUtensorMap const& map, int rank) {
+  int const half = C::kShortTiles ? p.half_x_rows : C::kBlockM / C::kCluster;
+  constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
+  pdl_wait_and_launch_dependents();
+  bool leader = cute::elect_one_sync();
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work work(index, p);
+    int m0 = work.m_tile * C::kBlockM, end = work.end_k(p);
+    int scaled = C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
+    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+#pragma unroll 1
+    for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      uint64_t* full = &barriers.full[ring.stage];
+      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      if constexpr (C::kWindowTiles > 0) {
+        WindowPosition<C::kWindowTiles> const coord(k, p);
+        bool const compensates = k == coord.compensation;
+        int const row = compensates ? coord.window * C::kWindowTiles / kTilesPerZeroRow : coord.tile;
+        if (leader) {
+          TransactionBarrier::arrive_and_expect_tx(full, bytes);
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(compensates ? &p.zero_values : &map, full, kEveryBlock,
+                                                 uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+                                                 stage + C::kActivations + rank * half * C::kSwizzleBytes,
+                                                 row * (compensates ? kZeroRow : kKPerTile), m0 + rank * half);
+          cute::SM90_BULK_COPY_G2S::copy((compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
+                                         stage + C::kTokenScales, scaled * 4);
+        }
+      } else if (leader) {
+        TransactionBarrier::arrive_and_expect_tx(full, bytes);
+#pragma unroll
+        for (int panel = 0; panel < C::kColumnPanels; ++panel) {
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
+              &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
+              stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
+              k * kKPerTile + panel * C::kPanelColumns, m0 + rank * half);
+        }
+        int64_t vector = int64_t(k) * p.x.stride + m0;
+        if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
+        if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
+      }
+    }
+  }
+}
+
+// A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a
+// thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
+// 2 (j % 2) + e. Where C::kPrepareScales, it also makes the weights' scales fp32 numbers, times C::kUnit, in their place.
+template <class C>
+__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
+  Ring<C::kStages> ring;
+  int clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work work(index, p);
+#pragma unroll 1
+    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+#pragma unroll
+      for (int first = 0; first < C::kBlockM / 4; first += 32) {
+        int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
+        if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
+          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
+          float2 low = scales[0], high = scales[4];
+          auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
+          factors[0] = make_float4(low.x, low.y, high.x, high.y);
+          if constexpr (C::kLoadTokenZeros) {
+            auto* zeros = reinterpret_cast<char2 const*>(stage + C::kTokenZeros + x_row);
+            char2 low_zeros = zeros[0], high_zeros = zeros[4];
+            factors[C::kBlockM / 4] = make_float4(low_zeros.x, low_zeros.y, high_zeros.x, high_zeros.y);
+          }
+        }
+      }
+      if constexpr (C::kPrepareScales) {
+        static_assert(C::kRows % 128 == 0, "a lane takes four at a time");
+        float scales[C::kRows / 32];
+#pragma unroll
+        for (int i = 0; i < C::kRows / 32; i += 4) {
+          load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4, reinterpret_cast<float (&)[4]>(scales[i]));
+        }
+        __syncwarp();
+#pragma unroll
+        for (int i = 0; i < C::kRows / 32; i += 4) {
+          reinterpret_cast<float4*>(stage + C::kScales)[i * 8 + lane] =
+              make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit, scales[i + 3] * C::kUnit);
+        }
+        cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
+      }
+      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+    }
+  }
+}
+
+// The warpgroups that multiply leave zeros in the place of rows of x that no copy brings, while the first copies are in flight:
+// with zeros products took less time than with stale data (M = 40, 8192 x 28672 in W8A16 63 us, and 67).
+template <class C>
+__device__ __forceinline__ void clear_missing_x_rows(uint8_t* stages, Params const& p) {
+  int const loaded = C::kCluster * p.half_x_rows * C::kSwizzleBytes;
+  if (loaded == C::kPanelBytes) return;
+  constexpr int kMultiplying = C::kThreads - 128;
+  for (int panel = 0; panel < C::kStages * C::kColumnPanels; ++panel) {
+    uint8_t* x_rows =
+        stages + panel / C::kColumnPanels * C::kStageBytes + C::kActivations + panel % C::kColumnPanels * C::kPanelBytes;
+    for (int byte = loaded + (threadIdx.x - 128) * 16; byte < C::kPanelBytes; byte += kMultiplying * 16)
+      *reinterpret_cast<uint4*>(x_rows + byte) = uint4{};
+  }
+  cutlass::arch::fence_view_async_shared();
+  cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
+}
+
+}  // namespace cutlass_ops::hopper

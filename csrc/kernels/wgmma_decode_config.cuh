@@ -1,0 +1,161 @@
+// Configurations, arguments and parts of wgmma_decode and wgmma_decode_fold16 (wgmma_decode.cuh).
+#pragma once
+
+#include <type_traits>
+
+#include "device/decode.cuh"
+#include "device/even_partition.cuh"
+#include "device/fold.cuh"
+#include "device/grouped.cuh"
+#include "device/quantize.cuh"
+#include "device/tensor_map.cuh"
+#include "device/tile.cuh"
+#include "dispatch/problem.h"
+#include "formats/codebook.cuh"
+#include "kernels/kernels.h"
+
+#pragma nv_diag_suppress 177  // for other GPUs the kernels have no bodies, which read the members of Config
+
+namespace cutlass_ops {
+namespace {
+
+// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied; kQuantizes: and floats in memory,
+// or they become the values of such codes; kTokenZeros: int8 x has zero points; what they take away are sums of weights, and
+// operand B has eight more columns, of ones, that make these.
+// kGrouped: rows of x and weights are experts' (device/grouped.cuh).
+template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kOneCta_, bool kGrouped_ = false>
+struct StageConfig {
+  using Element = Element_;
+  static constexpr bool kGrouped = kGrouped_;
+  static constexpr bool kInt8 = kInt8_, kQuantizes = kQuantizes_, kTokenZeros = kTokenZeros_, kOneCta = kOneCta_;
+  static constexpr int kBits = kBits_;
+  static constexpr int kBlockM = WgmmaDecodeShape::kBlockM;
+  static constexpr int kWarpgroups = WgmmaDecodeShape::warpgroups(kOneCta), kWarps = 4 * kWarpgroups;  // that multiply
+  static constexpr int kMostRowPanels = WgmmaDecodeShape::most_row_panels_of(kOneCta, kTokenZeros);
+  static constexpr int kThreads = 32 * kWarps + 32;
+  static constexpr int kSums = kBlockM / 2;                         // registers of a row panel
+  static constexpr int kColumns = kBlockM + (kTokenZeros ? 8 : 0);  // of operand B
+  static constexpr int kXBytes = kBlockM * kKPerTile * int(sizeof(Element));
+  static constexpr int kPanelBytes = kBlockM * 128;  // of x in shared memory: rows of 128 bytes, in the 128-byte swizzle
+  // Codes that a block makes take the place of floats, and so do the ones behind them.
+  static constexpr int kOnesBytes = kTokenZeros ? 8 * 128 : 0, kXStride = kXBytes + (kQuantizes ? 0 : kOnesBytes);
+  static constexpr int kTokenScaleBytes = kInt8 ? kBlockM * 4 : 0, kTokenZeroBytes = kTokenZeros ? kBlockM : 0;
+  // That come to a stage together with its weights.
+  static constexpr int kXRowBytes = kQuantizes ? 0 : kXBytes + kTokenScaleBytes + kTokenZeroBytes;
+  // Of 16 columns, or 32 of int8, that are multiplied together, in a step; of those in a tile.
+  static constexpr int kPieces = 4, kSteps = kInt8 ? 1 : 2;
+  // Lanes of a warpgroup that say when they have read a stage: all, where racecheck would not follow how one speaks for its
+  // warp.
+  static constexpr int kReaders = kInt8 ? 128 : 4;
+  static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
+  static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;  // of a row panel's sums: 16 features x 8 rows of x
+  static_assert(4 * kMBlocks == 1 << kLogPieces);
+  // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before
+  // its weights where a quantiser comes between. But not much earlier: x, which all blocks wait for, stands behind the next
+  // launch's weights.
+  static constexpr int kEarlyBytes = (kOneCta ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
+};
+
+// Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale: of weight scales.
+template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
+          bool kTokenZeros_ = false, bool kOneCta_ = false>
+struct Config
+    : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_, kOneCta_> {
+  using Scale = Scale_;
+  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false;
+  static constexpr int kScaleBytes = sizeof(Scale);
+  static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
+  using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
+                                        std::conditional_t<kZeros_, decode::Int4MinusZeroInt8, decode::Int4Int8>>;
+  using Decode = std::conditional_t<kIntegers, Int8Decode,
+                                    std::conditional_t<kCodebook, decode::Int4Codebook, decode::ToFloat<kBits_, Element_>>>;
+  using Table = formats::Codebook::Unscaled<Element_>;
+  static constexpr int kGroupSteps =
+      kCodebook || kIntegers ? 1 : 2;                          // promoted together: a code book's groups may be of 64 columns
+  using Sum = std::conditional_t<kIntegers, uint32_t, float>;  // of a tile's products
+  static constexpr int kWords = 4 * Decode::kWords;            // of the four k-slices of a step
+};
+
+// Of wgmma_decode_fold16: x of 16 bits.
+template <class Element_, class Format_, bool kNarrow, AffineTerm kAffineTerm, bool kQuantizes_, bool kOneCta_,
+          bool kGrouped_ = false>
+struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, false, kOneCta_, kGrouped_> {
+  using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow, kAffineTerm>;
+  using Table = typename Fold::Unscaled;
+  static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
+  static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
+};
+
+struct Maps {
+  CUtensorMap x_rows;
+  CUtensorMap codes;                   // in 64-bit words: [row panel][k_tiles * chunk / 2048][256]
+  CUtensorMap scales, offsets, zeros;  // [group][row panel][row]
+};
+
+struct Params {
+  PackedWeight weight;
+  float const* token_scales;
+  int8_t const* token_zeros;
+  int x_row_stride;               // from a tile's scales, or zero points, to the next's
+  bool symmetric;                 // of x that is quantised here
+  int block_lanes;                // of 16 columns each, that share a block of x then
+  int scale_bytes, offset_bytes;  // of one
+  EpilogueParams epilogue;
+  VectorRows weight_rows;
+  WgmmaDecodeShape shape;
+  EvenPartition units, tiles;  // of the clusters, and of a cluster's blocks
+  int k_tiles, n_pad, log_cluster;
+  Groups groups;
+};
+
+constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are of 256 words at most
+
+// Of stages: all is there; all is read; x is there that is still to be quantised.
+struct Barriers {
+  static constexpr int kStages = WgmmaDecodeShape::kMostStages;
+  uint64_t full[kStages], empty[kStages], raw[kStages], sums;
+};
+
+// A block's part of the product: its row panels, but for the features before `begin` and from `end` on, which count from the
+// first row panel's.
+struct Part {
+  int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
+  // Of experts: the tile's, and row panels whose outputs are wanted; where gate and up are multiplied at a time, as many of up
+  // lie behind most_row_panels / 2.
+  GroupTile group;
+  int outputs;
+
+  __device__ __forceinline__ Part(Params const& p, int unit) {
+    int index = blockIdx.x >> p.log_cluster;
+    rank = blockIdx.x & (p.shape.cluster - 1);
+    if (unit == kRowsPerPanel) {
+      first_row_panel = p.units.first(index), row_panels = p.units.count(index);
+      begin = 0, end = row_panels * kRowsPerPanel;
+    } else {
+      begin = p.units.first(index) * unit, end = begin + p.units.count(index) * unit;
+      first_row_panel = begin / kRowsPerPanel, row_panels = (end + kRowsPerPanel - 1) / kRowsPerPanel - first_row_panel;
+      begin -= first_row_panel * kRowsPerPanel, end -= first_row_panel * kRowsPerPanel;
+    }
+    first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
+  }
+
+  // Clusters of one tile of rows after another.
+  static __device__ __forceinline__ Part of_group(Params const& p) {
+    Part part;
+    int const index = blockIdx.x >> p.log_cluster, tile = index / p.shape.clusters, share = index - tile * p.shape.clusters;
+    part.rank = blockIdx.x & (p.shape.cluster - 1);
+    part.group = GroupTile(p.groups, tile, WgmmaDecodeShape::kBlockM);
+    part.first_row_panel = p.units.first(share), part.outputs = p.units.count(share);
+    part.row_panels = p.shape.most_row_panels;
+    if (!p.groups.gated) part.row_panels = part.outputs;
+    part.begin = 0, part.end = part.row_panels * kRowsPerPanel;
+    part.first_tile = p.tiles.first(part.rank), part.tiles = p.tiles.count(part.rank);
+    return part;
+  }
+
+ private:
+  Part() = default;
+};
+
+}  // namespace
+}  // namespace cutlass_ops
