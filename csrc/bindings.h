@@ -23,7 +23,18 @@ inline void check(Status const& status) {
   throw std::invalid_argument(status.text);  // ValueError
 }
 
-// bindings_conv.cpp
+// A weight with the properties that `product` needs.
+struct Weight : PackedWeight {
+  void const* bias;
+  DataType bias_type;
+  pybind11::object device;  // a torch.device
+  int gpu;                  // its index, or -1
+};
+
+// Of the file of that name.
+void register_packing(pybind11::module_& m);
+void register_plan(pybind11::module_& m);
+void register_experts(pybind11::module_& m);
 void register_conv(pybind11::module_& m);
 
 }  // namespace cutlass_ops
