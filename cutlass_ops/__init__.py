@@ -19,12 +19,13 @@ from .nn_conv import replace_convs
 from .ops import dequantize, mixed_gemm
 from .packed_experts import PackedExperts
 from .packed_file import load_packed, save_packed
+from .packed_weight import PackedWeight
 from .plan import Options
 from .quantize import quantize
 from .quantize_model import quantize_model
 from .reorder import reorder
 from .version import __version__ as __version__
-from .weight import CheckpointError, PackedWeight, QuantizedWeight
+from .weight import CheckpointError, QuantizedWeight
 
 __all__ = [
     "CheckpointError",

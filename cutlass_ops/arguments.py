@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from . import _C
 from .native import DATA_TYPES
-from .weight import PackedWeight
+from .packed_weight import PackedWeight
 
 #: Classes of tensors, or of none, that need no dispatcher of torch's.
 TENSORS = frozenset((Tensor, torch.nn.Parameter))

@@ -14,9 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
 from . import activations, arguments, formats, library, native, ops, reference
+from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
-from .weight import PackedWeight
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
 
@@ -230,11 +230,11 @@ def _mixed_conv(
         raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
     if not differentiable and arguments.runs_directly(x, bias, residual):
-        return _run(x, weight, *end)
+        return run_conv(x, weight, *end)
     return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *library.weight_fields(weight), weight.kernel_size, *end))
 
 
-def _run(
+def run_conv(
     x: Tensor,
     weight: PackedWeight,
     bias: Tensor | None,
@@ -397,7 +397,7 @@ def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list
 
 
 def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
-    return _run(x, packed_weight(args), *args[BEHIND:])
+    return run_conv(x, packed_weight(args), *args[BEHIND:])
 
 
 def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:

@@ -24,9 +24,9 @@ from .conv import (
     out_extents,
     packed_weight,
 )
+from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
-from .weight import PackedWeight
 
 __all__ = ["conv2d_int8", "linear_int8"]
 

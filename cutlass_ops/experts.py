@@ -12,9 +12,10 @@ from torch import Tensor, is_grad_enabled
 from . import _C, arguments, formats, library, native, ops, reference
 from .packed_experts import PackedExperts
 from .packed_file import empty_packed
+from .packed_weight import PackedWeight, stream_of
 from .reference import experts as reference_experts
 from .reorder import common_form, reorder
-from .weight import PARTS, PackedWeight, QuantizedWeight, _where
+from .weight import PARTS, QuantizedWeight
 
 __all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
 
@@ -125,7 +126,7 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
         offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
         order = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
         problem, kept = _route_problem(topk_ids, num_experts, expert_map)
-        _C.route(problem, offsets.data_ptr(), order.data_ptr(), *_where(topk_ids))
+        _C.route(problem, offsets.data_ptr(), order.data_ptr(), *stream_of(topk_ids))
         del kept
     else:
         offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
@@ -465,7 +466,7 @@ def _launch_moe(
     with torch.cuda.device(x.device):
         plan = problem.plan(_C.current_device())
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-    _C.mixed_moe(problem, plan, workspace.data_ptr(), *_where(x))
+    _C.mixed_moe(problem, plan, workspace.data_ptr(), *stream_of(x))
     del kept
     return y
 

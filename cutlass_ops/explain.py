@@ -10,7 +10,7 @@ from torch import Tensor
 
 from . import _C, arguments, native, ops, reference
 from .activations import QuantizedActivations
-from .weight import PackedWeight
+from .packed_weight import PackedWeight
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
@@ -153,7 +153,7 @@ def explain(
             arguments.check_float("x", x, weight.device)
             columns = shape[-1] if shape else 0
         else:
-            columns = ops._check_quantized(x, weight)
+            columns = ops.check_quantized(x, weight)
         if columns != weight.k:
             raise ValueError(f"x has shape {shape}; [..., {weight.k}] is expected")
         if dtype is not None and dtype != x.dtype:
@@ -180,7 +180,7 @@ def explain(
     m = math.prod(shape[:-1])
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):
-        quantized, act_quant, act_symmetric = ops._native_quantized(x), "none", True
+        quantized, act_quant, act_symmetric = ops.native_quantized(x), "none", True
         if m == 0:  # as mixed_gemm has it
             dtype = torch.float16
     elif isinstance(x, Tensor):

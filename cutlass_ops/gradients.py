@@ -14,7 +14,7 @@ from torch import Tensor
 
 from . import arguments, formats, library, native, ops, reference
 from . import ops_library as ops_library  # defines the operators that get gradients here
-from .weight import PackedWeight
+from .packed_weight import PackedWeight
 
 #: Values of W that the backward pass holds at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
 _PANEL_VALUES = 1 << 26
@@ -47,7 +47,7 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
     return total.to(dtype)
 
 
-def _through_activation(grad: Tensor, z: Tensor, activation: str | None, low: float, high: float) -> Tensor:
+def through_activation(grad: Tensor, z: Tensor, activation: str | None, low: float, high: float) -> Tensor:
     """``grad * act'(z)``, with torch's own derivative of each function."""
     aten = torch.ops.aten
     if activation == "relu":
@@ -81,7 +81,7 @@ def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any)
             if saturate:
                 y = reference.epilogue(z, None, native.named_activation(activation, low, high), residual)
                 of_residual = torch.where(y.abs() <= torch.finfo(grad.dtype).max, grad, 0.0)
-            grad = _through_activation(of_residual.float(), z, activation, low, high)
+            grad = through_activation(of_residual.float(), z, activation, low, high)
         return (
             _times_weight(grad.to(compute), weight, dtype) if wanted[0] else grad.new_empty(0, dtype=dtype),
             grad.sum(0, dtype=torch.float32) if wanted[1] else grad.new_empty(0, dtype=torch.float32),

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, conv, library, ops
-from .gradients import _through_activation
+from .gradients import through_activation
 
 #: Positions of mixed_conv's arguments behind x and the weight: those that may require a gradient, and the geometry.
 _BIAS = 1 + conv.BEHIND
@@ -29,8 +29,8 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
     of_x, of_bias = grad.new_empty(0, dtype=dtype), grad.new_empty(0, dtype=torch.float32)
     with arguments.without_autocast(grad.device):
         if x is not None:
-            z = conv._run(x, weight, bias, None, 0.0, 0.0, None, torch.float32, *call)
-            grad = _through_activation(grad.float(), z, activation, low, high)
+            z = conv.run_conv(x, weight, bias, None, 0.0, 0.0, None, torch.float32, *call)
+            grad = through_activation(grad.float(), z, activation, low, high)
         if wanted[1]:
             of_bias = grad.float().sum([0, *range(2, grad.dim())])
         if wanted[0]:

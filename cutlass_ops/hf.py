@@ -35,10 +35,11 @@ from .nn import MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .packed_experts import PackedExperts
 from .packed_file import is_packed, load_packed, packed_info
+from .packed_weight import PackedWeight
 from .plan import Options, plan
 from .reorder import reorder
 from .safetensors_files import json_object
-from .weight import CheckpointError, PackedWeight
+from .weight import CheckpointError
 
 # ---- registration
 

@@ -26,8 +26,9 @@ from .nn import FusedPart, MixedLinear
 from .nn_experts import MixedExperts
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
 from .packed_file import packed_problem, packed_specs, weights_metadata
+from .packed_weight import PackedWeight
 from .safetensors_files import opened
-from .weight import PARTS, PackedWeight
+from .weight import PARTS
 
 #: How many names an error lists.
 _MOST_NAMES = 8

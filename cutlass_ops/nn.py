@@ -22,8 +22,9 @@ from .nn_conv import MixedConv2d as MixedConv2d
 from .nn_conv import MixedConv3d as MixedConv3d
 from .nn_experts import MixedExperts as MixedExperts
 from .packed_buffers import PackedBuffers
+from .packed_weight import PackedWeight
 from .reorder import reorder
-from .weight import PARTS, PackedWeight
+from .weight import PARTS
 
 _ACT_QUANT = ("none", "token", "block")
 

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from . import ops, reference
 from .conv import ACT_QUANT, Extents, check_geometry, mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .packed_buffers import PackedBuffers
-from .weight import PARTS, PackedWeight
+from .packed_weight import PackedWeight
+from .weight import PARTS
 
 
 class MixedConv(PackedBuffers):

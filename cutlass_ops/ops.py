@@ -45,7 +45,8 @@ from .native import (
     row_matrix,
     split_activation,
 )
-from .weight import PackedWeight, QuantizedWeight
+from .packed_weight import PackedWeight
+from .weight import QuantizedWeight
 
 #: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
 #: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
@@ -160,7 +161,8 @@ def gemm_floats(
     return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
 
 
-def _native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
+def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
+    """Quantised activations as the extension takes them."""
     codes = x.codes
     rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
     return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows)
@@ -169,7 +171,7 @@ def _native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
 def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
-    quantized = _native_quantized(x)
+    quantized = native_quantized(x)
     if weight.gpu < 0:
         return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
     # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
@@ -182,7 +184,7 @@ def record(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: Pack
     raise RuntimeError("mixed_gemm has a gradient once cutlass_ops.gradients is imported")
 
 
-def _check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
+def check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
     """Raise ``ValueError`` if x does not fit the weight; returns x's columns."""
     if not isinstance(x, QuantizedActivations):
         raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
@@ -304,7 +306,7 @@ def mixed_gemm(
             check_float("x", x, device)
         columns = shape[-1] if shape else 0
     else:
-        columns = _check_quantized(x, weight)
+        columns = check_quantized(x, weight)
         shape, dtype = x.shape, x.dtype
     if columns != k:
         raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")

@@ -11,7 +11,7 @@ from torch import Tensor
 from .activations import QuantizedActivations, empty_quantized, run_quantize, run_rms_norm_quantize, run_silu_mul_quantize
 from .library import CHOICE_SCHEMA, EPILOGUE_SCHEMA, WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
 from .ops import End, gemm_floats, gemm_quantized, run_dequantize
-from .weight import PackedWeight
+from .packed_weight import PackedWeight
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .weight import PARTS, PackedWeight, QuantizedWeight, _check
+from .packed_weight import PackedWeight
+from .weight import PARTS, QuantizedWeight, check_part
 
 
 @dataclass(frozen=True, eq=False)
@@ -51,7 +52,7 @@ class PackedExperts:
         if self.weight.perm is not None:
             raise ValueError("the weight has an act order; those of experts are given as perm, [E, K]")
         if self.perm is not None:
-            _check("perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device)
+            check_part("perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device)
 
     @classmethod
     def of_parts(cls, parts: Mapping[str, Any], experts: int, n: int, k: int, bits: int, group_size: int) -> PackedExperts:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .weight import PackedWeight, QuantizedWeight, group_vector_positions, not_finite, pack_codes
+from .packed_weight import PackedWeight, group_vector_positions, pack_codes
+from .weight import QuantizedWeight, not_finite
 
 
 def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight:

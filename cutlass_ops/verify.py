@@ -18,11 +18,12 @@ from .checkpoints import Checkpoint, Entry
 from .packed_config import weight_format
 from .packed_experts import PackedExperts
 from .packed_file import PackedInfo, packed_info, read_packed_weight
+from .packed_weight import PackedWeight
 from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
 from .reorder import reorder
 from .safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
-from .weight import PARTS, CheckpointError, PackedWeight, QuantizedWeight, not_finite
+from .weight import PARTS, CheckpointError, QuantizedWeight, not_finite
 
 
 @dataclass

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cutlass_ops import _C, formats
-from cutlass_ops.weight import group_vector_positions
+from cutlass_ops.packed_weight import group_vector_positions
 
 Codes = npt.NDArray[np.uint8]
 

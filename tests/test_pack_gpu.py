@@ -11,7 +11,8 @@ from test_reorder import random_weight
 
 import cutlass_ops as co
 from cutlass_ops import _C, formats
-from cutlass_ops.weight import PARTS, PackedWeight, QuantizedWeight, pack_codes, unpack_codes
+from cutlass_ops.packed_weight import PackedWeight, pack_codes, unpack_codes
+from cutlass_ops.weight import PARTS, QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 

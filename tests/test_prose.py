@@ -45,7 +45,6 @@ KERNEL_WORDS = {
 }
 KERNELS = ("csrc/device/", "csrc/dispatch/", "csrc/kernels/")
 
-# Rewritten separately.
 # (path or its beginning, what was found): why it may stand there.
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("csrc/kernels/route.cu", "tokens"): "of a mixture-of-experts layer",

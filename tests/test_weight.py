@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import formats
-from cutlass_ops.weight import CheckpointError, PackedWeight, QuantizedWeight, group_vector_positions
+from cutlass_ops.packed_weight import PackedWeight, group_vector_positions
+from cutlass_ops.weight import CheckpointError, QuantizedWeight
 
 # ---- formats
 

@@ -10,8 +10,8 @@ import torch
 from ..checkpoints import Checkpoint
 from ..explain import explain
 from ..packed_file import PACKED_DTYPES, PackedInfo, empty_packed
+from ..packed_weight import PackedWeight
 from ..safetensors_files import spec_bytes
-from ..weight import PackedWeight
 from .common import dtype_name
 
 

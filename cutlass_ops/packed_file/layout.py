@@ -10,8 +10,9 @@ from typing import Any
 import torch
 
 from .. import formats
+from ..packed_weight import PackedWeight
 from ..safetensors_files import Spec
-from ..weight import PARTS, PackedWeight
+from ..weight import PARTS
 
 #: Dtypes of a packed weight's tensors where they are not the canonical weight's.
 PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}

@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from ..packed_experts import PackedExperts
+from ..packed_weight import PackedWeight
 from ..safetensors_files import opened
-from ..weight import PARTS, CheckpointError, PackedWeight, is_known_book
+from ..weight import PARTS, CheckpointError, is_known_book
 from .info import PackedInfo, packed_info
 
 

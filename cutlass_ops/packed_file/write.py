@@ -11,9 +11,9 @@ from torch import Tensor
 
 from .. import formats
 from ..packed_experts import PackedExperts
+from ..packed_weight import PackedWeight
 from ..safetensors_files import Spec, stream_safetensors
 from ..version import __version__
-from ..weight import PackedWeight
 from .layout import Slices, check_names
 
 

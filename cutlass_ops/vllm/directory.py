@@ -20,9 +20,10 @@ from .. import _C, formats
 from ..nn import MixedLinear
 from ..packed_config import QUANT_METHOD, WeightFormat, weight_format
 from ..packed_file import packed_problem, packed_specs
+from ..packed_weight import PackedWeight
 from ..reorder import reorder
 from ..tensor_parallel import ACT_ORDER, sliced_format
-from ..weight import PARTS, PackedWeight
+from ..weight import PARTS
 from .linear import MISSING, MODULE, logger, product, settings
 from .slices import cut
 

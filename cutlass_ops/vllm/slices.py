@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..weight import group_vector_positions, pack_codes, unpack_codes
+from ..packed_weight import group_vector_positions, pack_codes, unpack_codes
 
 _PANEL, _TILE = formats.ROWS_PER_SLAB, formats.K_PER_TILE
 
