@@ -14,39 +14,42 @@ as ``lm_head``, with ``Entry.tied_to == "model.embed_tokens"``.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
-from typing import Any, Literal
+from types import ModuleType
+from typing import Any, Literal, cast
 
 from ..weight import CheckpointError
-from . import awq, bitsandbytes, compressed_tensors, directory, fp8, gguf, gptq, hqq, mnn, mxfp4, torchao
+from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 
 __all__ = ["Checkpoint", "CheckpointError", "Entry", "Quantized", "load_checkpoint"]
 
-#: File formats other than safetensors, by what error messages call them.
-_FILES: dict[str, tuple[Callable[[Path], bool], Callable[[Path], Checkpoint]]] = {
-    "GGUF (*.gguf)": (gguf.recognise, gguf.read),
-    "MNN (*.mnn.json beside *.mnn.weight)": (mnn.recognise, mnn.read),
-}
+#: File formats other than safetensors, by what error messages call them: the modules that read
+#: them, which are imported when a checkpoint is opened.
+_FILES = {"GGUF (*.gguf)": "gguf", "MNN (*.mnn.json beside *.mnn.weight)": "mnn"}
 _SAFETENSORS = "safetensors (*.safetensors, model.safetensors.index.json, or a directory with one)"
 #: What files of torch.save are called.
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
-#: What safetensors hold, by the ``quant_method`` of Hugging Face's config: how to recognise it, how
-#: to read it, and the options of :func:`load_checkpoint` that the reader takes. The first that is
-#: recognised reads.
-_DIALECTS: dict[str, tuple[Callable[[Source], bool], Callable[..., Checkpoint], tuple[str, ...]]] = {
-    "awq": (awq.recognise, awq.read, ()),
-    "bitsandbytes": (bitsandbytes.recognise, bitsandbytes.read, ()),
-    "compressed-tensors": (compressed_tensors.recognise, compressed_tensors.read, ()),
-    "fp8": (fp8.recognise, fp8.read, ()),
-    "gptq": (gptq.recognise, gptq.read, ("zero_offset",)),
-    "hqq": (hqq.recognise, hqq.read, ()),
-    "mxfp4": (mxfp4.recognise, mxfp4.read, ()),
-    "torchao": (torchao.recognise, torchao.read, ()),
+#: What safetensors hold, by the ``quant_method`` of Hugging Face's config: the module that
+#: recognises and reads it, and the options of :func:`load_checkpoint` that it takes. The first that
+#: is recognised reads.
+_DIALECTS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "awq": ("awq", ()),
+    "bitsandbytes": ("bitsandbytes", ()),
+    "compressed-tensors": ("compressed_tensors", ()),
+    "fp8": ("fp8", ()),
+    "gptq": ("gptq", ("zero_offset",)),
+    "hqq": ("hqq", ()),
+    "mxfp4": ("mxfp4", ()),
+    "torchao": ("torchao", ()),
 }
+
+
+def _reader(module: str) -> ModuleType:
+    return import_module(f".{module}", __name__)
 
 
 def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto", 0, 1] = "auto") -> Checkpoint:
@@ -70,10 +73,11 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
         raise ValueError(f"zero_offset is {zero_offset!r}; 'auto', 0 and 1 are accepted")
     options = {} if zero_offset == "auto" else {"zero_offset": zero_offset}
     try:
-        for recognise, read in _FILES.values():
-            if recognise(path):
+        for module in _FILES.values():
+            reader = _reader(module)
+            if reader.recognise(path):
                 _check_options(path, options, "a file of this kind", ())
-                return read(path)
+                return cast(Checkpoint, reader.read(path))
         if directory.recognise(path):
             return _read(directory.read(path), options)
     except OSError as error:
@@ -86,10 +90,11 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
 
 
 def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
-    for dialect, (recognise, read, taken) in _DIALECTS.items():
-        if recognise(source):
+    for dialect, (module, taken) in _DIALECTS.items():
+        reader = _reader(module)
+        if reader.recognise(source):
             _check_options(source.path, options, f"the dialect {dialect!r}", taken)
-            return replace(read(source, **options), options=options)
+            return replace(cast(Checkpoint, reader.read(source, **options)), options=options)
     _check_options(source.path, options, "a checkpoint that is not quantised", ())
     if (method := source.quantization.get("quant_method")) is not None:
         raise CheckpointError(source.path, f"is quantised by {method!r:.100}; known are {', '.join(_DIALECTS)}")
