@@ -46,7 +46,7 @@ else:
 
 
 class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
-    """The ``quantization_config`` of a packed directory, as ``model_directory.py`` describes it.
+    """The ``quantization_config`` of a packed directory, as ``packed_config.py`` describes it.
 
     Raises:
         ValueError: a layout that is not known, or files that hold one rank of a split model.
