@@ -43,25 +43,6 @@ QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride, rows};
 }
 
-// The epilogue's fields of GemmProblem.
-struct Epilogue {
-  void const* bias;
-  DataType bias_type;
-  void const* residual;
-  DataType residual_type;
-  std::int64_t residual_stride;
-  Activation activation;
-  float low, high;
-  bool saturate;
-
-  void set(GemmProblem& problem) const {
-    problem.bias = bias, problem.bias_type = bias_type;
-    problem.residual = residual, problem.residual_type = residual_type, problem.residual_stride = residual_stride;
-    problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
-    problem.saturate = saturate;
-  }
-};
-
 // ---- mixed_gemm: reads tensors' attributes itself, with CPython's calling convention. Python code around it, and pybind11's unpacking of as many
 // arguments, take longer than everything but the launch.
 
@@ -310,7 +291,8 @@ PYBIND11_MODULE(_C, m) {
   py::enum_<ActQuant>(m, "ActQuant")
       .value("none", ActQuant::kNone)
       .value("token", ActQuant::kToken)
-      .value("block", ActQuant::kBlock);
+      .value("block", ActQuant::kBlock)
+      .value("tensor", ActQuant::kTensor);
   py::enum_<Activation>(m, "Activation")
       .value("none", Activation::kNone)
       .value("relu", Activation::kRelu)

@@ -107,7 +107,10 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        layout.stride,
                        layout.rows};
   }
-  if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
+  if (layout.upcasts) {
+    ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
+    ready.quantized.upcast_scaled = is_image(problem) || ready.quantized.block != -1;
+  }
   if (layout.compensates) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
@@ -115,15 +118,17 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   Status status;
   if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
   if (status.ok() && layout.block) {
-    QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
-                             problem.weight.k, problem.weight.perm, ready.quantized};
+    QuantizeProblem quantize{
+        problem.x,           problem.x_type,  problem.x_stride, int(stored_rows(problem)), stored_columns(problem),
+        problem.weight.perm, ready.quantized, problem.x_range};
     status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }
   if (layout.upcasts) {
-    ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type, ready.x_stride = padded_k(problem.weight.k);
-    if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values include them
+    ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type;
+    ready.x_stride = padded_k(stored_columns(problem)), ready.image.channels = int(ready.x_stride);
+    if (ready.quantized.upcast_scaled) ready.quantized.scales = nullptr;
   }
   if (status.ok() && layout.compensates && !layout.block) status = launch_compensate_zeros(ready, stream);
   if (status.ok() && layout.sums) {

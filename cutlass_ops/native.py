@@ -13,6 +13,7 @@ from . import _C, reference
 
 DATA_TYPES = {torch.float32: _C.DataType.float32, torch.float16: _C.DataType.float16, torch.bfloat16: _C.DataType.bfloat16}
 ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.ActQuant.block}
+CONV_ACT_QUANT = {**ACT_QUANT, "tensor": _C.ActQuant.tensor}
 ACTIVATIONS = {
     None: _C.Activation.none,
     "relu": _C.Activation.relu,
@@ -53,6 +54,25 @@ def split_activation(activation: reference.Activation) -> tuple[str | None, floa
     if isinstance(activation, tuple):
         return activation[0], float(activation[1]), float(activation[2])
     return activation, 0.0, 0.0
+
+
+def native_epilogue(
+    bias: Tensor | None, activation: str | None, low: float, high: float, residual: Tensor | None, saturate: bool
+) -> _C.Epilogue | None:
+    """What happens to sums, or None if they are only rounded; residual is a matrix whose rows are contiguous."""
+    if bias is None and residual is None and activation is None and not saturate:
+        return None
+    return _C.Epilogue(
+        pointer(bias),
+        data_type(bias),
+        pointer(residual),
+        data_type(residual),
+        0 if residual is None else residual.stride(0),
+        ACTIVATIONS[activation],
+        low,
+        high,
+        saturate,
+    )
 
 
 def named_activation(activation: str | None, low: float, high: float) -> reference.Activation:

@@ -35,11 +35,11 @@ from .arguments import (
 from .library import weight_fields
 from .native import (
     ACT_QUANT,
-    ACTIVATIONS,
     DATA_TYPES,
     current_stream,
     data_type,
     named_activation,
+    native_epilogue,
     on_device,
     pointer,
     row_matrix,
@@ -66,23 +66,9 @@ def _launch(
 ) -> Tensor:
     """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
     bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
-    if bias is None:
-        bias = weight.bias
-    epilogue = None
-    if bias is not None or residual is not None or activation is not None or saturate:
-        if residual is not None:
-            residual = row_matrix(residual)
-        epilogue = _C.Epilogue(
-            pointer(bias),
-            data_type(bias),
-            pointer(residual),
-            data_type(residual),
-            0 if residual is None else residual.stride(0),
-            ACTIVATIONS[activation],
-            low,
-            high,
-            saturate,
-        )
+    if residual is not None:
+        residual = row_matrix(residual)
+    epilogue = native_epilogue(weight.bias if bias is None else bias, activation, low, high, residual, saturate)
     y: Tensor = _C.mixed_gemm(
         weight.native,
         x,

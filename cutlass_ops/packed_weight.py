@@ -215,6 +215,17 @@ class PackedWeight:
         return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
 
     @cached_property
+    def _matrices(self) -> dict[int, tuple[PackedWeight, ...]]:
+        return {1: (self.matrix,)}
+
+    def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
+        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple of 64; made once."""
+        if groups not in self._matrices:
+            n = self.n // groups
+            self._matrices[groups] = tuple(self.matrix.row_panels(i * n, i * n + n) for i in range(groups))
+        return self._matrices[groups]
+
+    @cached_property
     def nbytes(self) -> int:
         """Bytes that the tensors take."""
         return sum(t.numel() * t.element_size() for t in self.tensors().values())
@@ -318,7 +329,7 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix")
+        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix", "_matrices")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops import conv_gpu
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 
@@ -53,6 +54,137 @@ def test_the_values_are_the_references(kind: str, dims: int, groups: int, act_qu
     geometry = Geometry((2, 1, 3)[:dims], (1, 0, 2)[:dims], (1, 2, 1)[:dims], groups)
     x = (torch.randn(2, 140 * groups, *(9, 8, 7)[:dims]) + 0.3).half()
     check(quantized, x, geometry, act_quant=act_quant, act_symmetric=symmetric, activation="silu")
+
+
+#: The error that weights rounded once to x's type leave: (of |y|, of y's rms).
+ROUNDED = {torch.float16: (2.0**-10, 1.2e-3), torch.bfloat16: (2.0**-7, 1e-2)}
+
+
+def check_rounded(quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, **options: Any) -> None:
+    """A result of x's 16-bit type within the bounds of operands rounded once to it; the same bits in a second run."""
+    convolve, packed = CONVOLUTIONS[len(quantized.kernel_size)], co.reorder(quantized).to("cuda")
+    bias = options.pop("bias", None)
+    y = convolve(x.cuda(), packed, bias, *geometry, **options)
+    assert torch.equal(y, convolve(x.cuda(), packed, bias, *geometry, **options))
+    options["bias"] = bias
+    options = {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in options.items()}
+    if "residual" in options:
+        options["residual"] = options["residual"].movedim(1, -1)
+    expected = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32, **options).movedim(-1, 1)
+    relative, absolute = ROUNDED[x.dtype]
+    if options.get("act_quant", "none") != "none":
+        absolute *= 2  # the values of x are rounded, too
+    # The rms of the sums: an activation may leave little of them.
+    sums = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32)
+    error = (y.cpu().float() - expected).abs()
+    assert (error <= relative * expected.abs() + absolute * sums.square().mean().sqrt()).all()
+
+
+@pytest.fixture
+def by_products(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of products take the convolution; torch's would be an error."""
+
+    def refuse(*args: Any) -> torch.Tensor:
+        raise AssertionError("no kernel took it")
+
+    monkeypatch.setattr(conv_gpu, "_by_torch", refuse)
+
+
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dims", [1, 2, 3])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("act_quant", "symmetric"), [("none", True), ("token", False), ("block", True), ("tensor", True)])
+def test_results_of_16_bits(kind: str, dims: int, dtype: torch.dtype, act_quant: str, symmetric: bool) -> None:
+    n, c = (192, 200) if dims == 2 else (65, 140)
+    quantized = co.quantize(torch.randn(n, c, *KERNELS[dims]) / 30, **FORMATS[kind])
+    geometry = Geometry((2, 1, 3)[:dims], (1, 0, 2)[:dims], (1, 2, 1)[:dims], 1)
+    x = (torch.randn(3, c, *((400,), (23, 21), (9, 8, 7))[dims - 1]) + 0.3).to(dtype)
+    bias = torch.randn(n)
+    check_rounded(quantized, x, geometry, act_quant=act_quant, act_symmetric=symmetric, bias=bias.cuda(), activation="relu")
+
+
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("c", [3, 8, 20, 64, 320])
+@pytest.mark.parametrize("n", [1, 17, 320])
+def test_channels_and_sizes(c: int, n: int) -> None:
+    quantized = co.quantize(torch.randn(n, c, 3, 3) / 10, bits=8, group_size=128)
+    for shape, geometry in (
+        ((1, 1, 1), ((1, 1), (1, 1), (1, 1))),  # one pixel, all but one tap beyond it
+        ((2, 5, 7), ((1, 2), (4, 3), (1, 1))),  # padding of more than the kernel
+        ((1, 70, 65), ((1, 1), (0, 2), (3, 2))),
+        ((2, 33, 20), ((8, 5), (2, 2), (1, 1))),
+    ):
+        x = torch.randn(shape[0], c, *shape[1:]).half()
+        check_rounded(quantized, x, Geometry(*geometry, 1), act_quant="none")
+        check_rounded(quantized, x, Geometry(*geometry, 1), act_quant="block")
+
+
+@pytest.mark.usefixtures("by_products")
+@pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int8"])
+def test_what_tmas_im2col_mode_cannot_collect(kind: str) -> None:
+    quantized = co.quantize(torch.randn(70, 72, 2, 3) / 10, **FORMATS[kind])
+    x = torch.randn(2, 72, 40, 300).half()
+    for geometry in (((9, 16), (0, 0), (1, 1)), ((1, 1), (0, 200), (1, 130)), ((1, 3), (129, 0), (1, 1))):
+        for act_quant in ("none", "token"):
+            check_rounded(quantized, x, Geometry(*geometry, 1), act_quant=act_quant)
+
+
+@pytest.mark.usefixtures("by_products")
+def test_groups_and_residual() -> None:
+    quantized = co.quantize(torch.randn(256, 40, 3, 3) / 20, bits=4, group_size=32)
+    x, residual = torch.randn(2, 80, 20, 18).half(), torch.randn(2, 256, 20, 18).half()
+    for act_quant in ("none", "block", "token"):
+        options = {"residual": residual.cuda(), "activation": "silu", "act_quant": act_quant}
+        check_rounded(quantized, x, Geometry((1, 1), (1, 1), (1, 1), 2), **options)
+
+
+@pytest.mark.usefixtures("by_products")
+def test_few_pixels_of_many_channels() -> None:
+    quantized = co.quantize(torch.randn(1280, 1280, 3, 3) / 100, bits=4, group_size=128)
+    check_rounded(quantized, torch.randn(2, 1280, 8, 8).half(), Geometry((1, 1), (1, 1), (1, 1), 1))
+
+
+def test_pixels_that_are_not_finite() -> None:
+    packed = co.reorder(co.quantize(torch.randn(64, 64, 3, 3), bits=4, group_size=64)).to("cuda")
+    x = torch.randn(1, 64, 20, 20).half().cuda()
+    for act_quant in ("none", "token", "block"):
+        clean = co.mixed_conv2d(x, packed, padding=1, act_quant=act_quant)
+        bad = x.clone()
+        bad[0, 5, 2, 4] = torch.inf
+        y = co.mixed_conv2d(bad, packed, padding=1, act_quant=act_quant, activation="relu")
+        assert y[..., 1:4, 3:6].isnan().all()
+        y[..., 1:4, 3:6] = clean[..., 1:4, 3:6].relu()
+        assert torch.equal(y, clean.relu())
+
+
+def test_fp32_as_it_is() -> None:
+    quantized = co.quantize(torch.randn(48, 40, 3, 3) / 20, bits=4, group_size=32)
+    check(quantized, torch.randn(2, 40, 20, 18), Geometry((1, 1), (1, 1), (1, 1), 1), activation="gelu")
+
+
+def test_a_captured_convolution_reads_its_input_again() -> None:
+    packed = co.reorder(co.quantize(torch.randn(128, 128, 3, 3) / 30, bits=4, group_size=128)).to("cuda")
+    x = torch.randn(2, 128, 16, 16).half().cuda().to(memory_format=torch.channels_last)
+    for act_quant in ("none", "token", "tensor"):
+        stream, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            co.mixed_conv2d(x, packed, padding=1, act_quant=act_quant)
+            with torch.cuda.graph(graph, stream=stream):
+                y = co.mixed_conv2d(x, packed, padding=1, act_quant=act_quant)
+        torch.cuda.current_stream().wait_stream(stream)
+        x.copy_(torch.randn(2, 128, 16, 16))
+        y.fill_(torch.nan)
+        graph.replay()
+        assert torch.equal(y, co.mixed_conv2d(x, packed, padding=1, act_quant=act_quant))
+
+
+def test_compiled() -> None:
+    packed = co.reorder(co.quantize(torch.randn(128, 64, 3, 3) / 30, bits=4, group_size=64)).to("cuda")
+    x = torch.randn(2, 64, 16, 16).half().cuda()
+    compiled = torch.compile(lambda t: co.mixed_conv2d(t, packed, padding=1, act_quant="token"), fullgraph=True)
+    assert torch.equal(compiled(x), co.mixed_conv2d(x, packed, padding=1, act_quant="token"))
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token"])
@@ -120,5 +252,3 @@ def test_refusals() -> None:
         co.mixed_conv2d(x.half().cuda(), packed)
     with pytest.raises(ValueError, match="x is on cpu; the weight is on cuda:0"):
         co.conv2d_int8(x.to(torch.int8), packed.to("cuda"), x_scale=1.0, y_scale=1.0)
-    with pytest.raises(TypeError, match="x is float32 with act_quant='none'"):
-        co.mixed_conv2d(x.cuda(), packed.to("cuda"))

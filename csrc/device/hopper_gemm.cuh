@@ -142,7 +142,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
            size_of(w.scale_type),
            size_of(w.offset_type),
            half_x_rows<C>(problem.m),
-           false};
+           false,
+           ImageTiles(problem)};
   int const tiles = p.row_pairs * p.m_tiles;
   if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
   p.whole_tiles = tiles - p.split_tiles;

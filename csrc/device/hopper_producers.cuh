@@ -96,6 +96,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
     int m0 = work.m_tile * C::kBlockM, end = work.end_k(p);
     int scaled = C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
     int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+    XRows<C::kPanelColumns, kEveryBlock, C::kImages> x_rows(p.image, m0 + rank * half, work.first_k(p));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -114,18 +115,17 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
           cute::SM90_BULK_COPY_G2S::copy((compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
                                          stage + C::kTokenScales, scaled * 4);
         }
-      } else if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, bytes);
+      } else {
+        if (leader) TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
-        for (int panel = 0; panel < C::kColumnPanels; ++panel) {
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-              &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-              stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
-              k * kKPerTile + panel * C::kPanelColumns, m0 + rank * half);
+        for (int panel = 0; panel < C::kColumnPanels; ++panel)
+          x_rows.copy_next(leader, map, full, stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
+                           k * kKPerTile + panel * C::kPanelColumns);
+        if (leader) {
+          int64_t vector = int64_t(k) * p.x.stride + m0;
+          if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
+          if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
         }
-        int64_t vector = int64_t(k) * p.x.stride + m0;
-        if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
-        if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
       }
     }
   }

@@ -7,6 +7,7 @@
 #include "device/epilogue.cuh"
 #include "device/grouped.cuh"
 #include "device/hopper.cuh"
+#include "device/hopper_x_rows.cuh"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
 
@@ -30,6 +31,7 @@ struct TileConfig {
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares the weights' too
   static constexpr bool kGrouped = false;        // whether rows of x and weights are experts' (GroupedWork)
+  static constexpr bool kImages = false;         // whether x may be an image
   static constexpr bool kShortTiles =
       false;                              // whether a block loads less than half a tile where there are not as many rows of x
   using Work = hopper::Work;              // how clusters share tiles
@@ -99,6 +101,7 @@ struct Params {
   int offset_bytes;              // of one offset
   int half_x_rows;               // that a block loads of a tile
   bool store_halves;             // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+  ImageTiles image;              // whose pixels are the rows of x, if they are
 };
 
 // Of kernels whose stages of K are its tiles and, after each window of these, a compensation (zero_compensation.h).

@@ -47,11 +47,51 @@ Status check_weight(PackedWeight const& w) {
   return {};
 }
 
+// Of the sizes that a product takes of an image: those of the result, which its caller allocated, and of the weight.
+static Status check_image(GemmProblem const& problem) {
+  ImageRows const& image = problem.image;
+  int64_t places = image.batch, taps = 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    int64_t const span = int64_t(image.dilation[axis]) * (image.taps[axis] - 1) + 1;
+    int64_t const room = image.size[axis] + 2 * int64_t(image.padding[axis]) - span;
+    bool const valid = image.size[axis] > 0 && image.taps[axis] > 0 && image.stride[axis] > 0 && image.dilation[axis] > 0 &&
+                       image.padding[axis] >= 0 && room >= 0;
+    if (!valid || image.out[axis] != room / image.stride[axis] + 1) {
+      return invalid("the image has size " + std::to_string(image.size[axis]) + ", " + std::to_string(image.taps[axis]) +
+                     " taps, stride " + std::to_string(image.stride[axis]) + ", padding " +
+                     std::to_string(image.padding[axis]) + ", dilation " + std::to_string(image.dilation[axis]) +
+                     " and a result of " + std::to_string(image.out[axis]) + " along axis " + std::to_string(axis));
+    }
+    places *= image.out[axis], taps *= image.taps[axis];
+  }
+  if (places != problem.m || taps * padded_k(image.channels) != problem.weight.k) {
+    return invalid("the image has " + std::to_string(places) + " places of a kernel of " + std::to_string(taps) + " taps and " +
+                   std::to_string(image.channels) + " channels; m is " + std::to_string(problem.m) + " and k " +
+                   std::to_string(problem.weight.k));
+  }
+  if (problem.weight.perm) return unsupported("the image's weight has an act order; it has one for matrices alone");
+  if (!multiplies_int8(problem) && is_irregular(problem)) {
+    return unsupported("the image's pixels do not start on 16 bytes, or x_stride is " + std::to_string(problem.x_stride) +
+                       "; at least channels = " + std::to_string(image.channels) + " and a multiple of 8 is supported");
+  }
+  if (stored_rows(problem) > kMaxM) {
+    return unsupported("the image has " + std::to_string(stored_rows(problem)) + " pixels; at most " + std::to_string(kMaxM) +
+                       " are supported");
+  }
+  return {};
+}
+
 Status check_gemm(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
   if (Status status = check_weight(w); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM) {
     return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
+  }
+  if (is_image(problem)) {
+    if (Status status = check_image(problem); !status.ok()) return status;
+  }
+  if ((problem.act_quant == ActQuant::kTensor) != (problem.x_range != nullptr) || (problem.x_range && !is_image(problem))) {
+    return invalid("act_quant is \"tensor\" without x_range or an image, or x_range is given with another act_quant");
   }
   bool quantized = problem.quantized.codes != nullptr;
   if (quantized) {

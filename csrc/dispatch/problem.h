@@ -22,6 +22,14 @@ inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile);
 inline bool has_integer_codes(PackedWeight const& w) { return !w.book && !w.e4m3; }
 inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 || w.group_size == 64; }
 
+// Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and columns x has there.
+inline bool is_image(GemmProblem const& problem) { return problem.image.batch > 0; }
+inline int64_t stored_rows(GemmProblem const& problem) {
+  ImageRows const& image = problem.image;
+  return is_image(problem) ? int64_t(image.batch) * image.size[0] * image.size[1] * image.size[2] : problem.m;
+}
+inline int stored_columns(GemmProblem const& problem) { return is_image(problem) ? problem.image.channels : problem.weight.k; }
+
 // Whether activations are int8 where they are multiplied: quantised before, or on the way.
 inline bool multiplies_int8(GemmProblem const& problem) {
   return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
@@ -32,7 +40,8 @@ inline bool activations_have_zeros(GemmProblem const& problem) {
 }
 // Whether these have a scale a block.
 inline bool activations_have_blocks(GemmProblem const& problem) {
-  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
+  if (problem.quantized.codes) return problem.quantized.block != -1;
+  return problem.act_quant == ActQuant::kBlock || problem.act_quant == ActQuant::kTensor;
 }
 // Whether they are quantised as whole rows on the way.
 inline bool quantizes_rows(GemmProblem const& problem) {
@@ -65,7 +74,21 @@ inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {
   return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
-         problem.x_stride < problem.weight.k;
+         problem.x_stride < stored_columns(problem);
+}
+
+// The rank of the tensor map by which TMA's im2col mode collects the pixels under a tap, channels and batch included; 0 if it
+// cannot: it takes strides up to 8, and offsets in a byte, or of volumes in five bits.
+inline int im2col_rank(ImageRows const& image) {
+  int const rank = image.size[0] == 1 && image.taps[0] == 1 && image.padding[0] == 0 ? 4 : 5;
+  int const limit = rank == 4 ? 128 : 16;
+  for (int axis = 5 - rank; axis < 3; ++axis) {
+    int const reach = image.dilation[axis] * (image.taps[axis] - 1);
+    if (image.stride[axis] > 8 || image.padding[axis] > limit || reach >= 2 * limit || image.padding[axis] - reach < -limit ||
+        image.padding[axis] - reach >= limit)
+      return 0;
+  }
+  return rank;
 }
 
 // Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and

@@ -72,6 +72,8 @@ enum class Field {
   kFp32X,
   k16BitX,
   kXLayout,
+  kImage,
+  kImageGeometry,
   kGroups,
   kGroupVectors,
   kCodebook,

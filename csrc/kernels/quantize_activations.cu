@@ -227,6 +227,15 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> co
   }
 }
 
+// Of all x, by its least and its greatest value.
+template <bool kSymmetric>
+__device__ __forceinline__ Range<kSymmetric> given_range(float const* range) {
+  float const low = __ldg(range), high = __ldg(range + 1);
+  Range<kSymmetric> found{};
+  found.add(low), found.add(high);
+  return found;
+}
+
 template <class T, bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
@@ -259,7 +268,7 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   float scales[kBlockRows], zeros[kBlockRows];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    Quantizer<kSymmetric> quantizer(spans[i].range());
+    Quantizer<kSymmetric> quantizer(q.range ? given_range<kSymmetric>(q.range) : spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
     if (row + i < q.m) store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
   }

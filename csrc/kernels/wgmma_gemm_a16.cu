@@ -27,7 +27,7 @@ template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = voi
 struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = hopper::StreamKWork;
-  static constexpr bool kShortTiles = true;
+  static constexpr bool kShortTiles = true, kImages = true;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
   // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
@@ -253,8 +253,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
                                        {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
-                                        hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
   // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to

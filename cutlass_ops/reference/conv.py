@@ -73,14 +73,14 @@ def quantize_pixels(
     return codes.view(pixels.shape), vectors(scales), None if zeros is None else vectors(zeros)
 
 
-def _dequantized_pixels(x: Tensor, qw: QuantizedWeight, groups: int, act_quant: str, symmetric: bool) -> Tensor:
-    """x, quantised and dequantised, fp64."""
+def dequantized_pixels(x: Tensor, group_size: int, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype) -> Tensor:
+    """x, quantised as beside weights in groups of ``group_size`` and dequantised."""
     if act_quant == "none" or x.numel() == 0:
-        return x.double()
-    block = formats.activation_block(qw.group_size) if act_quant == "block" else -1
+        return x.to(dtype)
+    block = formats.activation_block(group_size) if act_quant == "block" else -1
     codes, scales, zeros = quantize_pixels(x, groups, act_quant, symmetric, block)
     zeros = None if zeros is None else zeros.flatten(0, 1)
-    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, torch.float64)
+    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, dtype)
     return values.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
@@ -119,7 +119,7 @@ def mixed_conv(
     """
     if qw.book is not None:
         qw = replace(qw, book=qw.book.to(x.dtype).float())
-    values = _dequantized_pixels(x, qw, geometry.groups, act_quant, act_symmetric)
+    values = dequantized_pixels(x, qw.group_size, geometry.groups, act_quant, act_symmetric, torch.float64)
     total = _convolve(values, reference.dequantize_weight(qw, torch.float64), geometry).float()
     bias = qw.bias if bias is None else bias
     return reference.epilogue(total, bias, activation, residual, x.dtype if out_dtype is None else out_dtype)

@@ -16,6 +16,7 @@ enum class ActQuant : int8_t {
   kNone = 0,  // as they are: fp16 or bf16
   kToken,     // int8, one scale a row
   kBlock,     // int8, one scale a row and block of min(group_size, 128) columns
+  kTensor,    // int8, one scale for all of x: of images alone
 };
 
 enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
@@ -62,6 +63,7 @@ struct QuantizedActivations {
   // [m][k_pad] in the order of columns.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
+  bool upcast_scaled = true;               // they include the scales, which are otherwise applied to a row's sums
 
   // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points
   // of many blocks at once (zero_compensation.h).
@@ -78,6 +80,7 @@ struct QuantizeProblem {
   int k = 0;
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
+  float const* range = nullptr;  // [2] on the device: the least and the greatest value of every block; null: they are found
 
   void const* up = nullptr;  // [m][k], or null; never together with norm_weight
   int64_t up_stride = 0;
@@ -87,6 +90,17 @@ struct QuantizeProblem {
   void const* residual = nullptr;  // [m][k], or null
   int64_t residual_stride = 0;
   void* sum = nullptr;  // [m][k], contiguous: where x + residual is written; null if residual is
+};
+
+// An image [batch, depth, height, width, channels] in the place of x: row m holds, tap by tap, the channels of the pixels under a
+// kernel at the m-th place of the result [batch, *out], which go fastest along the width. Missing pixels are zeros. A tap has
+// padded_k(channels) columns of the weight, whose k is that of all taps.
+struct ImageRows {
+  int batch = 0;  // 0: x is a matrix
+  int channels = 0;
+  // Of depth, height and width; an image of fewer dimensions has 1 in front.
+  int size[3] = {1, 1, 1}, taps[3] = {1, 1, 1}, out[3] = {1, 1, 1};
+  int stride[3] = {1, 1, 1}, padding[3] = {0, 0, 0}, dilation[3] = {1, 1, 1};
 };
 
 struct GemmProblem {
@@ -100,6 +114,8 @@ struct GemmProblem {
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
   QuantizedActivations quantized;
+  ImageRows image;                 // x is its pixels [pixels][channels], x_stride elements apart, where it has a batch
+  float const* x_range = nullptr;  // [2] on the device, of ActQuant::kTensor: the least and the greatest value of x
 
   // Epilogue: sum -> + bias -> activation -> + residual -> out.
   void* out = nullptr;  // [m][n] of out_type, contiguous
