@@ -19,12 +19,12 @@ using Triple = std::array<int, 3>;
 
 GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::int64_t x_stride, int batch, int channels,
                          Triple const& size, Triple const& taps, Triple const& out_size, Triple const& stride,
-                         Triple const& padding, Triple const& dilation, ActQuant act_quant, bool symmetric, Pointer x_range,
+                         Triple const& padding, Triple const& dilation, ActQuant act_quant, bool symmetric,
                          py::object const& epilogue, Pointer out, DataType out_type) {
   GemmProblem p;
   p.weight = weight;
   p.x = as<void>(x), p.x_type = x_type, p.x_stride = x_stride;
-  p.act_quant = act_quant, p.act_symmetric = symmetric, p.x_range = as<float>(x_range);
+  p.act_quant = act_quant, p.act_symmetric = symmetric;
   p.image.batch = batch, p.image.channels = channels, p.m = batch;
   for (int axis = 0; axis < 3; ++axis) {
     p.image.size[axis] = size[axis], p.image.taps[axis] = taps[axis], p.image.out[axis] = out_size[axis];
@@ -33,6 +33,9 @@ GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::
   }
   if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(p);
   p.out = as<void>(out), p.out_type = out_type;
+  Triple const one = {1, 1, 1}, none = {0, 0, 0};
+  // Under a kernel of one pixel the image is a matrix, which all kernels take.
+  if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor) p.image = {};
   return p;
 }
 
@@ -42,8 +45,8 @@ void register_conv(py::module_& m) {
   py::class_<GemmProblem>(m, "ImageProblem", "A product whose rows of x are an image's pixels; the tensors must outlive it.")
       .def(py::init(&make_problem), py::arg("weight"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
            py::arg("batch"), py::arg("channels"), py::arg("size"), py::arg("taps"), py::arg("out_size"), py::arg("stride"),
-           py::arg("padding"), py::arg("dilation"), py::arg("act_quant"), py::arg("symmetric"), py::arg("x_range_ptr"),
-           py::arg("epilogue"), py::arg("out_ptr"), py::arg("out_type"))
+           py::arg("padding"), py::arg("dilation"), py::arg("act_quant"), py::arg("symmetric"), py::arg("epilogue"),
+           py::arg("out_ptr"), py::arg("out_type"))
       .def(
           "plan",
           [](GemmProblem const& problem, Device const& device) -> std::optional<Plan> {

@@ -105,7 +105,8 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
                        layout.block,
                        layout.stride,
-                       layout.rows};
+                       layout.rows,
+                       layout.scale_columns};
   }
   if (layout.upcasts) {
     ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
@@ -118,10 +119,17 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   Status status;
   if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
   if (status.ok() && layout.block) {
-    QuantizeProblem quantize{
-        problem.x,           problem.x_type,  problem.x_stride, int(stored_rows(problem)), stored_columns(problem),
-        problem.weight.perm, ready.quantized, problem.x_range};
-    status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
+    QuantizeProblem quantize{problem.x,
+                             problem.x_type,
+                             problem.x_stride,
+                             int(stored_rows(problem)),
+                             stored_columns(problem),
+                             problem.weight.perm,
+                             ready.quantized,
+                             layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
+    if (quantize.range) status = launch_find_range(quantize, stream);
+    if (status.ok())
+      status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }

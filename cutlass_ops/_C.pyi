@@ -308,7 +308,6 @@ class ImageProblem:
         dilation: Sequence[int],
         act_quant: ActQuant,
         symmetric: bool,
-        x_range_ptr: int,
         epilogue: Epilogue | None,
         out_ptr: int,
         out_type: DataType,

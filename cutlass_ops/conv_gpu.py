@@ -75,7 +75,6 @@ def _by_products(
         return False
     images = _pixels(x, groups, act_quant != "none")
     channels, element = images.shape[-1], images.element_size()
-    value_range = torch.stack(torch.aminmax(x)).float() if act_quant == "tensor" else None
     activation_name, low, high = native.split_activation(activation)
     stream = native.current_stream(weight.gpu)
     with native.on_device(weight.device):
@@ -100,7 +99,6 @@ def _by_products(
                 _three(geometry.dilation, 1),
                 native.CONV_ACT_QUANT[act_quant],
                 act_symmetric,
-                native.pointer(value_range),
                 native.native_epilogue(own_bias, activation_name, low, high, own_residual, False),
                 own_y.data_ptr(),
                 native.DATA_TYPES[y.dtype],

@@ -200,6 +200,8 @@ class PackedWeight:
 
         The columns behind a tap's channels have codes of value zero, but whatever zero point or offset: x must be zero there.
         """
+        if self.taps == 1:
+            return replace(self, kernel_size=())
         columns = formats.padded_k(self.k, self.taps)
         if self.group_size == -1:
             return replace(self, k=columns, kernel_size=())

@@ -165,6 +165,10 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                                   C::kBlockM / C::kCluster, &compensated.zero_values);
     if (!status.ok()) return status;
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, compensated);
+  } else if constexpr (std::is_same_v<typename C::Params, ImageParams>) {
+    ImageParams image{p, {}};
+    if (Status status = encode_x_scales(problem, C::kBlockM / C::kCluster, &image.x_scales); !status.ok()) return status;
+    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, image);
   } else {
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
   }

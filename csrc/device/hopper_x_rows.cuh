@@ -41,16 +41,7 @@ class XRows {
       if (copies) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, kCtas, kHint, to, column, row_);
       return;
     }
-    if (copies) {
-      auto const offset = [&](int axis) { return uint16_t(tap_[axis] * image_.dilation[axis]); };
-      if (image_.volume) {
-        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, kCtas, to, channel_, pixel_[0], pixel_[1], pixel_[2], row_,
-                                                      offset(0), offset(1), offset(2));
-      } else {
-        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, kCtas, to, channel_, pixel_[0], pixel_[1], row_, offset(0),
-                                                      offset(1));
-      }
-    }
+    if (copies) copy_pixels(map, full, to, channel_);
     channel_ += kColumns;
     if (channel_ < image_.columns) return;
     channel_ = 0;
@@ -58,6 +49,23 @@ class XRows {
     tap_[0] = 0;
     if (++tap_[1] < image_.taps[1]) return;
     tap_[1] = 0, ++tap_[2];
+  }
+
+  // The scales of these columns' pixels and of up to three tiles of K beside them, before copy_next().
+  __device__ __forceinline__ void copy_scales(CUtensorMap const& map, uint64_t* full, uint8_t* to) const {
+    copy_pixels(map, full, to, channel_ / kKPerTile / 4 * 4 * image_.scale_step);
+  }
+
+ private:
+  __device__ __forceinline__ void copy_pixels(CUtensorMap const& map, uint64_t* full, uint8_t* to, int channel) const {
+    auto const offset = [&](int axis) { return uint16_t(tap_[axis] * image_.dilation[axis]); };
+    if (image_.volume) {
+      cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, kCtas, to, channel, pixel_[0], pixel_[1], pixel_[2], row_,
+                                                    offset(0), offset(1), offset(2));
+    } else {
+      cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, kCtas, to, channel, pixel_[0], pixel_[1], row_, offset(0),
+                                                    offset(1));
+    }
   }
 };
 

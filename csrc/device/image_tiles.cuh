@@ -9,14 +9,17 @@ namespace cutlass_ops {
 // Axes: width, height, depth.
 struct ImageTiles {
   int columns = 0;  // of a tap, a multiple of kKPerTile; 0: x is a matrix
-  int rows, size[3], taps[3], out[3], stride[3], padding[3], dilation[3];  // rows: of x, the kernel's places
-  bool volume;                                                             // the tensor map of TMA's im2col mode has depth
+  int channels;     // of a pixel
+  int rows;         // of x: the kernel's places
+  int scale_step;   // scales of a pixel from a tile of K of a tap to the next: 1, or 0 where it has one
+  bool volume;      // the tensor map of TMA's im2col mode has depth
+  int size[3], taps[3], out[3], stride[3], padding[3], dilation[3];
 
   explicit ImageTiles(GemmProblem const& problem) {
     if (!is_image(problem)) return;
     ImageRows const& image = problem.image;
-    columns = int(padded_k(image.channels)), rows = problem.m;
-    volume = im2col_rank(image) == 5;
+    columns = int(padded_k(image.channels)), channels = image.channels, rows = problem.m;
+    volume = im2col_rank(image) == 5, scale_step = problem.quantized.block == -1 ? 0 : 1;
     for (int axis = 0; axis < 3; ++axis) {
       int const from = 2 - axis;
       size[axis] = image.size[from], taps[axis] = image.taps[from], out[axis] = image.out[from];

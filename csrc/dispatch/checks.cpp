@@ -64,11 +64,12 @@ static Status check_image(GemmProblem const& problem) {
     }
     places *= image.out[axis], taps *= image.taps[axis];
   }
-  if (places != problem.m || taps * padded_k(image.channels) != problem.weight.k) {
+  if (places != problem.m || taps * padded_k(image.channels) != padded_k(problem.weight.k)) {
     return invalid("the image has " + std::to_string(places) + " places of a kernel of " + std::to_string(taps) + " taps and " +
                    std::to_string(image.channels) + " channels; m is " + std::to_string(problem.m) + " and k " +
                    std::to_string(problem.weight.k));
   }
+  if (problem.quantized.codes) return unsupported("the image is quantised already; one of floats is expected");
   if (problem.weight.perm) return unsupported("the image's weight has an act order; it has one for matrices alone");
   if (!multiplies_int8(problem) && is_irregular(problem)) {
     return unsupported("the image's pixels do not start on 16 bytes, or x_stride is " + std::to_string(problem.x_stride) +
@@ -90,8 +91,8 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   if (is_image(problem)) {
     if (Status status = check_image(problem); !status.ok()) return status;
   }
-  if ((problem.act_quant == ActQuant::kTensor) != (problem.x_range != nullptr) || (problem.x_range && !is_image(problem))) {
-    return invalid("act_quant is \"tensor\" without x_range or an image, or x_range is given with another act_quant");
+  if (problem.act_quant == ActQuant::kTensor && !is_image(problem)) {
+    return unsupported("act_quant is \"tensor\"; it is for images alone");
   }
   bool quantized = problem.quantized.codes != nullptr;
   if (quantized) {

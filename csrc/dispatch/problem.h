@@ -38,10 +38,10 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether these have a scale a block.
+// Whether these have a scale a block. A pixel's is one of each tap that it is under.
 inline bool activations_have_blocks(GemmProblem const& problem) {
-  if (problem.quantized.codes) return problem.quantized.block != -1;
-  return problem.act_quant == ActQuant::kBlock || problem.act_quant == ActQuant::kTensor;
+  if (is_image(problem)) return multiplies_int8(problem);
+  return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
 // Whether they are quantised as whole rows on the way.
 inline bool quantizes_rows(GemmProblem const& problem) {
@@ -62,9 +62,9 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
 // left to wgmma_fold16.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return w.zeros && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
-         activations_have_blocks(problem) && !activations_have_zeros(problem) && !problem.batch_invariant && !problem.exact &&
-         problem.out_type != DataType::kFloat32;
+  return w.zeros && !is_image(problem) && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) &&
+         multiplies_int8(problem) && activations_have_blocks(problem) && !activations_have_zeros(problem) &&
+         !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
 }
 
 // Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero

@@ -74,6 +74,7 @@ enum class Field {
   kXLayout,
   kImage,
   kImageGeometry,
+  kXZeros,
   kGroups,
   kGroupVectors,
   kCodebook,

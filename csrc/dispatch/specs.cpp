@@ -53,7 +53,6 @@ Field needs_16_bit_x(GemmProblem const& problem) {
   if (multiplies_int8(problem)) return Field::kInt8X;
   return problem.x_type == DataType::kFloat32 ? Field::kFp32X : Field::kNone;
 }
-Field needs_matrix(GemmProblem const& problem) { return is_image(problem) ? Field::kImage : Field::kNone; }
 // Of an image, pixels that TMA's im2col mode collects.
 Field needs_tma_rows(GemmProblem const& problem) {
   return is_image(problem) && im2col_rank(problem.image) == 0 ? Field::kImageGeometry : Field::kNone;
@@ -87,7 +86,8 @@ Field needs_long_groups(PackedWeight const& w) {
 }
 Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return first_of(needs_matrix(problem), needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+                  is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
                   w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros : Field::kNone);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
@@ -237,8 +237,8 @@ bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (compensates_weight_zeros(problem)) return true;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
-         problem.out_type != DataType::kFloat32;
+  return !is_image(problem) && problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) &&
+         !problem.batch_invariant && problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
@@ -251,7 +251,7 @@ bool int4_with_scales_of_x(GemmProblem const& problem) {
 // wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) ? is_image(problem) || !has_int8_products(w)
+  return multiplies_int8(problem) ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
                                   : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
@@ -301,8 +301,13 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
 };
+// Of images. (Their stages are larger, by the scales of four blocks of a pixel.)
+template <int kBits>
+constexpr Candidate kImageTiles[] = {wgmma_gemm_a8_of<kBits>(176, 0, kMaxM), wgmma_gemm_a8_of<kBits>(128, 0, kMaxM),
+                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM)};
 template <int kBits>
 Candidates of_bits(GemmProblem const& problem) {
+  if (is_image(problem)) return all(kImageTiles<kBits>);
   return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
 }
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
@@ -406,6 +411,8 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
       return w.perm ? "act order" : "rows of x that do not start on 16 bytes";
     case Field::kImage:
       return "an image";
+    case Field::kXZeros:
+      return "zero points of an image's pixels";
     case Field::kImageGeometry:
       return "strides, padding or dilation of the image beyond those of TMA's im2col mode";
     case Field::kGroups:

@@ -346,13 +346,13 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
 // The pixels under one tap, for each pixel of the result.
 Status encode_pixels(ConvProblem const& p, CUtensorMap* map) {
   ImageRows image;
-  image.batch = p.batch, image.channels = p.channels;
+  image.batch = p.batch;
   image.size[1] = p.height, image.size[2] = p.width, image.taps[1] = p.weight.height, image.taps[2] = p.weight.width;
   for (int axis : {0, 1}) {
     image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
     image.dilation[axis + 1] = p.dilation[axis];
   }
-  return hopper::encode_image(p.x, 1, image, p.channels, ConvWgmmaTile::kBlockM, map);
+  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, ConvWgmmaTile::kBlockM, map);
 }
 
 template <class C>

@@ -140,7 +140,7 @@ struct Copies {
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.activation_rows.count * C::kBlockM; i += C::kThreads) {
       int const row = m0 + i % C::kBlockM, pixel = row < p.epilogue.m ? tap.pixel(p.image, row) : -1;
-      int64_t const from = int64_t(first + i / C::kBlockM) * p.x.stride + max(pixel, 0);
+      int64_t const from = int64_t(max(pixel, 0)) * p.x.scale_columns + first + i / C::kBlockM;
       reinterpret_cast<float*>(shared + stage + C::kActivationScales)[i] = pixel < 0 ? 0.0f : __ldg(p.x.scales + from);
       if (C::kForm != Form::kSymmetric && p.x.zeros)
         reinterpret_cast<int8_t*>(shared + stage + C::kActivationZeros)[i] = pixel < 0 ? int8_t(0) : __ldg(p.x.zeros + from);

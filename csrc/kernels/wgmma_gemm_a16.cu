@@ -24,7 +24,7 @@ using hopper::StoredScales;
 // Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
 // time on an H200); or void.
 template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
+struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, 0, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = hopper::StreamKWork;
   static constexpr bool kShortTiles = true, kImages = true;
@@ -249,8 +249,8 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
-                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
+  static_assert(C::kSharedBytes ==
+                    wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, 0, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
   Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);

@@ -58,6 +58,7 @@ struct QuantizedActivations {
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
+  int scale_columns = 0;    // of an image's pixels: scales and zeros are [rows][scale_columns] instead; a multiple of 4
 
   // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values,
   // [m][k_pad] in the order of columns.
@@ -80,7 +81,7 @@ struct QuantizeProblem {
   int k = 0;
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
-  float const* range = nullptr;  // [2] on the device: the least and the greatest value of every block; null: they are found
+  uint32_t* range = nullptr;  // [2] on the device, where the range of x goes that is every block's; null: each has its own
 
   void const* up = nullptr;  // [m][k], or null; never together with norm_weight
   int64_t up_stride = 0;
@@ -114,8 +115,7 @@ struct GemmProblem {
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
   QuantizedActivations quantized;
-  ImageRows image;                 // x is its pixels [pixels][channels], x_stride elements apart, where it has a batch
-  float const* x_range = nullptr;  // [2] on the device, of ActQuant::kTensor: the least and the greatest value of x
+  ImageRows image;  // x is its pixels [pixels][channels], x_stride elements apart, where it has a batch
 
   // Epilogue: sum -> + bias -> activation -> + residual -> out.
   void* out = nullptr;  // [m][n] of out_type, contiguous
