@@ -122,7 +122,7 @@ def _cpu_gemm(
     if bias is None:
         bias = weight.bias
     plain = activation is None and residual is None and not saturate
-    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32)
+    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32, device="cpu")
     first = bias if plain else None
     _C.cpu_mixed_gemm(
         weight.native,

@@ -151,7 +151,8 @@ def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, 
     info = torch.iinfo(out_dtype)
     bounds = {None: (-math.inf, math.inf), "relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
     low, high = activation[1:] if isinstance(activation, tuple) else bounds[activation]
-    steps = torch.div(torch.tensor([low, high], dtype=torch.float32), torch.tensor(y_scale, dtype=torch.float32))
+    limits_fp32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
+    steps = torch.div(limits_fp32, limits_fp32.new_full((), y_scale))
     found = (steps.round().double() + y_zero_point).clamp(info.min, info.max)
     return int(found[0]), int(found[1])
 
