@@ -438,8 +438,7 @@ def _launch_moe(
     act_symmetric: bool,
     expert_map: Tensor | None,
 ) -> Tensor:
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = native.row_matrix(x)
     weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
     route, kept = _route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)

@@ -105,7 +105,7 @@ def _memory(x: Tensor, plain: bool, batch_invariant: bool) -> tuple[int, int]:
         matrix = x if x.dim() == 2 else x.view(-1, k)
     except RuntimeError:  # x.reshape() copies
         return 0, k
-    return (0, k) if k > 1 and matrix.stride(1) != 1 else (matrix.data_ptr(), matrix.stride(0))
+    return (matrix.data_ptr(), matrix.stride(0)) if native.has_rows(matrix) else (0, k)
 
 
 def explain(

@@ -152,6 +152,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
     "one row expanded": lambda x: x[:1].expand(5, -1),
+    "overlapping rows": lambda x: torch.cat([x, x]).view(-1).as_strided((5, K), (K // 2, 1)),
 }
 
 
@@ -757,6 +758,8 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))  # so is what is no matrix
     assert not upcasts(wide[:, 4:516], batch_invariant=True)
     assert upcasts(wide.view(4, 16, 1024)[..., 4:516])
+    assert not upcasts(wide[:1, 4:516].expand(64, 512))  # rows that overlap are copied, too
+    assert not upcasts(wide[:2, 4:516].expand(32, 2, 512).transpose(0, 1))
     # One row of three dimensions keeps its stride without other options, and has none as a matrix.
     row, large = aligned(1, 1, 28673)[..., :28672], sized(8192, 28672, 4)
     assert co.explain(row, large, device="sm_90").kernel == "decode_gemm"
