@@ -6,7 +6,7 @@ Importing this module is what makes products differentiable; the package does so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,19 +48,18 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
 
 
 def through_activation(grad: Tensor, z: Tensor, activation: str | None, low: float, high: float) -> Tensor:
-    """``grad * act'(z)``, with torch's own derivative of each function."""
-    aten = torch.ops.aten
-    if activation == "relu":
-        grad = aten.threshold_backward(grad, z, 0.0)
-    elif activation == "relu6":
-        grad = aten.hardtanh_backward(grad, z, 0.0, 6.0)
-    elif activation == "gelu":
-        grad = aten.gelu_backward(grad, z)
-    elif activation == "silu":
-        grad = aten.silu_backward(grad, z)
-    elif activation == "clamp":
-        grad = torch.where((z >= low) & (z <= high), grad, 0.0)
-    return grad
+    """``grad * act'(z)``, with torch's own derivative of each function; ``ValueError`` if there is no such activation."""
+    reference.check_activation(native.named_activation(activation, low, high))
+    aten: Any = torch.ops.aten
+    of_activation: dict[str | None, Callable[[], Tensor]] = {
+        None: lambda: grad,
+        "relu": lambda: aten.threshold_backward(grad, z, 0.0),
+        "relu6": lambda: aten.hardtanh_backward(grad, z, 0.0, 6.0),
+        "gelu": lambda: aten.gelu_backward(grad, z),
+        "silu": lambda: aten.silu_backward(grad, z),
+        "clamp": lambda: torch.where((z >= low) & (z <= high), grad, 0.0),
+    }
+    return of_activation[activation]()
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:
