@@ -236,7 +236,7 @@ class PackedWeight:
             self.n,
             self.k,
             self.bits,
-            self.group_size,
+            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,  # kernels count in 32 bits
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
             pointers.get("bias", 0),

@@ -143,6 +143,7 @@ def gemm_quantized(
     step = min(sizes, default=k)
     if max(sizes, default=k) % step:
         raise ValueError(f"block is {block} and group_size is {qw.group_size}; one must divide the other")
+    step = min(step, formats.padded_k(k))
 
     # Both factors are integers of at most 8 bits, so that fp32, and even TF32 and bf16 if torch's matmul is
     # set to them, holds them exactly. Every partial sum of a step is an integer no larger than this bound:
