@@ -143,8 +143,7 @@ def mixed_conv2d(
     keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
 
     Args:
-        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), in any
-            memory format.
+        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device, in any memory format.
         weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
@@ -222,10 +221,6 @@ def _mixed_conv(
         arguments.check_residual(residual, weight, shape)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
-    if x.is_cuda and x.dtype is torch.float32 and act_quant == "none":
-        raise TypeError(
-            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with a quantised x)"
-        )
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
         raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)

@@ -62,6 +62,14 @@ def test_groups_of_few_output_channels(act_quant: str, n: int, groups: int) -> N
     check(quantized, torch.randn(2, 54, 9, 8).half(), Geometry((2, 2), (1, 1), (1, 1), groups), act_quant=act_quant)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fp32_as_it_is(kind: str, groups: int) -> None:
+    quantized = co.quantize(torch.randn(128, 140, 3, 2) / 30, **FORMATS[kind])
+    geometry = Geometry((2, 1), (1, 0), (1, 2), groups)
+    check(quantized, torch.randn(2, 140 * groups, 9, 8) + 0.3, geometry, activation="silu")
+
+
 def test_many_pixels() -> None:
     quantized = co.quantize(torch.randn(192, 64, 3, 3) / 24, bits=4, group_size=64)
     check(quantized, torch.randn(3, 64, 40, 41).half(), Geometry((1, 1), (1, 1), (1, 1), 1), act_quant="block")
@@ -120,5 +128,3 @@ def test_refusals() -> None:
         co.mixed_conv2d(x.half().cuda(), packed)
     with pytest.raises(ValueError, match="x is on cpu; the weight is on cuda:0"):
         co.conv2d_int8(x.to(torch.int8), packed.to("cuda"), x_scale=1.0, y_scale=1.0)
-    with pytest.raises(TypeError, match="x is float32 with act_quant='none'"):
-        co.mixed_conv2d(x.cuda(), packed.to("cuda"))
