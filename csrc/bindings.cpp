@@ -122,7 +122,8 @@ py::object mixed_gemm(PyObject* const* arguments) {
     static Name const stride("stride"), contiguous("contiguous");
     py::object const strides = call(x, stride);
     problem.x_stride = py::handle(PyTuple_GET_ITEM(strides.ptr(), 0)).cast<std::int64_t>();
-    if (problem.weight.k > 1 && py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1) {
+    bool const gaps = problem.weight.k > 1 && py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1;
+    if (gaps || (problem.m > 1 && problem.x_stride < problem.weight.k)) {  // rows of an expanded tensor lie on one another
       x = call(x, contiguous);
       problem.x_stride = problem.weight.k;
     }
@@ -172,7 +173,8 @@ struct Torch {
   }
 };
 
-// x [..., k] as rows: how many, and from one to the next. 0 if x is no such tensor, or would have to be copied.
+// x [..., k] as rows that do not overlap: how many, and from one to the next. 0 if x is no such tensor, or would have to be
+// copied.
 struct Rows {
   std::int64_t count = 0, stride = 0;
 
@@ -194,6 +196,7 @@ struct Rows {
       if (size < 1 || at(strides, i) != stride * rows) return;
       rows *= size;
     }
+    if (rows > 1 && stride < k) return;
     count = rows;
   }
 };

@@ -89,13 +89,8 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
   if (!chosen.spec) return {Status::kInvalid, "the plan is empty; plan() fills it"};
   if (problem.m == 0) return {};
-  if (workspace.bytes < chosen.workspace) {
-    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
-                                  std::to_string(chosen.workspace) + " are needed" + shape(problem)};
-  }
-  if (chosen.compensates && !chosen.layout.sums && !problem.weight.sums) {
-    return {Status::kInvalid, "the plan is for a weight that has its column sums; this one has none" + shape(problem)};
-  }
+  if (Status status = check_launch(problem, chosen, workspace); !status.ok())
+    return {status.code, status.text + shape(problem)};
   WorkspaceLayout const& layout = chosen.layout;
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
@@ -157,7 +152,7 @@ Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
 }
 
 Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream) {
-  if (Status status = check_sums(weight); !status.ok()) return status;
+  if (Status status = check_sums(weight, colsums); !status.ok()) return status;
   return launch_weight_colsum(weight, false, false, colsums, stream);
 }
 
@@ -177,31 +172,22 @@ Status dequantize(DequantizeProblem const& problem, Stream stream) {
 }
 
 Status quantize_flat(FlatProblem const& problem, Stream stream) {
-  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  if (Status status = check_flat(problem, true); !status.ok() || problem.count == 0) return status;
   return launch_quantize_flat(problem, stream);
 }
 
 Status dequantize_flat(FlatProblem const& problem, Stream stream) {
-  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  if (Status status = check_flat(problem, false); !status.ok() || problem.count == 0) return status;
   return launch_dequantize_flat(problem, stream);
 }
 
 Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
-  if (Status status = check_awq(weight); !status.ok()) return status;
+  if (Status status = check_awq(weight, out); !status.ok()) return status;
   return launch_dequantize_awq(weight, out, stream);
 }
 
 Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
-  if (Status status = check_awq(weight); !status.ok() || m == 0) return status;
-  int const group = weight.k / weight.groups;
-  if (m < 0 || m > kMaxAwqRows || group % 32) {
-    return {Status::kUnsupported, "m is " + std::to_string(m) + " and groups are of " + std::to_string(group) + "; up to " +
-                                      std::to_string(kMaxAwqRows) + " rows and groups of a multiple of 32 are supported"};
-  }
-  if (reinterpret_cast<uintptr_t>(x) % 16 || x_stride % 8) {
-    return {Status::kUnsupported,
-            "the rows of x begin at an address that is no multiple of 16 bytes; kernels load 16 at a time"};
-  }
+  if (Status status = check_awq_gemm(weight, x, x_stride, m, out); !status.ok() || m == 0) return status;
   return launch_awq_gemm(weight, x, x_stride, m, out, stream);
 }
 

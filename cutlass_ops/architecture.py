@@ -200,9 +200,9 @@ def _is_plain(cls: Any) -> bool:
     layer.in_features, layer.out_features = 5, 3
     # from_pretrained makes models in the context of the meta device
     random = torch.Generator().manual_seed(0)
-    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random, device="cpu"))
-    layer.bias = nn.Parameter(torch.randn(3, generator=random, device="cpu"))
-    x = torch.randn(2, 5, generator=random, device="cpu")
+    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random, dtype=torch.float32, device="cpu"))
+    layer.bias = nn.Parameter(torch.randn(3, generator=random, dtype=torch.float32, device="cpu"))
+    x = torch.randn(2, 5, generator=random, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         try:
             y = layer(x)

@@ -38,7 +38,7 @@ def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ..
     extents = extents * dims if len(extents) == 1 else extents
     # type() and not isinstance(): True is no number of pixels.
     if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
-        raise ValueError(f"{name} is {value!r}; an integer of at least {least}, or {dims} of them, is expected")
+        raise ValueError(f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, is expected")
     return extents
 
 

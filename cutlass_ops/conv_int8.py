@@ -154,9 +154,8 @@ def _check_static(
         arguments.check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
+    reference_conv.check_static_activation(activation)
     call = native.split_activation(activation)
-    if call[0] in ("gelu", "silu"):
-        raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
     _check_scale("x_scale", x_scale)
     _check_zero_point("x_zero_point", x_zero_point, x.dtype)
     if out_dtype == torch.int32:

@@ -163,9 +163,11 @@ def load_model(
                 raise ValueError(_MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape)))
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
     try:
-        model, found = model_class.from_pretrained(
-            **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-        )
+        # from_pretrained would take the default device; the model goes to ``device`` when it is complete.
+        with torch.device("cpu"):
+            model, found = model_class.from_pretrained(
+                **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
     except CheckpointError:
         raise
     except ValueError as error:

@@ -41,11 +41,17 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether the rows of a matrix are contiguous and do not overlap, as those of an expanded tensor do."""
+    rows, columns = x.shape
+    return (columns == 1 or x.stride(1) == 1) and (rows <= 1 or x.stride(0) >= columns)
+
+
 def row_matrix(x: Tensor) -> Tensor:
-    """``x`` as a matrix whose rows are contiguous; copied only if it must be."""
+    """``x`` as a matrix that :func:`has_rows`; copied only if it must be."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if has_rows(x) else x.contiguous()
 
 
 def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:

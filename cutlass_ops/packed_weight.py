@@ -37,7 +37,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     n, k = codes.shape
     if not _on_gpu(codes):
         host = codes.cpu().contiguous()
-        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)
+        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8, device="cpu")
         _C.pack(host.data_ptr(), packed.data_ptr(), n, k, bits)
         return packed.to(codes.device)
     packed = codes.new_empty(_C.packed_bytes(n, k, bits))
@@ -49,7 +49,7 @@ def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
     """Undo :func:`pack_codes`: uint8 ``[N, K]``, on the same device."""
     if not _on_gpu(packed):
         host = packed.cpu()
-        codes = torch.empty(n, k, dtype=torch.uint8)
+        codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
         _C.unpack(host.data_ptr(), codes.data_ptr(), n, k, bits)
         return codes.to(packed.device)
     if packed.data_ptr() % 16:  # a view into a file's bytes
@@ -249,7 +249,7 @@ class PackedWeight:
             self.n,
             self.k,
             self.bits,
-            self.group_size,
+            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,  # kernels count in 32 bits
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
             pointers.get("bias", 0),

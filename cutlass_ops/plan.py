@@ -229,7 +229,7 @@ def as_tensors(entry: Entry) -> list[Step]:
 
         def bias() -> Tensor:
             value = read().bias
-            return torch.zeros(entry.shape[0], dtype=dtype) if value is None else value
+            return torch.zeros(entry.shape[0], dtype=dtype, device="cpu") if value is None else value
 
         steps.append(
             Step(

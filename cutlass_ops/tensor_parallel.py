@@ -135,7 +135,7 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
         raise ValueError(ACT_ORDER)
     first = rank * k
     step = k if group_size == -1 else group_size
-    groups = torch.arange(first, first + k, step)
+    groups = torch.arange(first, first + k, step, device=weight.device)
     groups = torch.zeros_like(groups) if weight.group_size == -1 else groups // weight.group_size
     parts = {name: getattr(weight, name) for name in ("scales", "zeros", "offsets")}
     changed: dict[str, Any] = {name: part[:, groups] for name, part in parts.items() if part is not None}

@@ -158,11 +158,6 @@ def test_pixels_that_are_not_finite() -> None:
         assert torch.equal(y, clean.relu())
 
 
-def test_fp32_as_it_is() -> None:
-    quantized = co.quantize(torch.randn(48, 40, 3, 3) / 20, bits=4, group_size=32)
-    check(quantized, torch.randn(2, 40, 20, 18), Geometry((1, 1), (1, 1), (1, 1), 1), activation="gelu")
-
-
 def test_a_captured_convolution_reads_its_input_again() -> None:
     packed = co.reorder(co.quantize(torch.randn(128, 128, 3, 3) / 30, bits=4, group_size=128)).to("cuda")
     x = torch.randn(2, 128, 16, 16).half().cuda().to(memory_format=torch.channels_last)
@@ -192,6 +187,14 @@ def test_compiled() -> None:
 def test_groups_of_few_output_channels(act_quant: str, n: int, groups: int) -> None:
     quantized = co.quantize(torch.randn(n, 54 // groups, 3, 3), bits=8, group_size=-1)
     check(quantized, torch.randn(2, 54, 9, 8).half(), Geometry((2, 2), (1, 1), (1, 1), groups), act_quant=act_quant)
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fp32_as_it_is(kind: str, groups: int) -> None:
+    quantized = co.quantize(torch.randn(128, 140, 3, 2) / 30, **FORMATS[kind])
+    geometry = Geometry((2, 1), (1, 0), (1, 2), groups)
+    check(quantized, torch.randn(2, 140 * groups, 9, 8) + 0.3, geometry, activation="silu")
 
 
 def test_many_pixels() -> None:

@@ -102,6 +102,17 @@ def test_transformers_mxfp4(tmp_path: Path, n: int, k: int) -> None:
     assert weight.scales.dtype == BFLOAT
 
 
+def test_the_weight_of_a_linear_layer(tmp_path: Path) -> None:
+    """Its blocks are named after the parameter, and the module is what is packed, with its bias."""
+    codes, exponents, bias = randint(16, 40, 96), randint(10, 40, 3, seed=1) + 115, randn(40)
+    tensors = {"m.weight_blocks": pairs(codes).view(40, 3, 16), "m.weight_scales": exponents, "m.bias": bias}
+    path = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})
+    weight = check(path, "mxfp4", values(codes, exponents), tmp_path)
+    assert weight.bias is not None
+    assert torch.equal(weight.bias, bias)
+    assert list(co.load_packed(tmp_path / "packed.safetensors")) == ["m"]
+
+
 @pytest.mark.parametrize("biases", [True, False])
 def test_stacked_experts_are_named_and_refused(tmp_path: Path, biases: bool) -> None:
     name = "mlp.experts.down_proj"

@@ -7,12 +7,60 @@
 namespace cutlass_ops {
 namespace {
 
-bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+// Bytes of an element of a float type.
+int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
 }  // namespace
 
+bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
+
+Status check_addresses(std::initializer_list<Address> addresses) {
+  for (Address const& a : addresses) {
+    if (!a.pointer && a.required) return invalid(std::string(a.name) + " is a null pointer");
+    if (reinterpret_cast<uintptr_t>(a.pointer) % a.alignment) {
+      return invalid(std::string(a.name) + " starts at an address that is no multiple of " + std::to_string(a.alignment) +
+                     " bytes");
+    }
+  }
+  return {};
+}
+
+Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows) {
+  if (rows <= 1 || stride >= columns) return {};
+  return invalid(std::string(name) + " is " + std::to_string(stride) + "; at least " + std::to_string(columns) +
+                 ", the elements of a row, is expected for " + std::to_string(rows) + " rows");
+}
+
+Status check_activation(Activation activation, float clamp_low, float clamp_high) {
+  switch (activation) {
+    case Activation::kNone:
+    case Activation::kRelu:
+    case Activation::kRelu6:
+    case Activation::kGelu:
+    case Activation::kSilu:
+      return {};
+    case Activation::kClamp:
+      if (clamp_low <= clamp_high) return {};
+      return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " + std::to_string(clamp_high) +
+                     "; the first must be at most the second");
+  }
+  return invalid("activation is " + std::to_string(int(activation)) +
+                 "; supported are none, relu, relu6, gelu, silu and clamp");
+}
+
+Status check_act_quant(ActQuant act_quant) {
+  switch (act_quant) {
+    case ActQuant::kNone:
+    case ActQuant::kToken:
+    case ActQuant::kBlock:
+    case ActQuant::kTensor:
+      return {};
+  }
+  return invalid("act_quant is " + std::to_string(int(act_quant)) + "; supported are none, token, block and tensor");
+}
 
 Status check_weight(PackedWeight const& w) {
   if (w.bits != 4 && w.bits != 8) {
@@ -44,7 +92,13 @@ Status check_weight(PackedWeight const& w) {
                                                : "a code book") +
                        "; e4m3 codes are of 8 bits, without zero points, offsets or a code book");
   }
-  return {};
+  return check_addresses({{"codes", w.codes, kLoadBytes},
+                          {"scales", w.scales, kLoadBytes},
+                          {"zeros", w.zeros, kLoadBytes, false},
+                          {"offsets", w.offsets, kLoadBytes, false},
+                          {"perm", w.perm, kLoadBytes, false},
+                          {"book", w.book, kLoadBytes, false},
+                          {"sums", w.sums, kLoadBytes, false}});
 }
 
 // Of the sizes that a product takes of an image: those of the result, which its caller allocated, and of the weight.
@@ -88,10 +142,10 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   if (problem.m < 0 || problem.m > kMaxM) {
     return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
   }
+  if (Status status = check_act_quant(problem.act_quant); !status.ok()) return status;
   if (is_image(problem)) {
     if (Status status = check_image(problem); !status.ok()) return status;
-  }
-  if (problem.act_quant == ActQuant::kTensor && !is_image(problem)) {
+  } else if (problem.act_quant == ActQuant::kTensor) {
     return unsupported("act_quant is \"tensor\"; it is for images alone");
   }
   bool quantized = problem.quantized.codes != nullptr;
@@ -122,7 +176,35 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
     return unsupported("the weight has " + std::string(w.book ? "a code book" : "e4m3 codes") +
                        " and the activations are int8; that takes fp16 or bf16 activations");
   }
-  return {};
+  if (Status status = check_activation(problem.activation, problem.clamp_low, problem.clamp_high); !status.ok()) return status;
+  if (problem.m == 0) return {};
+  if (quantized) {
+    QuantizedActivations const& q = problem.quantized;
+    Status status = check_addresses({{"the activations' codes", q.codes, kLoadBytes},
+                                     {"the activations' scales", q.scales, kLoadBytes},
+                                     {"the activations' zeros", q.zeros, kLoadBytes, false}});
+    if (!status.ok()) return status;
+  } else {
+    Status status = check_addresses({{"x", problem.x, bytes_of(problem.x_type)}});
+    if (status.ok()) status = check_stride("x_stride", problem.x_stride, stored_columns(problem), problem.m);
+    if (!status.ok()) return status;
+  }
+  Status status = check_addresses({{"bias", problem.bias, bytes_of(problem.bias_type), false},
+                                   {"residual", problem.residual, bytes_of(problem.residual_type), false}});
+  if (!status.ok() || !problem.residual) return status;
+  return check_stride("residual_stride", problem.residual_stride, w.n, problem.m);
+}
+
+Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace) {
+  if (workspace.bytes < plan.workspace) {
+    return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
+                   " are needed");
+  }
+  if (plan.compensates && !plan.layout.sums && !problem.weight.sums) {
+    return invalid("the plan is for a weight that has its column sums; this one has none");
+  }
+  return check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
+                          {"out", problem.out, bytes_of(problem.out_type)}});
 }
 
 Status check_quantize(QuantizeProblem const& p) {
@@ -149,12 +231,26 @@ Status check_quantize(QuantizeProblem const& p) {
     return unsupported("k is " + std::to_string(p.k) + "; a norm of at most " + std::to_string(kMaxNormK) +
                        " columns is supported");
   }
-  return {};
+  if (p.m == 0) return {};
+  int const bytes = bytes_of(p.x_type);
+  Status status = check_addresses({{"x", p.x, bytes},
+                                   {"perm", p.perm, int(sizeof(int32_t)), false},
+                                   {"up", p.up, bytes, false},
+                                   {"norm_weight", p.norm_weight, bytes, false},
+                                   {"residual", p.residual, bytes, false},
+                                   {"sum", p.sum, bytes, false},
+                                   {"out.codes", p.out.codes, kLoadBytes},
+                                   {"out.scales", p.out.scales, kLoadBytes},
+                                   {"out.zeros", p.out.zeros, kLoadBytes, false}});
+  if (status.ok()) status = check_stride("x_stride", p.x_stride, p.k, p.m);
+  if (status.ok() && p.up) status = check_stride("up_stride", p.up_stride, p.k, p.m);
+  if (status.ok() && p.residual) status = check_stride("residual_stride", p.residual_stride, p.k, p.m);
+  return status;
 }
 
-Status check_sums(PackedWeight const& w) {
+Status check_sums(PackedWeight const& w, void const* colsums) {
   if (Status status = check_weight(w); !status.ok()) return status;
-  if (has_int8_products(w) && has_integer_codes(w)) return {};
+  if (has_int8_products(w) && has_integer_codes(w)) return check_addresses({{"colsums", colsums, kLoadBytes}});
   return unsupported("sums of codes are for integers in groups of 128 or more, without offsets or zero points of 8 bits");
 }
 
@@ -165,18 +261,30 @@ Status check_dequantize(DequantizeProblem const& p) {
     return invalid("rows are " + std::to_string(p.rows) + " from row " + std::to_string(p.first_row) + " of " +
                    std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerPanel));
   }
-  return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
+  if (!is_float(p.out_type)) return unsupported("out_type is not fp16, bf16 or fp32");
+  return check_addresses({{"out", p.out, bytes_of(p.out_type)}});
 }
 
-Status check_flat(FlatProblem const& p) {
+Status check_flat(FlatProblem const& p, bool quantizes) {
   if (!is_float(p.type)) return unsupported("the floats have a type that is not fp16, bf16 or fp32");
   if (p.blocksize < 32 || p.blocksize > 4096 || (p.blocksize & (p.blocksize - 1))) {
     return unsupported("blocksize is " + std::to_string(p.blocksize) + "; supported are powers of two from 32 to 4096");
   }
-  return p.count >= 0 ? Status{} : invalid("count is " + std::to_string(p.count));
+  if (p.count < 0) return invalid("count is " + std::to_string(p.count) + "; at least 0 is expected");
+  if (p.count == 0) return {};
+  bool const nested = !quantizes && p.nested_codes;
+  return check_addresses({{"floats", p.floats, kLoadBytes},
+                          {"packed", p.packed, kLoadBytes},
+                          {"absmax", p.absmax, int(sizeof(float)), !nested},
+                          {"cuts", p.cuts, int(sizeof(float)), quantizes},
+                          {"codes", p.codes, 1, quantizes},
+                          {"book", p.book, int(sizeof(float)), !quantizes},
+                          {"nested_absmax", p.nested_absmax, int(sizeof(float)), nested},
+                          {"nested_book", p.nested_book, int(sizeof(float)), nested},
+                          {"nested_offset", p.nested_offset, int(sizeof(float)), nested}});
 }
 
-Status check_awq(AwqWeight const& w) {
+Status check_awq(AwqWeight const& w, void const* out) {
   if (w.type != DataType::kFloat16 && w.type != DataType::kBFloat16) {
     return unsupported("the scales have a type that is not fp16 or bf16");
   }
@@ -184,7 +292,25 @@ Status check_awq(AwqWeight const& w) {
     return invalid("the weight is k = " + std::to_string(w.k) + " by n = " + std::to_string(w.n) + " in " +
                    std::to_string(w.groups) + " groups; n must be a multiple of 8, and k of the groups");
   }
-  return {};
+  return check_addresses({{"codes", w.codes, kLoadBytes},
+                          {"scales", w.scales, kLoadBytes},
+                          {"zeros", w.zeros, kLoadBytes},
+                          {"out", out, kLoadBytes}});
+}
+
+Status check_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m, void const* out) {
+  int const group = w.groups > 0 ? w.k / w.groups : 0;
+  if (m < 0 || m > kMaxAwqRows || group % 32) {
+    return unsupported("m is " + std::to_string(m) + " and groups are of " + std::to_string(group) + "; up to " +
+                       std::to_string(kMaxAwqRows) + " rows and groups of a multiple of 32 are supported");
+  }
+  if (m == 0) return {};
+  Status status = check_awq(w, out);
+  if (status.ok()) status = check_addresses({{"x", x, kLoadBytes}});
+  if (status.ok()) status = check_stride("x_stride", x_stride, w.k, m);
+  if (!status.ok() || m == 1 || x_stride % 8 == 0) return status;
+  return invalid("x_stride is " + std::to_string(x_stride) +
+                 "; a multiple of 8 is expected, as kernels load 16 bytes at a time");
 }
 
 Status check_pack(PackProblem const& p) {
@@ -194,10 +320,7 @@ Status check_pack(PackProblem const& p) {
     return invalid("the weight is n = " + std::to_string(p.n) + " by k = " + std::to_string(p.k) + "; accepted are 1 to " +
                    std::to_string(kLargest));
   }
-  if (reinterpret_cast<uintptr_t>(p.packed) % kLaneBytes) {
-    return invalid("the packed codes start at an address that is no multiple of 16 bytes");
-  }
-  return {};
+  return check_addresses({{"codes", p.codes, 1}, {"packed", p.packed, kLaneBytes}});
 }
 
 }  // namespace cutlass_ops

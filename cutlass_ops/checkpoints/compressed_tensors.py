@@ -312,7 +312,7 @@ def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
         raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
     powers = grouped.powers_of_two(exponents)
     unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
-    book = torch.tensor(formats.E2M1)
+    book = torch.tensor(formats.E2M1, dtype=torch.float32, device="cpu")
     return read_weight(
         source.path,
         codes.name,

@@ -213,7 +213,7 @@ def _values(
 ) -> Tensor:
     """The tensor over a map of its part of the file, which is unmapped with the tensor."""
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     try:
         with path.open("rb") as file:
             if _identity(os.fstat(file.fileno())) != identity:

@@ -66,10 +66,10 @@ def convert_blocks(rows: _Bytes, kind: gguf.GGMLQuantizationType) -> tuple[Tenso
     if run:
         codes = unpack_bytes(torch.from_numpy(blocks)[:, start:stop], run, in_turn=False, high_first=False)
     else:
-        codes = torch.empty(len(blocks), size, dtype=torch.uint8)
+        codes = torch.empty(len(blocks), size, dtype=torch.uint8, device="cpu")
     groups = (len(blocks), size // GROUP_SIZE)
-    scales = torch.empty(groups, dtype=block_type.scales)
-    offsets = None if block_type.offsets is None else torch.empty(groups, dtype=block_type.offsets)
+    scales = torch.empty(groups, dtype=block_type.scales, device="cpu")
+    offsets = None if block_type.offsets is None else torch.empty(groups, dtype=block_type.offsets, device="cpu")
     step = max(1, _BYTES_AT_A_TIME // nbytes)
     for first in range(0, len(blocks), step):
         part = slice(first, first + step)

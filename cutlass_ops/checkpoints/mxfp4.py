@@ -60,7 +60,7 @@ def _entry(source: Source, blocks: Entry) -> Entry:
     shape = leading[0], groups * _SIZE
     return grouped.entry(
         source,
-        module,
+        module.removesuffix(".weight"),  # of a linear layer's, ``X.weight_blocks``
         "mxfp4",
         shape,
         4,

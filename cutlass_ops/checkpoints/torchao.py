@@ -208,7 +208,7 @@ def _weight(stored: _Stored, form: _Form) -> QuantizedWeight:
 def _values(form: _Form) -> Tensor:
     codes, scales, zeros, offsets = form.tensors()
     k = codes.shape[1]
-    group = torch.zeros(k, dtype=torch.int64) if form.group_size == -1 else torch.arange(k) // form.group_size
+    group = torch.arange(k, device="cpu") // (k if form.group_size == -1 else form.group_size)
     values = codes.float()
     values -= formats.midpoint(form.bits) if zeros is None else zeros.float()[:, group]
     values *= scales.float()[:, group]

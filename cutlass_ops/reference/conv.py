@@ -140,6 +140,13 @@ def round_bias(bias: Tensor, x_scale: float, w_scales: Tensor) -> Tensor:
     return steps.nan_to_num(0.0).round().double().clamp(INT32.min, INT32.max).to(torch.int32)
 
 
+def check_static_activation(activation: reference.Activation) -> None:
+    """Raise ``ValueError`` if ``activation`` is none of those that :func:`limits` knows."""
+    reference.check_activation(activation)
+    if not isinstance(activation, tuple) and activation not in (None, "relu", "relu6"):
+        raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
+
+
 def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, out_dtype: torch.dtype) -> tuple[int, int]:
     """The smallest and largest y that its dtype and the activation leave: a bound b is at ``rint(fl32(b / y_scale)) + zy``.
 
@@ -149,9 +156,11 @@ def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, 
         out_dtype: int8 or uint8.
     """
     info = torch.iinfo(out_dtype)
+    check_static_activation(activation)
     bounds = {None: (-math.inf, math.inf), "relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
     low, high = activation[1:] if isinstance(activation, tuple) else bounds[activation]
-    steps = torch.div(torch.tensor([low, high], dtype=torch.float32), torch.tensor(y_scale, dtype=torch.float32))
+    limits_fp32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
+    steps = torch.div(limits_fp32, limits_fp32.new_full((), y_scale))
     found = (steps.round().double() + y_zero_point).clamp(info.min, info.max)
     return int(found[0]), int(found[1])
 

@@ -42,7 +42,8 @@ class DeviceGuard {
 // kernels of the stream: a kernel that writes a weight must have ended (the stream synchronised) before a product of it is
 // launched. x, bias and residual are read after the wait.
 
-// Choose a kernel. Needs no GPU: `device` may describe an absent one.
+// Choose a kernel, for memory of which nothing is read: alignment and strides decide. Needs no GPU: `device` may describe an
+// absent one. `out` may still be null.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
 
 // The kernels that a plan's product starts, in order: files of csrc/kernels.

@@ -109,7 +109,7 @@ struct GemmProblem {
   PackedWeight weight;
 
   // Activations: either floats that act_quant may quantise on the way, or codes that are quantised already.
-  void const* x = nullptr;               // [m][k] of x_type, rows x_stride elements apart; null if `quantized` is given
+  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart, at least k; null if `quantized` is given
   DataType x_type = DataType::kFloat16;  // of what was quantised, too
   int64_t x_stride = 0;
   ActQuant act_quant = ActQuant::kNone;
@@ -147,8 +147,8 @@ struct DequantizeProblem {
   int rows = -1;      // -1: all from there on
 };
 
-// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. What is
-// read starts on 16 bytes.
+// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. Floats
+// and packed codes start on 16 bytes.
 struct FlatProblem {
   int64_t count = 0;   // elements
   int blocksize = 64;  // 32, 64, ..., 4096
@@ -173,7 +173,7 @@ struct FlatProblem {
 
 // Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row * n_stride + column * k_stride].
 struct PackProblem {
-  uint8_t* codes = nullptr;   // [n, k], each below 2^bits; read by pack(), written by unpack()
+  uint8_t* codes = nullptr;   // [n, k], each below 2^bits, which nothing checks here; read by pack(), written by unpack()
   uint8_t* packed = nullptr;  // packed_bytes(n, k, bits), from an address that is a multiple of 16
   int64_t n_stride = 0, k_stride = 1;
   int n = 0, k = 0;
