@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
+from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
 from .nn import MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
@@ -118,7 +119,8 @@ def load_model(
             the one beside the file, else the one in a packed file's metadata.
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs
             what is quantised.
-        dtype: of x, and so of norms and embeddings; None takes the configuration's.
+        dtype: of x, and so of norms and embeddings; None takes the configuration's, but bfloat16 in
+            place of a float16 whose range the model exceeds.
         device: where the model shall be.
         act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the
             directory, packed file or checkpoint says, else "none" and True.
@@ -142,7 +144,10 @@ def load_model(
         raise ModuleNotFoundError(f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'") from error
     path = local_path(path)
     config = _config(transformers, path) if config is None else copy.deepcopy(config)
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or torch.float32
+        if dtype is torch.float16 and exceeds_fp16(config.model_type):
+            dtype = torch.bfloat16
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
@@ -194,7 +199,8 @@ def _config(transformers: ModuleType, path: Path) -> Any:
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
     problem = f"there is no config.json in {directory}, and no config is given"
-    if path.is_file() and path.suffix == ".gguf":
+    in_keys = path.is_dir() and any(path.glob("*.gguf")) and not (path / "config.json").is_file()
+    if in_keys or (path.is_file() and path.suffix == ".gguf"):
         checkpoint = load_checkpoint(path)
         fields, problem = checkpoint.config, f"{checkpoint.config_problem}; config can be given"
     elif (directory / "config.json").is_file():

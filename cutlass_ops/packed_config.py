@@ -32,6 +32,7 @@ from typing import Any
 import torch
 
 from . import formats
+from .checkpoints.gguf_models import exceeds_fp16
 
 QUANT_METHOD = formats.QUANT_METHOD
 #: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in
@@ -127,9 +128,15 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names; and
+    with bf16 in place of fp16 for a model that exceeds its range.
+
+    Tools that quantise models convert them to fp16, whatever they are.
+    """
     left_out = ("quantization_config", "compression_config", GUARD_KEY)
     plain = {key: value for key, value in config.items() if key not in left_out}
+    if exceeds_fp16(str(config.get("model_type", ""))):
+        plain |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if plain.get(key) == "float16"}
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = plain_config(inner)
     return plain
