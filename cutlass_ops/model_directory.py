@@ -287,7 +287,7 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
             transformers = import_module("transformers")
             with tempfile.TemporaryDirectory() as scratch:
                 # Alone in a directory: transformers would read settings that stand beside it.
-                (Path(scratch) / "model.gguf").symlink_to(checkpoint.path.resolve())
+                (Path(scratch) / "model.gguf").symlink_to(checkpoint.files[0].resolve())
                 # Not AutoTokenizer, which takes the architecture's class; some files have a
                 # tokenizer of another.
                 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
