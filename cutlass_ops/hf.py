@@ -218,7 +218,7 @@ def _config(transformers: ModuleType, path: Path) -> Any:
 
 
 def _tensors(
-    path: Path, architecture: Architecture, options: Options | None
+    path: Path, architecture: Architecture, options: Options | None, dtype: torch.dtype
 ) -> tuple[Iterator[tuple[str, PackedWeight | PackedExperts | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
     """What any file holds.
 
@@ -231,7 +231,10 @@ def _tensors(
         stated = info.options.get(ACTIVATIONS)
         return iter(load_packed(path).items()), info.tied, tuple(stated) if isinstance(stated, list) else None
     checkpoint = load_checkpoint(path)
-    steps = plan(checkpoint, options or Options(), architecture).steps
+    steps = plan(checkpoint, options or Options(), architecture, dtype=dtype, or_floats=True).steps
+    rounded = {step.entry.rounded: step.name for step in steps if step.weight is not None and step.entry.rounded}
+    for how, name in rounded.items():
+        warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
     values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
     return values, {}, checkpoint.activations
 
@@ -241,7 +244,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
     architecture = Architecture(model)
-    tensors, tied, activations = _tensors(path, architecture, options)
+    tensors, tied, activations = _tensors(path, architecture, options, dtype)
     for name, value in tensors:
         if isinstance(value, Tensor):
             state[name] = value
@@ -268,6 +271,10 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
-        raise ValueError(f"{path}: none of its weights is a linear layer of {type(model).__name__}")
+        what = f"none of its quantised weights is a linear layer of {type(model).__name__}"
+        warnings.warn(f"{path}: {what}: their values are loaded as {dtype}", stacklevel=3)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return state
     config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
     return state

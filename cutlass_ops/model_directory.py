@@ -12,8 +12,8 @@ others load.
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
-tensor under its own name. A quantised word embedding is a table of its fp32 values, which a tied
-head shares.
+tensor under its own name. A quantised word embedding is a table of its values in the model's dtype,
+beside the packed head where it is tied to it.
 
 :mod:`cutlass_ops.packed_config` describes ``quantization_config``.
 """
@@ -34,7 +34,7 @@ from typing import Any
 
 from .checkpoints import Checkpoint
 from .model_card import CARD, model_card
-from .packed_config import GUARD, GUARD_KEY, WeightFormat, plain_config, quantization_config
+from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
 from .packed_file import Slices
 from .packing import (
     Item,
@@ -126,7 +126,7 @@ def reorder_model(
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
     if checkpoint.config_problem:
         raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
-    planned = plan(checkpoint, options)
+    planned = plan(checkpoint, options, dtype=model_dtype(checkpoint.config))
     items = items_of(checkpoint, planned.steps, ranks, splits)
     summary = summary_of(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)

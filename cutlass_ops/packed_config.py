@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
@@ -125,6 +125,18 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
+
+
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a model's floats by its ``config.json``; fp16 or bf16 where it says none."""
+    plain = plain_config(config)
+    inner = plain.get("text_config")
+    for holder in (plain, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = str(holder.get(key)).removeprefix("torch.")
+            if name in ("float16", "bfloat16", "float32"):
+                return cast(torch.dtype, getattr(torch, name))
+    return torch.bfloat16 if exceeds_fp16(str(config.get("model_type", ""))) else torch.float16
 
 
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -202,6 +202,7 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
         "kept": planned.kept,
+        "rounded": {item.step.name: item.step.entry.rounded for item in items if item.step.entry.rounded},
     }
 
 
@@ -222,6 +223,8 @@ class Reordered:
         warnings: what a user should know: that there is no tokenizer, and why.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
+        rounded: how what is stored of quantised weights differs from their values, by name, where
+            it does.
     """
 
     path: Path
@@ -235,6 +238,7 @@ class Reordered:
     warnings: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
 
 
 def reorder_checkpoint(

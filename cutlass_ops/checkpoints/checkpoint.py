@@ -50,6 +50,10 @@ class Entry:
             quantised, in fp32; raises CheckpointError.
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
+        has_values: whether ``values`` can give them; False only where there is a ``problem``.
+        rounded: how the QuantizedWeight's values differ from ``values``, where by more than the last
+            place of fp32, or "".
+        decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".
         parts: names in the file of the tensors that a quantised weight is made of, where it is more
             than one.
@@ -64,6 +68,9 @@ class Entry:
     values: Callable[[], Tensor]
     quantized: Quantized | None = None
     problem: str = ""
+    has_values: bool = True
+    rounded: str = ""
+    decoded: str = ""
     tied_to: str = ""
     parts: tuple[str, ...] = ()
 

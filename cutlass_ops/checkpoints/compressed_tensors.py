@@ -438,6 +438,7 @@ def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ..
         dtype=torch.float32,
         values=values,
         problem=what,
+        has_values=False,
         parts=tuple(parts),
     )
 

@@ -263,13 +263,26 @@ def _entry(file: _File, info: TensorInfo, architecture: Architecture | None, key
         return entry if architecture is None else _undone(entry, architecture)
     entry = replace(entry, name=name.removesuffix(".weight"))
     if kind not in BLOCK_TYPES:
-        return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(BLOCK_TYPES)} are supported")
+        problem = f"has type {kind}; of the quantised types, {', '.join(BLOCK_TYPES)} are supported"
+        return replace(entry, problem=problem, has_values=_is_decoded(info))
     if len(info.shape) != 2:
         return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
     into = BLOCK_TYPES[kind]
     dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
-    return replace(entry, quantized=Quantized(bits=into.bits, group_size=GROUP_SIZE, dtypes=dtypes, read=read))
+    quantized = Quantized(bits=into.bits, group_size=GROUP_SIZE, dtypes=dtypes, read=read)
+    return replace(entry, quantized=quantized, rounded=into.rounded)
+
+
+def _is_decoded(info: TensorInfo) -> bool:
+    """Whether the gguf package dequantises a tensor's type: tried on a block."""
+    import gguf
+
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[info.kind][1]), np.uint8), info.kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _undone(entry: Entry, architecture: Architecture) -> Entry:

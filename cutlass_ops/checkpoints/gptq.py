@@ -207,7 +207,8 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
             f"{lost} words of qzeros end in two codes of all ones, as AutoGPTQ leaves them when it overwrites zero points; "
             "if another tool made the file, zero_offset=1 (--zero-offset 1) reads them"
         )
-        entry = replace(entry, quantized=None, problem=problem, values=partial(_refuse, source, zeros.name, problem))
+        refuse = partial(_refuse, source, zeros.name, problem)
+        entry = replace(entry, quantized=None, problem=problem, values=refuse, has_values=False)
     return entry, offset
 
 
