@@ -434,11 +434,15 @@ def test_auto_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | extra))
     assert check(checkpoint, "m", expected(codes, scales, 8, 32)).symmetric
     zeros = randint(16, 8, 2)
+    for packing, offset in {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}.items():
+        tensors = gptq(codes, zeros, scales, 4, offset)
+        checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | {"packing_format": packing, "sym": False}))
+        check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:auto_awq"
     checkpoint = load_checkpoint(save(tmp_path / "awq", awq(codes, zeros, scales), config))
     check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:llm_compressor"
-    with pytest.raises(CheckpointError, match="is quantised by 'auto-round'"):
+    with pytest.raises(CheckpointError, match="is quantised by 'auto-round' in the packing_format 'auto_round:llm_compressor'"):
         load_checkpoint(save(tmp_path / "other", awq(codes, zeros, scales), config))
 
 

@@ -98,7 +98,9 @@ def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
             return replace(cast(Checkpoint, reader.read(source, **options)), options=options)
     _check_options(source.path, options, "a checkpoint that is not quantised", ())
     if (method := source.quantization.get("quant_method")) is not None:
-        raise CheckpointError(source.path, f"is quantised by {method!r:.100}; known are {', '.join(_DIALECTS)}")
+        packing = source.quantization.get("packing_format")
+        which = "" if packing is None else f" in the packing_format {packing!r:.100}"
+        raise CheckpointError(source.path, f"is quantised by {method!r:.100}{which}; known are {', '.join(_DIALECTS)}")
     return source.checkpoint("safetensors", ())
 
 
