@@ -39,7 +39,7 @@ from .packed_file import is_packed, load_packed, packed_info
 from .packed_weight import PackedWeight
 from .plan import Options, plan
 from .reorder import reorder
-from .safetensors_files import json_object
+from .safetensors_files import INDEX, json_object
 from .weight import CheckpointError
 
 # ---- registration
@@ -156,6 +156,8 @@ def load_model(
         raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
+        if (path / INDEX).is_file() and not isinstance(json_object(path / INDEX).get("metadata"), dict):
+            raise CheckpointError(path / INDEX, 'has no object "metadata", which transformers expects')
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     else:
         with torch.device("meta"):
