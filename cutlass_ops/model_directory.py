@@ -47,7 +47,7 @@ from .packing import (
     write_shard,
 )
 from .plan import Options, Progress, plan
-from .safetensors_files import INDEX, SETTINGS, Spec, is_written, spec_bytes
+from .safetensors_files import INDEX, SETTINGS, Spec, errors_name, is_written, spec_bytes
 from .weight import CheckpointError
 
 #: What output heads are called.
@@ -315,7 +315,7 @@ def _json(value: Any) -> bytes:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file that is complete or absent."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
+    with errors_name(path), temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -60,11 +60,23 @@ Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 
 
 @contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """A time in which an OSError that names no file, such as that of a full disk, gets this name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
     if not path.is_file():
         raise CheckpointError(path, "not a file" if path.exists() else "no such file")
     try:
+        # The library says of any file it cannot open that there is none.
+        path.open("rb").close()
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
@@ -177,7 +189,8 @@ def stream_safetensors(
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            file.truncate(size)
+            with errors_name(target):
+                file.truncate(size)
 
             def write(name: str, tensor: Tensor) -> None:
                 if name not in missing:
@@ -190,14 +203,16 @@ def stream_safetensors(
                 for first in range(0, len(data), _BYTES_AT_A_TIME):
                     part = data[first : first + _BYTES_AT_A_TIME]
                     digest.update(part)
-                    _write_all(file.fileno(), part, begins[name] + first)
+                    with errors_name(target):
+                        _write_all(file.fileno(), part, begins[name] + first)
                 sums[name] = digest.hexdigest()
 
             yield write
             if missing:
                 raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
-            _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
-            os.fsync(file.fileno())
+            with errors_name(target):
+                _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
+                os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):
