@@ -32,6 +32,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .architecture import architecture_of
 from .checkpoints import Checkpoint
 from .model_card import CARD, model_card
 from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
@@ -46,7 +47,7 @@ from .packing import (
     summary_of,
     write_shard,
 )
-from .plan import Options, Progress, plan
+from .plan import Options, Progress, misfits, plan
 from .safetensors_files import INDEX, SETTINGS, Spec, errors_name, is_written, spec_bytes
 from .weight import CheckpointError
 
@@ -104,8 +105,9 @@ def reorder_model(
             finished tensor.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers
-            could not load so.
+        CheckpointError: a tensor that cannot be packed or that the model has no place for, one of
+            the model that the checkpoint lacks, or a GGUF file of a model that transformers could
+            not load so.
         ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a
             directory that is the checkpoint's own or holds other packed files, or that another
             process writes.
@@ -126,7 +128,10 @@ def reorder_model(
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
     if checkpoint.config_problem:
         raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
-    planned = plan(checkpoint, options, dtype=model_dtype(checkpoint.config))
+    architecture = architecture_of(checkpoint.config)
+    planned = plan(checkpoint, options, architecture, dtype=model_dtype(checkpoint.config))
+    if problems := misfits(architecture, (name for step in planned.steps for name in step.tensors)):
+        raise CheckpointError(checkpoint.path, "; ".join(problems))
     items = items_of(checkpoint, planned.steps, ranks, splits)
     summary = summary_of(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
@@ -141,7 +146,7 @@ def reorder_model(
     if dry_run:
         return replace(result, copied=tuple(_small_files(checkpoint, ranks)))
     small_files, problem = _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
-    result = replace(result, copied=tuple(small_files), warnings=(problem,) if problem else ())
+    result = replace(result, copied=tuple(small_files), warnings=(*result.warnings, *([problem] if problem else [])))
     path.mkdir(exist_ok=True)
     with _locked(path):
         if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -41,6 +41,13 @@ class Step:
     entry: Entry
     name: str
     weight: Quantized | None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the model's tensors that it stands for."""
+        if self.weight is None:
+            return (self.name,)
+        return tuple(f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes)
 
 
 @dataclass(frozen=True)
@@ -202,6 +209,23 @@ def plan(
         reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
     return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept, transposed)
+
+
+def misfits(architecture: Architecture, tensors: Iterable[str]) -> list[str]:
+    """Why a model with these tensors could not be loaded, one line each."""
+    unexpected, missing = architecture.misfits(tensors)
+    kind = type(architecture.model).__name__
+    lines = []
+    if unexpected:
+        lines.append(f"{kind}, its model, has no place for {_listed(unexpected)}: take them out of the checkpoint")
+    if missing:
+        lines.append(f"lacks {_listed(missing)} of {kind}, its model: is it a part of a checkpoint?")
+    return lines
+
+
+def _listed(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _is_linear(entry: Entry) -> bool:

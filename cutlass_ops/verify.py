@@ -14,13 +14,14 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .architecture import architecture_of
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.checkpoint import FLOAT_TYPES
 from .packed_config import weight_format
 from .packed_experts import PackedExperts
 from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .packed_weight import PackedWeight
-from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
+from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, misfits, sha256, to_quantize
 from .reorder import reorder
 from .safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
@@ -152,6 +153,13 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
             if progress is not None:
                 progress(entry.name, entry.nbytes)
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
+        if path.is_dir():
+            weights = (f"{name}.{part}" for name in info.weights for part in ("weight", "bias"))
+            stored = [
+                name for name in weights if not name.endswith(".bias") or "bias" in info.parts[name.removesuffix(".bias")]
+            ]
+            found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
+        found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
 
 def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:

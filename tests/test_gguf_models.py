@@ -227,6 +227,12 @@ def assert_same_logits(found: Any, expected: Any, tolerance: float = 5e-5) -> No
     assert (a - b).abs().max() <= tolerance * b.square().mean().sqrt()
 
 
+def exact(path: Path) -> co.checkpoints.Checkpoint:
+    """A checkpoint whose embedding is packed in fp32."""
+    checkpoint = co.load_checkpoint(path)
+    return replace(checkpoint, config={**checkpoint.config, "dtype": "float32"})
+
+
 def mixed(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
 
@@ -236,7 +242,7 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     source = tmp_path / "source" / "model.gguf"
     source.parent.mkdir()
     expected = write_model(source, case)
-    checkpoint = co.load_checkpoint(source)
+    checkpoint = exact(source)
     done = reorder_model(checkpoint, tmp_path / "packed")
     assert [warning[:24] for warning in done.warnings] == ["no tokenizer was written"]
     linears = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)}
@@ -315,7 +321,7 @@ def test_without_transformers_there_is_no_tokenizer(tmp_path: Path, monkeypatch:
     expected = write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "transformers", None)
-        done = reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed")
+        done = reorder_model(exact(tmp_path / "model.gguf"), tmp_path / "packed")
     assert re.match("no tokenizer was written: ModuleNotFoundError", done.warnings[0])
     assert done.copied == ("generation_config.json",)
     assert_same_logits(co.load_model(tmp_path / "packed", dtype=torch.float32), expected)
@@ -346,7 +352,7 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     scaled.load_state_dict(expected.state_dict())
     assert torch.allclose(scaled.model.rotary_emb.inv_freq * torch.tensor(FACTORS), expected.model.rotary_emb.inv_freq)
     assert (logits(scaled) - plain).abs().max() > 0.1
-    checkpoint = co.load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = exact(tmp_path / "model.gguf")
     reorder_model(checkpoint, tmp_path / "packed")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     assert_same_logits(model, scaled)
@@ -427,7 +433,7 @@ def test_a_model_that_transformers_could_not_load_is_refused(
 
 def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     expected = write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
-    checkpoint = co.load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = exact(tmp_path / "model.gguf")
     seen: list[str] = []
 
     def stop(name: str, nbytes: int) -> None:
@@ -444,7 +450,7 @@ def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").unlink()
     write_model(tmp_path / "model.gguf", "llama tied", add_sentencepiece)
     with pytest.raises(ValueError, match="is of another checkpoint"):
-        reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed", shard_bytes=30_000)
+        reorder_model(exact(tmp_path / "model.gguf"), tmp_path / "packed", shard_bytes=30_000)
 
 
 def test_a_config_beside_a_packed_file_goes_first(tmp_path: Path) -> None:

@@ -78,7 +78,7 @@ LINEARS = {
     "mlp.down_proj": (128, 192),
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
+    "architectures": ["ToyForCausalLM"],  # of which transformers knows no tensors
     "model_type": "llama",
     "num_attention_heads": 4,
     "num_key_value_heads": 2,

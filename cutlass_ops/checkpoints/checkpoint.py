@@ -93,6 +93,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
             where there is none.
         config_problem: why a file whose keys should give the configuration does not give it, or "".
         options: those of :func:`load_checkpoint` that it was read with.
+        warnings: what of the file is not used, one line each.
         activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it
             was made, or None.
     """
@@ -105,6 +106,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     config: Mapping[str, Any] = field(default_factory=dict)
     config_problem: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     activations: tuple[str, bool] | None = None
 
     def __getitem__(self, name: str) -> QuantizedWeight:

@@ -59,6 +59,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in checkpoint.files),
         "files": [str(file) for file in checkpoint.files],
         "metadata": dict(checkpoint.metadata),
+        "warnings": list(checkpoint.warnings),
         "tensors": tensors,
     }
 
