@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 SETTINGS = ("quantize_config.json", "quant_config.json")
 
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+_MAX_TENSORS = 500_000  # the experts of Kimi K2 in GPTQ's form have 280,000
 _MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
@@ -103,7 +104,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
     """A file's metadata, and its tensors in their order."""
     with opened(path) as file:
         specs: dict[str, Spec] = {}
-        for name in file.offset_keys():
+        for name in tensor_names(path, file):
             part = file.get_slice(name)
             if part.get_dtype() not in TYPES:
                 raise CheckpointError(path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name)
@@ -111,11 +112,25 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
         return file.metadata() or {}, specs
 
 
+def tensor_names(path: Path, file: Any) -> list[str]:
+    """The tensors of an open file, in their order."""
+    names: list[str] = file.offset_keys()
+    _check_count(path, len(names))
+    return names
+
+
+def _check_count(path: Path, count: int) -> None:
+    """Refuse more tensors than any model has: each takes 2 kB and 50 us."""
+    if count > _MAX_TENSORS:
+        raise CheckpointError(path, f"has {count} tensors; at most {_MAX_TENSORS} are read")
+
+
 def placement(index: Path) -> dict[str, str]:
     """The file of each tensor by an index; each name is checked to be one of the index's directory."""
     weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
+    _check_count(index, len(weight_map))
     for tensor, name in weight_map.items():
         # A shard lies beside its index: a name must not lead to another directory.
         if not name.endswith(".safetensors") or name != Path(name).name or "\0" in name:

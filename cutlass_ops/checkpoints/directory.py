@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement
+from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
@@ -208,7 +208,7 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = file.metadata() or {}
         if metadata.get("layout", "").startswith("cutlass_ops."):
             raise CheckpointError(path, _PACKED)
-        headers = {name: file.get_slice(name) for name in file.offset_keys()}
+        headers = {name: file.get_slice(name) for name in tensor_names(path, file)}
         # The library does not give the offsets of tensors.
         with path.open("rb") as raw:
             identity = _identity(os.fstat(raw.fileno()))
