@@ -15,10 +15,10 @@ import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -115,6 +115,21 @@ class Architecture:
         if f"{name}.weight" in {*tied.keys(), *tied.values()} and self._modules[name] is not self.model.get_output_embeddings():
             return "it shares its weight with another module"
         return ""
+
+    def misfits(self, tensors: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Names of a checkpoint's tensors that the model has no place for, and of the model's that
+        the checkpoint lacks, as transformers' loader finds them.
+
+        Nothing where the model is not known, or not of a class that its configuration names.
+        """
+        if self.model is None or type(self.model).__name__ not in (self.model.config.architectures or ()):
+            return [], []
+        names = {tensor: self._renamed(tensor, self._tensors)[0] for tensor in tensors}
+        unexpected = {name for name in names.values() if name not in self._tensors}
+        missing = self._tensors.keys() - set(names.values()) - getattr(self.model, "all_tied_weights_keys", {}).keys()
+        found = SimpleNamespace(unexpected_keys=unexpected, missing_keys=missing)
+        self.model._adjust_missing_and_unexpected_keys(found)
+        return [tensor for tensor, name in names.items() if name in found.unexpected_keys], sorted(found.missing_keys)
 
     def _reason_by_name(self, module: str) -> str:
         for pattern, reason in _BY_NAME:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -22,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
+from .checkpoints.gguf_models import exceeds_fp16
 from .nn import FusedPart, MixedLinear
 from .nn_experts import MixedExperts
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
@@ -140,6 +142,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
             raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
+        if model.dtype is torch.float16 and exceeds_fp16(model.config.model_type):
+            warnings.warn(
+                f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
+                stacklevel=2,
+            )
         for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
             try:
                 weight = _without_values(model.get_submodule(name), form)

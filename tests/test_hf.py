@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -110,6 +111,14 @@ def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Pat
     assert not model.training
     assert_same_logits(model, expected)
     assert_same_text(model, expected)
+
+
+def test_an_index_without_metadata_is_refused(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(family[2], tmp_path / "packed")
+    index = tmp_path / "packed" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with pytest.raises(co.CheckpointError, match='has no object "metadata", which transformers expects'):
+        co.load_model(tmp_path / "packed")
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored(family: tuple[Any, Path, Path]) -> None:

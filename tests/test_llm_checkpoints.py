@@ -434,11 +434,15 @@ def test_auto_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | extra))
     assert check(checkpoint, "m", expected(codes, scales, 8, 32)).symmetric
     zeros = randint(16, 8, 2)
+    for packing, offset in {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}.items():
+        tensors = gptq(codes, zeros, scales, 4, offset)
+        checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | {"packing_format": packing, "sym": False}))
+        check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:auto_awq"
     checkpoint = load_checkpoint(save(tmp_path / "awq", awq(codes, zeros, scales), config))
     check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:llm_compressor"
-    with pytest.raises(CheckpointError, match="is quantised by 'auto-round'"):
+    with pytest.raises(CheckpointError, match="is quantised by 'auto-round' in the packing_format 'auto_round:llm_compressor'"):
         load_checkpoint(save(tmp_path / "other", awq(codes, zeros, scales), config))
 
 
@@ -803,7 +807,20 @@ def test_compressed_tensors_without_a_kernel(tmp_path: Path, tensors: dict[str, 
         checkpoint.entries["m"].values()
 
 
-@pytest.mark.parametrize("target", ["re:(a+)+$", "re:.*.*.*.*x", "re:" + "a" * 2000, "re:(", "re:[b-a]", "re:a{99999999999}"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "re:(a+)+$",
+        "re:.*.*.*.*x",
+        "re:" + "(?:a|aa)" * 38,
+        "re:" + "a?" * 38 + "a" * 180 + "b",
+        "re:(?x)(?:a|aa) *b",
+        "re:" + "a" * 2000,
+        "re:(",
+        "re:[b-a]",
+        "re:a{99999999999}",
+    ],
+)
 def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     """A file's own expressions run on its own names; none of them may run for ever."""
     module = "a" * 200
@@ -811,6 +828,23 @@ def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     config = ct_config({"targets": [target], "weights": ct_weights()}, {"weights": ct_weights(num_bits=8)})
     with pytest.raises(CheckpointError, match=r"the target"):
         load_checkpoint(save(tmp_path, tensors, config))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        r"re:model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj$",
+        r"re:.*layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13|14|15)\..*\.(q|k|v|o|gate|up|down)_proj.*",
+        r"re:(?!.*lm_head).*\.layers\..*self_attn.*",
+    ],
+)
+def test_expressions_as_models_have_them(tmp_path: Path, target: str) -> None:
+    module = "model.layers.11.self_attn.q_proj"
+    tensors = {f"{module}.weight": torch.full((4, 32), 7, dtype=torch.int8), f"{module}.weight_scale": randn(4, 1)}
+    config = ct_config(
+        {"targets": [target], "weights": ct_weights()}, {"targets": ["Linear"], "weights": ct_weights(num_bits=8)}
+    )
+    assert load_checkpoint(save(tmp_path, tensors, config))[module].bits == 4
 
 
 # ---- through the command line

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import signal
 import struct
 import subprocess
@@ -15,12 +18,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    dequantize,
+    load_checkpoint,
+    load_packed,
+    model_directory,
+    quantize,
+    reorder,
+)
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
 from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import Options
-from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style
+from cutlass_ops.safetensors_files import opened
+from cutlass_ops.tensor_parallel import check_heads, parse_overrides, slice_weight, sliced_format, split_style
 from cutlass_ops.verify import diff_packed, verify_packed
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
@@ -65,7 +78,7 @@ LINEARS = {
     "mlp.down_proj": (128, 192),
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
+    "architectures": ["ToyForCausalLM"],  # of which transformers knows no tensors
     "model_type": "llama",
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -565,6 +578,48 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
         assert slices is not None
         assert (slices.rank, slices.size, slices.styles) == (rank, 2, done.styles)
         assert (out / f"rank-{rank}-of-2" / "tokenizer.json").is_file()
+
+
+def test_the_advice_to_replicate_holds(source: Path, tmp_path: Path) -> None:
+    checkpoint, splits, advice = load_checkpoint(source), [], []
+    for _ in range(3):
+        try:
+            reorder_model(checkpoint, tmp_path / "out", OPTIONS, ranks=4, splits=parse_overrides(splits), dry_run=True)
+            break
+        except ValueError as error:
+            advice += re.findall(r"--tp-split '(.*?)'", str(error))
+            splits = [*advice, "down=replicate"]
+    else:
+        pytest.fail(str(advice))
+    assert advice == ["k_proj|v_proj=replicate"]
+    with pytest.raises(ValueError, match="--tp-split 'qkv_proj=replicate'"):
+        split_style("h.0.qkv_proj")
+    with pytest.raises(ValueError, match="--tp-split 'q_proj=replicate'"):
+        check_heads("q_proj", {"num_attention_heads": 3}, 2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_full_disk_is_named(name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    if name == "config.json":
+        monkeypatch.setattr(model_directory, "_config", lambda *_: monkeypatch.setattr(os, "fsync", full) or {})
+    else:
+        monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{out / name}'"):
+        reorder_model(load_checkpoint(source), out, OPTIONS)
+
+
+def test_a_file_that_may_not_be_read_is_said_to_be_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    shard = min(source.glob("*.safetensors"))
+    monkeypatch.setattr(Path, "open", refuse)  # tests may run as root, whom no mode keeps out
+    with pytest.raises(CheckpointError, match=rf"{shard}: Permission denied"), opened(shard):
+        pass
 
 
 def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:

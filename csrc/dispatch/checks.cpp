@@ -51,15 +51,17 @@ Status check_activation(Activation activation, float clamp_low, float clamp_high
                  "; supported are none, relu, relu6, gelu, silu and clamp");
 }
 
-Status check_act_quant(ActQuant act_quant) {
+Status check_act_quant(ActQuant act_quant, bool of_image) {
   switch (act_quant) {
     case ActQuant::kNone:
     case ActQuant::kToken:
     case ActQuant::kBlock:
-    case ActQuant::kTensor:
       return {};
+    case ActQuant::kTensor:
+      if (of_image) return {};
   }
-  return invalid("act_quant is " + std::to_string(int(act_quant)) + "; supported are none, token, block and tensor");
+  return invalid("act_quant is " + std::to_string(int(act_quant)) + "; supported are none, token and block" +
+                 (of_image ? ", and tensor" : ""));
 }
 
 Status check_weight(PackedWeight const& w) {
@@ -142,11 +144,9 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   if (problem.m < 0 || problem.m > kMaxM) {
     return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
   }
-  if (Status status = check_act_quant(problem.act_quant); !status.ok()) return status;
+  if (Status status = check_act_quant(problem.act_quant, is_image(problem)); !status.ok()) return status;
   if (is_image(problem)) {
     if (Status status = check_image(problem); !status.ok()) return status;
-  } else if (problem.act_quant == ActQuant::kTensor) {
-    return unsupported("act_quant is \"tensor\"; it is for images alone");
   }
   bool quantized = problem.quantized.codes != nullptr;
   if (quantized) {

@@ -34,7 +34,7 @@ Status check_addresses(std::initializer_list<Address> addresses);
 Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
 // That the epilogues know the activation, and that a clamp has bounds in order.
 Status check_activation(Activation activation, float clamp_low, float clamp_high);
-Status check_act_quant(ActQuant act_quant);
+Status check_act_quant(ActQuant act_quant, bool of_image = false);
 
 Status check_weight(PackedWeight const& weight);
 Status check_gemm(GemmProblem const& problem, Device const& device);

@@ -354,7 +354,7 @@ def _refused(blob: _Blob, module: str, name: str, shape: tuple[int, int], extern
     def values() -> Tensor:
         raise CheckpointError(blob.path, "its values are not read", name)
 
-    return Entry(module, name, "MNN", shape, sum(external[1:]), torch.float32, values, problem=problem)
+    return Entry(module, name, "MNN", shape, sum(external[1:]), torch.float32, values, problem=problem, has_values=False)
 
 
 def _head(

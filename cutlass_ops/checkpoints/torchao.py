@@ -172,6 +172,7 @@ def _entry(stored: _Stored) -> Entry:
         nbytes=sum(part.nbytes for part in stored.parts.values()),
         dtype=torch.float32,
         values=partial(_refuse, stored),
+        has_values=False,
         parts=tuple(part.name for part in stored.parts.values()),
     )
     if stored.kind not in _KINDS:
@@ -181,7 +182,7 @@ def _entry(stored: _Stored) -> Entry:
     if len(stored.sizes("block_size")) != 2:
         return replace(entry, problem="is of more than two dimensions; a quantised weight has two")
     form = _KINDS[stored.kind](stored)
-    entry = replace(entry, shape=form.shape, values=partial(_values, form))
+    entry = replace(entry, shape=form.shape, values=partial(_values, form), has_values=True)
     if unknown := stored.parts.keys() - _READ[stored.kind]:
         return replace(entry, problem=f"has a part {min(unknown)!r}, which is not known")
     try:
