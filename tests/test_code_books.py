@@ -146,6 +146,23 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
         assert y.isfinite().any(1).tolist() == [False, False, True]
 
 
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_tensors_larger_than_what_is_worked_on_at_a_time(quant_type: str) -> None:
+    """More than 2^20 elements: codes and absmax are those of their place from the first to the last."""
+    codes = torch.randint(0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0))
+    codes[::32] = formats.CODE_BOOKS[quant_type].index(1.0)  # each block has its absmax
+    count = len(codes)
+    absmax = 1.0 + torch.arange(-(-count // 32)) % 97
+    values = torch.tensor(formats.CODE_BOOKS[quant_type])[codes] * absmax.repeat_interleave(32)[:count]
+    packed, found = co.quantize_4bit(values, 32, quant_type)
+    assert torch.equal(found, absmax)
+    assert torch.equal(co.dequantize_4bit(packed, absmax, (count,), 32, quant_type, FLOAT), values)
+    both = torch.nn.functional.pad(codes, (0, 1)).view(-1, 2)
+    assert torch.equal(
+        co.dequantize_4bit((both[:, 0] << 4 | both[:, 1]).byte(), absmax, (count,), 32, quant_type, FLOAT), values
+    )
+
+
 def test_an_empty_tensor() -> None:
     packed, absmax = co.quantize_4bit(torch.zeros(0, 8), 64)
     assert (packed.shape, absmax.shape) == ((0, 1), (0,))
@@ -207,6 +224,16 @@ def test_double_quantisation_by_hand() -> None:
     assert nested.codes[-1] == 255
     assert torch.equal(nested.dequantize()[-1], (absmax[-1] - nested.offset) + nested.offset)
     assert (nested.dequantize() - absmax).abs().max() < 1e-3
+
+
+def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
+    book = reference.dynamic_map()
+    cuts = (book[:-1] + book[1:]) / 2
+    for code, cut in enumerate(cuts.tolist()):
+        # The mean is 0 and the largest difference 1: a value is looked up as it is.
+        codes, largest, _, offset = reference.quantize_absmax(torch.tensor([1.0, -1.0, cut, -cut]))
+        assert (offset, largest.item()) == (0, 1)
+        assert codes[:3].tolist() == [255, 0, code]
 
 
 # ---- the straight line
