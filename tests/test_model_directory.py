@@ -551,6 +551,19 @@ def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> 
         assert torch.equal(reorder(part).unpack().codes, part.codes)
 
 
+def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    done = reorder_model(checkpoint, out, Options(bits=4, group_size=32, exclude="q_proj|o_proj"), ranks=2)
+    parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
+    plain = dict(checkpoint.plain())
+    o0 = "model.layers.0.self_attn.o_proj"
+    assert (done.styles[f"{Q0}.bias"], done.styles[f"{o0}.bias"]) == ("colwise", "rowwise")
+    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])  # type: ignore[misc]
+    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
+    assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
+    assert verify_packed(out, checkpoint).problems == []
+
+
 def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:
     """-0.0 changes no sum, and 0.0 would turn a bias of -0.0 into 0.0."""
     bias = torch.tensor([-0.0, 0.0, 1.5, -2.0])

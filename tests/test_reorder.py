@@ -29,6 +29,7 @@ from cutlass_ops import (
     formats,
     load_packed,
     mixed_gemm,
+    packing,
     reorder,
     save_packed,
 )
@@ -551,6 +552,22 @@ def test_what_is_no_linear_layer_by_name(name: str) -> None:
     assert re.search(DEFAULT_EXCLUDE, name)
     for linear in ("attention.output.dense", "mlp.shared_experts.up_proj", "model.layers.0.self_attn.q_proj"):
         assert not re.search(DEFAULT_EXCLUDE, linear)
+
+
+def test_the_first_error_leaves_the_other_tensors_alone() -> None:
+    started = []
+
+    def run(item: int) -> None:
+        started.append(item)
+        if item == 0:
+            raise CheckpointError("m.safetensors", "broken")
+        time.sleep(0.05)
+
+    for jobs in (1, 2):
+        started.clear()
+        with pytest.raises(CheckpointError, match="broken"):
+            packing._each(run, range(40), jobs, lambda item, result: None)
+        assert len(started) < 20
 
 
 # ---- verify
