@@ -334,6 +334,23 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
     assert found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding cannot be distinguished from their values"
 
 
+def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]) -> None:
+    """The model's own configuration tells it; a dtype that is stated must be the bias's."""
+    packed, _ = saved
+    config = json.loads((packed / "config.json").read_text())
+    quantization = config["quantization_config"]
+    form = quantization["modules"].get(Q, {key: quantization[key] for key in ("bits", "group_size", "tensors")})
+    dtype = form["tensors"].pop("bias")
+    for stated, problems in (
+        ({}, []),
+        ({"bias": dtype}, []),
+        ({"bias": "float32"}, [f"config.json: does not describe {Q} as the files have it"]),
+    ):
+        quantization["modules"][Q] = {**form, "tensors": form["tensors"] | stated}
+        (packed / "config.json").write_text(json.dumps(config))
+        assert verify_packed(packed).problems == problems
+
+
 def test_a_config_that_does_not_describe_its_files(saved: tuple[Path, Path]) -> None:
     packed, _ = saved
     config = json.loads((packed / "config.json").read_text())

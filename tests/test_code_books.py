@@ -144,6 +144,10 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
         assert absmax.isfinite().tolist() == [False, False, True]
         y = co.dequantize_4bit(packed, absmax, (3, 64), 64, quant_type)
         assert y.isfinite().any(1).tolist() == [False, False, True]
+        # As in the kernels, NaN is above no limit: the first code of the ascending values, of FP4's magnitudes zero.
+        codes = codes_of(packed, 3 * 64).view(3, 64)
+        assert codes[0].tolist() == [0] * 64
+        assert codes[1, 6] == 0
 
 
 @pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
@@ -224,6 +228,18 @@ def test_double_quantisation_by_hand() -> None:
     assert nested.codes[-1] == 255
     assert torch.equal(nested.dequantize()[-1], (absmax[-1] - nested.offset) + nested.offset)
     assert (nested.dequantize() - absmax).abs().max() < 1e-3
+
+
+def test_double_quantisation_of_any_magnitude() -> None:
+    absmax = torch.rand(600, generator=torch.Generator().manual_seed(0)) + 0.5
+    codes, largest, _, offset = reference.quantize_absmax(absmax)
+    for scale in (2.0**-60, 2.0**-20, 2.0**40):
+        found = reference.quantize_absmax(absmax * scale)
+        assert torch.equal(found[0], codes)
+        assert torch.equal(found[1], largest * scale)
+        assert torch.equal(found[3], offset * scale)
+    # Equal values have no differences: the code of 0.
+    assert reference.quantize_absmax(torch.full((300,), 0.5))[0].tolist() == [127] * 300
 
 
 def test_double_quantisation_halfway_takes_the_smaller_value() -> None:

@@ -152,6 +152,22 @@ def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
     assert torch.equal(y, co.conv2d_int8(x, packed(w, scales, bias), **options))
 
 
+def test_a_factor_beyond_fp32_saturates_and_leaves_zero() -> None:
+    weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
+    x = torch.tensor([[-2], [0], [2]], dtype=torch.int8)
+    y = co.linear_int8(x, weight, x_scale=1e38, y_scale=1.2e-38, y_zero_point=3)  # 0 x infinity counts as 0
+    assert y.flatten().tolist() == [-128, 3, 127]
+
+
+def test_biases_without_a_number_of_steps() -> None:
+    x = torch.zeros(1, 1, dtype=torch.int8)
+    bias = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0])
+    for scale in (1.0, 1e-30):  # the steps of the second are 0 in fp32
+        weight = packed(torch.ones(5, 1, dtype=torch.int8), torch.full((5,), scale))
+        y = co.linear_int8(x, weight, bias, x_scale=scale, out_dtype=torch.int32)
+        assert y.tolist() == [[0, 2**31 - 1, -(2**31), 0, 0]]
+
+
 def test_a_product_of_any_shape() -> None:
     w, x = codes(torch.int8, 33, 70), codes(torch.uint8, 2, 3, 70, seed=1)
     scales = torch.rand(33) * 0.01 + 1e-3

@@ -121,6 +121,16 @@ def test_only_what_is_wanted_gets_a_gradient(device: str) -> None:
 
 
 @pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_the_gradient_of_a_bias_is_summed_in_fp32(activation: str | None, device: str) -> None:
+    packed = weight(n=3, k=32, device=device)
+    x = torch.zeros(4099, 32, dtype=torch.float16, device=device)
+    bias = torch.ones(3, device=device).requires_grad_()
+    co.mixed_gemm(x, packed, bias, activation).sum().backward()
+    assert bias.grad.tolist() == [4099.0] * 3  # fp16 has multiples of 4 there
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_saturated_elements_have_gradient_0(device: str) -> None:
     packed = weight(device=device)
     x = values(M, K, dtype=torch.float16, device=device).requires_grad_()
@@ -408,6 +418,26 @@ def test_compiles_into_one_graph(activation: str | None, device: str) -> None:
         grad = values(m, N, seed=2, dtype=torch.float16, device=device)
         for a, b in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_operator_has_the_gradients_of_the_function(activation: str | None, saturate: bool) -> None:
+    packed = weight()
+    grad = values(M, N, seed=2)
+    found = []
+    for registered in (False, True):
+        x, bias, residual = values(M, K), values(N, seed=3), values(M, N, seed=4)
+        residual[::2, ::3] = torch.finfo(torch.float16).max * 2
+        given = [tensor.requires_grad_() for tensor in (x, bias, residual)]
+        if registered:
+            end = (bias, activation, 0.0, 0.0, residual, torch.float16, saturate, "none", True, False, 0, False)
+            y = torch.ops.cutlass_ops.mixed_gemm(x, *library.weight_fields(packed), *end)
+        else:
+            y = co.mixed_gemm(x, packed, bias, activation, residual=residual, out_dtype=torch.float16, saturate=saturate)
+        found.append([y, *torch.autograd.grad(y, given, grad.half())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert bool((found[0][3][::2, ::3] == 0).all()) == saturate
 
 
 @pytest.mark.parametrize("device", DEVICES)

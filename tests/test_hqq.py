@@ -120,8 +120,9 @@ def test_half_scales_are_kept(tmp_path: Path, hqq: Any, dtype: torch.dtype) -> N
     assert torch.equal(weight.codes, codes)
 
 
-def test_groups_across_output_features(tmp_path: Path, hqq: Any) -> None:
-    config = hqq.BaseQuantizeConfig(nbits=4, group_size=32, axis=0)
+@pytest.mark.parametrize("group", [32, None])
+def test_groups_across_output_features(tmp_path: Path, hqq: Any, group: int | None) -> None:
+    config = hqq.BaseQuantizeConfig(nbits=4, group_size=group, axis=0)
     layer = hqq.HQQLinear(torch.nn.Linear(64, 32, bias=False), config, compute_dtype=torch.float32, device="cpu")
     save_file({f"m.{key}": value for key, value in layer.state_dict().items()}, tmp_path / "m.safetensors")
     checkpoint = load_checkpoint(tmp_path / "m.safetensors")

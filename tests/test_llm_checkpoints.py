@@ -405,6 +405,11 @@ def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
     index = torch.tensor([0] * 64 + [1] * 32 + [2] * 96)[torch.randperm(192, generator=torch.Generator().manual_seed(4))]
     checkpoint, values = act_order(tmp_path, index, 64)
     assert check(checkpoint, "m", values).group_size == 32
+    # 64 and 192 inputs: the size that is stated, if it serves.
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 32)
+    assert check(checkpoint, "m", values).group_size == 32
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 128)
+    assert check(checkpoint, "m", values).group_size == 64
     # 63 and 65 inputs: nothing does.
     checkpoint, values = act_order(tmp_path, (torch.arange(128) >= 63).long(), 64)
     assert "groups of inputs that are not multiples of 32" in checkpoint.entries["m"].problem

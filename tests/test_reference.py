@@ -779,6 +779,9 @@ def test_rms_norm_by_hand() -> None:
 
 
 def test_rms_norm_rounds_the_sum_and_the_quotient_to_the_dtype() -> None:
+    # r is 0.4: 3 r in fp16 is 1.2001953125, and 1.5 of it is halfway between 1843 and 1844 steps; 1.5 of 1.2 is nearer to 1843.
+    y, _ = rms_norm(torch.tensor([[3.0, -4.0, 0.0, 0.0]]).half(), torch.full((4,), 1.5).half(), 1e-15)
+    assert y[0, 0].item() == 1844 / 1024
     # 2048 + 1 is no fp16: the residual that goes on is 2048, and its norm is taken.
     x = torch.full((1, 8), 2048.0).half()
     y, total = rms_norm(x, torch.ones(8).half(), 1e-6, torch.ones_like(x))

@@ -38,7 +38,7 @@ from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
 from cutlass_ops.safetensors_files import stream_safetensors
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.verify import diff_packed, verify_packed
 
 PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
@@ -625,6 +625,16 @@ def test_verify_sees_padding(packed_pair: tuple[Path, Path]) -> None:
     assert verify_packed(packed).problems == []
     rewrite(packed, f"{UP}.codes", -1)  # rows 70 to 127 are padding
     assert verify_packed(packed).problems == [f"{UP}: codes has padding that is not zero"]
+
+
+def test_diff_sees_padding(packed_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    _, packed = packed_pair
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(packed.read_bytes())
+    assert diff_packed(packed, other).changed == {}
+    rewrite(other, f"{UP}.codes", -1)
+    for pair in ((packed, other), (other, packed)):
+        assert diff_packed(*pair).changed == {UP: ["the padding differs"]}
 
 
 def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: Path) -> None:
