@@ -212,16 +212,20 @@ def test_an_index_beyond_the_values_is_refused(tmp_path: Path, values: range | l
 
 def test_the_other_tensors(tmp_path: Path) -> None:
     gamma, beta, half, full = torch.randn(6), torch.randn(6), torch.randn(3, 4).half(), torch.randn(2, 5)
-    bias = torch.randn(2)
-    blob = b"".join(value.numpy().tobytes() for value in (gamma, beta, half, full, bias))
+    bias, other = torch.randn(2), torch.randn(3)
+    blob = b"".join(value.numpy().tobytes() for value in (gamma, beta, half, full, bias, half, other, half, other))
     operators = [
         {"type": "LayerNorm", "name": "norm", "main": {"external": [0, 24, 24]}},
         {"type": "LayerNorm", "name": "inside", "main": {"gamma": [1.0]}},
         convolution("fp16", 3, 4, [48, 24, 0, 0, 0], {"type": 3}),
         convolution("fp32", 2, 5, [72, 40, 8], None),
+        # The bias is behind an alpha, which is empty, or without one in its place.
+        convolution("biased", 3, 4, [120, 24, 0, 12, 0], {"type": 3}),
+        convolution("without", 3, 4, [156, 24, 12], {"type": 3}),
     ]
     plain = dict(load_checkpoint(write(tmp_path, operators, blob)).plain())
     expected = {"norm.gamma": gamma, "norm.beta": beta, "fp16.weight": half, "fp32.weight": full, "fp32.bias": bias}
+    expected |= {"biased.weight": half, "biased.bias": other, "without.weight": half, "without.bias": other}
     assert plain.keys() == expected.keys()
     assert all(torch.equal(plain[name], value) and plain[name].dtype == value.dtype for name, value in expected.items())
 

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import textwrap
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,22 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import CheckpointError, PackedWeight, dequantize, formats, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    dequantize,
+    formats,
+    load_checkpoint,
+    load_packed,
+    packing,
+    quantize,
+    reorder,
+)
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
 from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import Options
-from cutlass_ops.tensor_parallel import parse_overrides, slice_tensor, slice_weight, sliced_format, split_style
+from cutlass_ops.tensor_parallel import check_heads, parse_overrides, slice_tensor, slice_weight, sliced_format, split_style
 from cutlass_ops.verify import diff_packed, verify_packed
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
@@ -173,6 +184,29 @@ def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> N
             assert found is not None
             assert (found.bits, found.group_size, dict(found.tensors)) == (4, 32, expected)
     assert weight_format(quantization, "model.layers.1.mlp.up_proj") is None
+
+
+def test_checksums_of_the_source_are_in_the_order_of_its_files(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is read first: another order would be another header, and a run that goes on would write it all again."""
+    checkpoint = load_checkpoint(source)
+    first, second = checkpoint.files
+    second_is_read = threading.Event()
+
+    def sha256(path: Path) -> str:
+        if path == first:
+            assert second_is_read.wait(10)
+        return path.name
+
+    monkeypatch.setattr(packing, "sha256", sha256)
+    seen: list[str] = []
+
+    def progress(name: str, nbytes: int) -> None:
+        assert nbytes == (source / name).stat().st_size
+        seen.append(name)
+        second_is_read.set()
+
+    assert list(packing.source_checksums(checkpoint, 2, progress)) == [first.name, second.name]
+    assert seen == [second.name, first.name]
 
 
 def test_the_card_names_the_base_model_and_the_formats(tmp_path: Path) -> None:
@@ -466,6 +500,24 @@ def test_verify_sees_ranks_of_another_size(source: Path, tmp_path: Path) -> None
     assert verify_packed(tmp_path / "none", checkpoint).problems == ["rank-0-of-1: holds no rank"]
 
 
+def test_ranks_of_two_sources_are_not_of_the_same(source: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
+    shard = source / "model-00001-of-00002.safetensors"
+    save_file(load_file(shard), shard, {"format": "pt"})  # other bytes of the same tensors
+    checkpoint = load_checkpoint(source)
+    reorder_model(checkpoint, other, OPTIONS, ranks=2)
+    for path, same in ((other, True), (out, False)):
+        found = verify_packed(path, checkpoint)
+        assert (found.problems, found.same_source) == ([], same)
+    for rank in (0, 1):  # whichever of the two it is
+        mixed = tmp_path / f"mixed-{rank}"
+        mixed.mkdir()
+        for name, folder in ((f"rank-{rank}-of-2", out), (f"rank-{1 - rank}-of-2", other)):
+            (mixed / name).symlink_to(folder / name)
+        assert verify_packed(mixed, checkpoint).same_source is False
+
+
 def test_diff_of_different_files(source: Path, tmp_path: Path) -> None:
     checkpoint = load_checkpoint(source)
     a, b = tmp_path / "a", tmp_path / "b"
@@ -562,6 +614,24 @@ def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path
     assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
     assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
     assert verify_packed(out, checkpoint).problems == []
+
+
+def test_no_rank_has_a_part_of_an_attention_head() -> None:
+    config = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    for name, key in (
+        ("q_proj", "num_attention_heads 12"),
+        ("k_proj", "num_key_value_heads 4"),
+        ("v_proj", "num_key_value_heads 4"),
+    ):
+        heads = int(key.split()[1])
+        for size in range(1, 13):
+            if heads % size == 0:
+                check_heads(f"layers.0.{name}", config, size)
+                continue
+            with pytest.raises(ValueError, match=f"over {size} ranks: config.json has {key}; say replicate"):
+                check_heads(f"layers.0.{name}", config, size)
+    check_heads("layers.0.o_proj", config, 5)
+    check_heads("layers.0.q_proj", {"num_attention_heads": "12"}, 5)
 
 
 def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:

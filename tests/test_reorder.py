@@ -525,6 +525,17 @@ def test_a_bias_that_does_not_fit_its_weight_is_named(tmp_path: Path, bias: torc
     assert verify_packed(tmp_path / "p.safetensors", source).problems == []
 
 
+def test_matrices_without_elements_stay_as_they_are(tmp_path: Path) -> None:
+    empty = {"a.weight": torch.zeros(0, 32), "b.weight": torch.zeros(4, 0), "c.weight": torch.zeros(4, 0, 3)}
+    source = load_checkpoint(float_checkpoint(tmp_path / "m.safetensors", **empty))
+    for include in (None, "."):
+        done = reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, include=include)
+        assert not empty.keys() & {f"{name}.weight" for name in done.weights}
+        loaded = load_packed(tmp_path / "p.safetensors")
+        assert all(loaded[name].shape == value.shape for name, value in empty.items())
+        assert verify_packed(tmp_path / "p.safetensors", source).problems == []
+
+
 def test_a_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
     bad = torch.zeros(4, 32)
     bad[2, 3] = torch.nan
