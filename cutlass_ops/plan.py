@@ -166,7 +166,7 @@ def plan(
         reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
         if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and include is None:
             reason = reason or _reason_against_taps(entry, options.bits)
-        if chosen and for_model and not entry.tied_to and _TABLE.search(module):
+        if chosen and for_model and _TABLE.search(module):
             reason = reason or "its name is that of a word embedding, of which a model looks up rows"
         if reason:
             kept[module] = reason
@@ -280,7 +280,8 @@ def as_tensors(path: Path, entry: Entry, dtype: torch.dtype | None = None) -> li
 
         def bias() -> Tensor:
             value = read().bias
-            return torch.zeros(entry.shape[0], dtype=stored, device="cpu") if value is None else value
+            assert value is not None
+            return value
 
         steps.append(
             Step(

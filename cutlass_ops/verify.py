@@ -87,7 +87,8 @@ def verify_packed(
             found.problems[begin:] = [f"{directory.name}: {problem}" for problem in found.problems[begin:]]
             slices = packed_info(directory).slices
             if slices is None or (slices.rank, slices.size) != (rank, len(ranks)):
-                found.problems.append(f"{directory.name}: holds {'no rank' if slices is None else f'rank {slices.rank}'}")
+                held = "no rank" if slices is None else f"rank {slices.rank} of {slices.size}"
+                found.problems.append(f"{directory.name}: holds {held}")
         else:
             found.problems.append(f"{directory.name}: is not there")
     if not ranks:

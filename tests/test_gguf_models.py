@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from test_model_directory import flip
 from torch import nn
 from typer.testing import CliRunner
 
@@ -429,6 +430,22 @@ def test_a_model_that_transformers_could_not_load_is_refused(
     with pytest.raises(co.CheckpointError, match=problem):
         reorder_model(checkpoint, tmp_path / "packed")
     assert not (tmp_path / "packed").exists()
+
+
+def test_a_tied_embedding_is_compared_and_counted_once(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "llama tied")
+    checkpoint, out = co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed"
+    seen: list[tuple[str, int]] = []
+    reorder_model(checkpoint, out, progress=lambda *args: seen.append(args))
+    assert sum(nbytes for _, nbytes in seen[1:]) == sum(entry.nbytes for entry in checkpoint.entries.values())
+    assert dict(seen)["lm_head"] == checkpoint.entries["lm_head"].nbytes
+    assert dict(seen)["model.embed_tokens.weight"] == 0
+    assert verify_packed(out, checkpoint).problems == []
+    flip(out / "model.safetensors", "model.embed_tokens.weight")
+    assert verify_packed(out, checkpoint).problems == [
+        "model.embed_tokens.weight: the tensor does not have its checksum",
+        "model.embed_tokens.weight: differs from the checkpoint's",
+    ]
 
 
 def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:

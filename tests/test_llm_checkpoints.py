@@ -400,11 +400,27 @@ def test_gptq_order_of_whole_groups_needs_no_permutation(tmp_path: Path) -> None
     assert check(checkpoint, "m", values).perm is None
 
 
+@pytest.mark.parametrize("size", [64, -1])
+def test_gptq_needs_an_index_of_more_than_one_group_only(tmp_path: Path, size: int) -> None:
+    codes, scales = randint(16, 16, 64), randn(16, 1).half()
+    config = gptq_config(sym=True, desc_act=True, group_size=size, checkpoint_format="gptq_v2")
+    tensors = gptq(codes, torch.full((16, 1), 8), scales, 4, 2)
+    assert check(load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, 8, 64)).perm is None
+    two = gptq(codes, torch.full((16, 2), 8), randn(16, 2).half(), 4, 2)
+    with pytest.raises(CheckpointError, match=r"m\.g_idx': is missing; the config says desc_act"):
+        load_checkpoint(save(tmp_path, two, {**config, "group_size": 32}))
+
+
 def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
     # 64, 32 and 96 inputs: groups of 32 say it.
     index = torch.tensor([0] * 64 + [1] * 32 + [2] * 96)[torch.randperm(192, generator=torch.Generator().manual_seed(4))]
     checkpoint, values = act_order(tmp_path, index, 64)
     assert check(checkpoint, "m", values).group_size == 32
+    # 64 and 192 inputs: the size that is stated, if it serves.
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 32)
+    assert check(checkpoint, "m", values).group_size == 32
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 128)
+    assert check(checkpoint, "m", values).group_size == 64
     # 63 and 65 inputs: nothing does.
     checkpoint, values = act_order(tmp_path, (torch.arange(128) >= 63).long(), 64)
     assert "groups of inputs that are not multiples of 32" in checkpoint.entries["m"].problem

@@ -79,7 +79,7 @@ def close(y: Tensor, exact: Tensor) -> bool:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, shape and value, NaN equal to NaN."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 # ---- values
@@ -178,6 +178,7 @@ ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "gelu": lambda v: v * 0.5 * (1 + torch.erf(v / math.sqrt(2))),
     "silu": lambda v: v / (1 + torch.exp(-v)),
     ("clamp", -40.0, 24.5): lambda v: torch.where(v > 24.5, 24.5, torch.where(v < -40, -40.0, v)),
+    ("clamp", 1.5, 1.5): lambda v: torch.full_like(v, 1.5),
 }
 
 
@@ -496,8 +497,9 @@ def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype
         ({"weight": None}, TypeError, ["weight", "NoneType"]),
         ({"weight": torch.zeros(K, device="meta")}, TypeError, ["weight", "meta", "cpu"]),
         ({"eps": 0.0}, ValueError, ["eps", "0.0", "1e-15 to 1"]),
+        ({"eps": math.nextafter(1e-15, 0.0)}, ValueError, ["eps", "9.99"]),
         ({"eps": NAN}, ValueError, ["eps", "nan"]),
-        ({"eps": 2}, ValueError, ["eps", "2"]),
+        ({"eps": math.nextafter(1.0, 2.0)}, ValueError, ["eps", "1.0000000000000002"]),
         ({"residual": torch.zeros(3, K)}, ValueError, ["residual", "(3, 200)", "(2, 200)"]),
         ({"residual": torch.zeros(2, K).half()}, TypeError, ["residual", "float16", "float32"]),
         ({"block": 16}, ValueError, ["block", "16"]),
@@ -511,6 +513,15 @@ def test_rms_norm_quantize_refuses(change: Change, error: type[Exception], words
         co.rms_norm_quantize(**arguments)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("eps", [1e-15, 1.0])
+def test_a_norm_takes_the_least_and_the_largest_eps(eps: float) -> None:
+    x, gain = torch.full((1, K), 1e-7), torch.ones(K)
+    expected = reference.rms_norm(x, gain, eps)[0]
+    assert torch.equal(co.rms_norm_quantize(x, gain, eps).codes, co.quantize_activations(expected).codes)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_silu_mul_quantize_refuses() -> None:

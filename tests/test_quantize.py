@@ -66,6 +66,18 @@ def test_clipping_by_hand() -> None:
     assert quantize(w, group_size=32, clip="mse").scales.item() == pytest.approx(0.95)
 
 
+def test_of_ranges_with_equal_errors_the_widest_is_taken() -> None:
+    # 38/40 and 37/40 of a step of 12 / 15 have the same error to the last bit, and all others a larger one.
+    w = torch.tensor([[-5.0, -2.0, -2.0, -0.5, 3.5, 6.0, 6.5, 7.0]])
+    found = quantize(w, group_size=32, symmetric=False, clip="mse")
+    assert found.scales.item() == pytest.approx(0.76, rel=1e-6)
+    assert found.codes.tolist() == [[0, 3, 3, 5, 11, 14, 15, 15]]
+    # Squares beyond fp32 are infinite whatever the range is: nothing is known to be better than all of it.
+    for symmetric in (True, False):
+        w = torch.tensor([[7e25, 0.4e25]])
+        assert equal(quantize(w, 4, 32, symmetric, clip="mse"), quantize(w, 4, 32, symmetric))
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (4, -1), (8, 128)])

@@ -377,10 +377,13 @@ def normed() -> nn.Module:
         return weight_norm(nn.Linear(32, 32))  # type: ignore[no-any-return]
 
 
-def hooked() -> nn.Module:
-    linear = nn.Linear(32, 32)
-    linear.register_forward_hook(lambda layer, args, y: y + layer.weight.sum())
-    return linear
+def hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        linear = nn.Linear(32, 32)
+        getattr(linear, register)(hook)
+        return linear
+
+    return make
 
 
 def patched() -> nn.Module:
@@ -399,7 +402,10 @@ class Subclass(nn.Linear):
     [
         (parametrized, "ParametrizedLinear is a subclass of torch.nn.Linear: 1"),
         (normed, "the parameters are bias, weight_g, weight_v, not weight and bias: 1"),
-        (hooked, "hooks are registered: 1"),
+        (hooked("register_forward_hook", lambda layer, args, y: y + layer.weight.sum()), "hooks are registered: 1"),
+        (hooked("register_forward_pre_hook", lambda layer, args: (2 * args[0],)), "hooks are registered: 1"),
+        (hooked("register_full_backward_hook", lambda layer, of_x, of_y: (2 * of_x[0],)), "hooks are registered: 1"),
+        (hooked("register_full_backward_pre_hook", lambda layer, of_y: (2 * of_y[0],)), "hooks are registered: 1"),
         (patched, "the layer's forward was replaced: 1"),
         (lambda: Subclass(32, 32), "Subclass is a subclass of torch.nn.Linear: 1"),
         (lambda: nn.Linear(32, 32).double(), "the weight is float64: 1"),
