@@ -49,22 +49,26 @@ export REQUIREMENTS
 
 # The constraints beside the torch of this environment: torch stays, and so does what it asks for.
 define CONSTRAIN
-import re, sys
+import sys
 from importlib.metadata import requires, version
-name = lambda line: re.match(r"[\w.-]*", line)[0].lower().replace("_", "-")
-kept = {"torch", *(name(line) for line in requires("torch") or () if "extra ==" not in line)}
-print("torch==" + version("torch"), *(line.strip() for line in open(sys.argv[1]) if name(line) not in kept), sep="\n")
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+asked = map(Requirement, requires("torch") or ())
+kept = {"torch", *(canonicalize_name(other.name) for other in asked if not other.marker or other.marker.evaluate({"extra": ""}))}
+print("torch==" + version("torch"))
+print(*(line for line in open(sys.argv[1]) if line.split("==")[0] not in kept), sep="")
 endef
 export CONSTRAIN
 
 # $(call install,EXTRAS): the requirements of the package and of these extras, or of all. Only the headers of CUTLASS are needed,
-# so its package is installed without dependencies.
-PIP_INSTALL = $(PY) -m pip install -q -c $(VENV)/constraints.txt
+# so its package is installed without dependencies. A package without a wheel (hqq) is built with the setuptools installed first:
+# an environment that pip makes for its build has no constraints.
+PIP_INSTALL = $(PY) -m pip install -q --no-build-isolation --use-pep517 -c $(VENV)/constraints.txt
 define install
 	$(PY) -c "$$REQUIREMENTS" $(1) > $(VENV)/requirements.txt
 	$(PIP_INSTALL) -r $(VENV)/requirements.txt
 endef
-BUILD_TOOLS := cmake ninja pybind11 scikit-build-core
+BUILD_TOOLS := cmake ninja pybind11 scikit-build-core setuptools
 CUTLASS = if [ -z "$$CUTLASS_PATH" ] && command -v nvcc >/dev/null; then \
 	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
 
@@ -117,15 +121,15 @@ oldest: build
 
 # Every test without constraints, in an environment of its own, and the versions that are others than in constraints.txt.
 define MOVED
-from importlib.metadata import PackageNotFoundError, version
-try: from packaging.requirements import Requirement
-except ImportError: from pip._vendor.packaging.requirements import Requirement
+from importlib.metadata import distributions
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+found = {canonicalize_name(other.name): other.version for other in distributions()}
 print("Versions other than in constraints.txt:")
-for line in open("constraints.txt"):
-    pinned = Requirement(line) if line[0] != "#" else None
-    try: found = version(pinned.name) if pinned and (not pinned.marker or pinned.marker.evaluate()) else None
-    except PackageNotFoundError: continue
-    if found and not pinned.specifier.contains(found, True): print(f"  {pinned.name} {found}, not {str(pinned.specifier)[2:]}")
+for pinned in (Requirement(line) for line in open("constraints.txt") if line[0] != "#"):
+    if pinned.name in found and (not pinned.marker or pinned.marker.evaluate()):
+        other = found[pinned.name]
+        if not pinned.specifier.contains(other, True): print(f"  {pinned.name} {other}, not {str(pinned.specifier)[2:]}")
 endef
 export MOVED
 
