@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
@@ -18,9 +19,7 @@ from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import Options
 from cutlass_ops.verify import verify_packed
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-# Python's own parts of transformers and torch warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+transformers = import_or_skip("transformers")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 COMMON: dict[str, Any] = {

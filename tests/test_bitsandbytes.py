@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,7 @@ RANDOM = torch.Generator().manual_seed(5)
 def bnb() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles plain torch at every new shape
-        return pytest.importorskip("bitsandbytes", reason="bitsandbytes, which writes these files, is not installed")
+        return import_or_skip("bitsandbytes")
 
 
 def randn(*shape: int) -> Tensor:

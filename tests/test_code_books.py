@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
@@ -31,7 +32,7 @@ def bnb() -> Any:
     """bitsandbytes.functional, whose CPU path is compared with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles plain torch at every new shape
-        return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+        return import_or_skip("bitsandbytes.functional")
 
 
 # ---- by hand

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
@@ -258,8 +259,8 @@ def onnx_weight(w: Tensor, x_dtype: torch.dtype) -> dict[str, np.ndarray]:
 
 def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
     """The result of a model of one operator, whose first input is its own; the others are constants."""
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    onnx = import_or_skip("onnx")
+    runtime = import_or_skip("onnxruntime")
     helper = onnx.helper
     (name, x), *constants = inputs.items()
     kind = helper.np_dtype_to_tensor_dtype(x.dtype)

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -501,7 +502,7 @@ def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_loaded_with_packed_experts(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32)
     co.save_packed(
         tmp_path / "m.safetensors", {"model.layers.0.mlp.experts.down_proj": co.reorder_experts(weights(2, 64, 128))}

@@ -5,7 +5,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from imports import import_or_skip
 from test_model_directory import flip
 from torch import nn
 from typer.testing import CliRunner
@@ -28,11 +28,7 @@ from cutlass_ops.packed_file import packed_info
 from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
-# Python's own parts of transformers, torch and gguf warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers, which makes the models, is not installed")
+transformers = import_or_skip("transformers")
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 150
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "▁a", "ab", "▁ab", "<|user|>"]
@@ -273,7 +269,7 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "gemma"])  # which transformers does not read
 def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate, with which transformers reads GGUF, is not installed")
+    import_or_skip("accelerate")
     expected = write_model(tmp_path / "model.gguf", case, add_sentencepiece)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", dtype=torch.float32, config=expected.config if case in LEFT_OUT else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
@@ -18,9 +18,7 @@ from cutlass_ops.verify import verify_packed
 
 @pytest.fixture(scope="module")
 def hqq() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, for the package compiles functions when it is imported
-        return pytest.importorskip("hqq.core.quantize", reason="the package hqq, which writes these files, is not installed")
+    return import_or_skip("hqq.core.quantize")
 
 
 def text(value: str) -> torch.Tensor:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -535,7 +536,7 @@ def test_compressed_tensors_golden_word(tmp_path: Path) -> None:
 
 
 def scheme(weights: dict[str, Any], **more: Any) -> Any:
-    ct = pytest.importorskip("compressed_tensors.quantization", reason="needs the package compressed-tensors")
+    ct = import_or_skip("compressed_tensors.quantization")
     return ct.QuantizationScheme(targets=["Linear"], weights=ct.QuantizationArgs(**weights), **more)
 
 
@@ -655,7 +656,7 @@ def test_compressed_tensors_refuses_what_is_not_mxfp4(tmp_path: Path, change: di
 
 def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
     """Groups of targets by name, expression and class; the head is ignored and stays a float."""
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    import_or_skip("compressed_tensors")
     kinds = {
         "model.layers.0.q": ("int-quantized", ct_weights(num_bits=8, strategy="channel", group_size=None)),
         "model.layers.0.k": ("int-quantized", ct_weights(strategy="channel", group_size=None)),
@@ -687,7 +688,7 @@ def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
 
 def test_compressed_tensors_as_a_whole_model_is_saved(tmp_path: Path) -> None:
     """A model that the package quantises and compresses itself, with its own config."""
-    ct = pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    ct = import_or_skip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     model = torch.nn.Sequential()

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, weight_norm
@@ -22,7 +23,6 @@ from cutlass_ops import plan, progress
 
 module = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
 # Parts of transformers, torch and accelerate warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -184,7 +184,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 
 
 def tiny(family: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(
@@ -241,7 +241,7 @@ def test_a_model_of_experts_is_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon", "GPT2"])
 def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     model = tiny(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -253,7 +253,7 @@ def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
 
 
 def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     model = tiny("Llama")
     layers = iter(range(14))
     monkeypatch.setattr(module, "reorder", lambda weight: co.reorder(weight) if next(layers) < 5 else fail(MemoryError))
@@ -444,7 +444,7 @@ def test_parameters_of_two_modules_stay(part: str, one_object: bool) -> None:
 
 
 def test_layers_of_bitsandbytes_are_left() -> None:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bnb = import_or_skip("bitsandbytes")
     model = nn.Sequential(nn.Linear(32, 32), bnb.nn.Linear4bit(32, 32), bnb.nn.Linear8bitLt(32, 32))
     with said("Linear4bit is a subclass of torch.nn.Linear: 1", "Linear8bitLt is a subclass of torch.nn.Linear: 2"):
         co.quantize_model(model)
@@ -568,7 +568,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_hooks_of_accelerate_are_kept() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model = mlp()
     expected = model(randn(2, 96))
     accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"}, main_device="cpu", force_hooks=True)
@@ -581,7 +581,7 @@ def test_hooks_of_accelerate_are_kept() -> None:
 
 
 def test_offloaded_weights_are_refused() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model = accelerate.cpu_offload(mlp(), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'0': the weight is on the meta device \(not loaded, or offloaded\)"):
         co.quantize_model(model)

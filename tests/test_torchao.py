@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
@@ -23,9 +23,7 @@ RANDOM = torch.Generator().manual_seed(11)
 def torchao() -> Any:
     logging.disable(logging.WARNING)  # it tells which of its GPU libraries do not load
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pytest.importorskip("torchao", reason="the package torchao, which writes these files, is not installed")
+        return import_or_skip("torchao")
     finally:
         logging.disable(logging.NOTSET)
 
