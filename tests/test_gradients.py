@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
-from cutlass_ops import formats, library, ops
+from cutlass_ops import formats, gradients, library, ops
 
 N, K, M = 200, 288, 6
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
@@ -263,7 +263,7 @@ def test_panels_of_16_bits_add_up_in_fp32(dtype: torch.dtype, fp32_results: bool
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(gradients, "_FP32_RESULTS", fp32_results)
-    monkeypatch.setattr(gradients, "_PANEL_VALUES", 64 * K)
+    monkeypatch.setattr(ops, "_PANEL_VALUES", 64 * K)
     codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     packed = co.reorder(co.QuantizedWeight(codes, torch.ones(N, 1), group_size=-1))
     grad = (values(M, N) * 60).round().to(dtype)
