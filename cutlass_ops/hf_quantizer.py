@@ -6,6 +6,7 @@ It is imported as soon as both packages are (see ``hf.py``); a user need not.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
+from .dequantize_model import put_floats
 from .nn import FusedPart, MixedLinear
 from .nn_experts import MixedExperts
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
@@ -74,6 +76,45 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
 
 
 PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
+
+
+@functools.cache
+def _guard_heads() -> None:
+    """Let ``resize_token_embeddings`` refuse a model whose head is packed before it resizes the embedding.
+
+    Called where the first model is packed: the class is not there yet when this module is imported.
+    """
+    base = _pretrained_model()
+    resize = base.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def guarded(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(self.get_output_embeddings(), MixedLinear):
+            return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+        embeddings = self.get_input_embeddings()
+        rows = len(embeddings.weight)
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted == rows:
+            return embeddings
+        raise ValueError(
+            f"the output head is packed and has {rows} rows; {wanted} are requested: "
+            "resize the float model and pack it then, or make this one float first (model.dequantize())"
+        )
+
+    base.resize_token_embeddings = guarded
+
+
+def _pretrained_model() -> Any:
+    return import_module("transformers.modeling_utils").PreTrainedModel
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a model and of the models inside it."""
+    return [module.config for module in model.modules() if isinstance(module, _pretrained_model())]
 
 
 def _without_values(linear: Any, form: WeightFormat) -> PackedWeight:
@@ -269,6 +310,16 @@ class CutlassOpsQuantizer(HfQuantizer):
             state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
         return state, metadata
 
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Put float layers of the same values in the place of the packed ones."""
+        with torch.device("meta"):
+            plain = type(model)(copy.deepcopy(model.config))
+        put_floats(model, plain, dtype or model.dtype)
+        for config in _configs(model):
+            vars(config).pop("_is_quantized", None)
+        model.model_tags = [tag for tag in model.model_tags or () if tag != QUANT_METHOD]
+        return model
+
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""
         return True
@@ -309,6 +360,8 @@ def attach(model: Any) -> None:
         model.hf_quantizer = CutlassOpsQuantizer(config)
         model.is_quantized = True
         model.quantization_method = QUANT_METHOD
+        for inner in _configs(model):
+            inner._is_quantized = True  # some models then read no weights of linear layers
     model.add_model_tags(QUANT_METHOD)  # of the card that push_to_hub writes
     model.hf_quantizer.quantization_config = config
     model.config.quantization_config = config
@@ -318,6 +371,7 @@ def attach(model: Any) -> None:
 def _untie(model: Any) -> None:
     """Let packed layers share no weight with others: their tensors are separate."""
     if isinstance(model.get_output_embeddings(), MixedLinear):
+        _guard_heads()
         model.config.tie_word_embeddings = False
     layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
     ties = model.all_tied_weights_keys.items()
