@@ -34,8 +34,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GPT2": {"n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0},
     "Mixtral": {**SIZES, "num_local_experts": 4},
     "Jamba": {
-        **{**SIZES, "num_experts": 4, "num_experts_per_tok": 2, "expert_layer_period": 2, "expert_layer_offset": 1},
-        **{"attn_layer_period": 2, "attn_layer_offset": 1, "mamba_d_state": 8, "mamba_dt_rank": 8},
+        **SIZES,
+        "num_experts": 4,
+        "attn_layer_period": 2,
+        "attn_layer_offset": 1,
+        "mamba_d_state": 8,
+        "mamba_dt_rank": 8,
     },
 }
 
