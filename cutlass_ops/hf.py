@@ -47,7 +47,9 @@ from .weight import CheckpointError
 #: tables cannot do so.
 _TABLES = {
     "transformers.quantizers.auto": ("hf_quantizer", "this transformers cannot load packed models of cutlass_ops"),
+    "diffusers.quantizers.auto": ("diffusers_quantizer", "this diffusers cannot load packed models of cutlass_ops"),
     "peft.tuners.lora.model": ("peft_lora", "this peft cannot train packed models of cutlass_ops"),
+    "huggingface_hub.hub_mixin": ("hub_mixin", "this huggingface_hub saves packed modules as if they were float ones"),
 }
 
 

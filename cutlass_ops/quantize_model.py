@@ -16,9 +16,10 @@ from torch import Tensor, nn
 from . import arguments, native
 from .architecture import output_heads
 from .experts import reorder_experts
-from .nn import MixedLinear, quantizer_module
+from .nn import MixedLinear
 from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
+from .quantizer_module import quantizer_module
 from .reorder import reorder
 from .weight import QuantizedWeight
 
@@ -113,7 +114,7 @@ def quantize_model(
     - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
       as GPT-OSS's.
 
-    Embeddings are never quantised. The configuration of a model of transformers names its packed
+    Embeddings are never quantised. The configuration of a model of transformers or diffusers names its packed
     layers, so that ``from_pretrained`` reads what ``save_pretrained`` writes.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
@@ -143,8 +144,8 @@ def quantize_model(
     Raises:
         TypeError: the model is not a module, or an argument has the wrong type.
         ValueError: an argument that is not supported; a model that is compiled, is itself the linear layer, or has no
-            layer to quantise; a model of transformers that another method quantised, or that has packed layers with
-            another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
+            layer to quantise; a model of transformers or diffusers that another method quantised, or that has packed layers
+            with another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
             CUDA, or that has NaN or infinite values. All this is found before the first layer changes.
         RuntimeError: quantising a layer failed, as it does without enough memory (then a torch.OutOfMemoryError or
             MemoryError). The message names the layer. The model is usable: layers before it are quantised and the
@@ -170,13 +171,13 @@ def quantize_model(
         )
     quantizer = quantizer_module(model)
     if skip is None:
-        skip = (_LM_HEAD,) if quantizer is None else (_LM_HEAD, *output_heads(model))
+        skip = (_LM_HEAD, *(output_heads(model) if hasattr(model, "get_output_embeddings") else ()))
     before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear | MixedExperts)}
     for name, layer in before.items():
         if quantizer is not None and layer.act_quant != act_quant:
             raise ValueError(
                 f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
-                "a model of transformers is saved with one (cutlass_ops.set_activations)"
+                "such a model is saved with one (cutlass_ops.set_activations)"
             )
     chosen, left = _choose(model, skip)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
@@ -394,8 +395,9 @@ def _weights_read(kind: type) -> Iterator[_Path]:
         if base is nn.Module:
             return
         for name, member in vars(base).items():
-            # what initialises weights does so before there are any to quantise
-            if "init" in name or "reset" in name:
+            # What initialises weights does so before there are any to quantise. Attention of diffusers joins its projections
+            # on request.
+            if any(word in name for word in ("init", "reset", "fuse_projections")):
                 continue
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
             code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
