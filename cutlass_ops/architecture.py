@@ -33,6 +33,8 @@ _BY_NAME = (
 )
 #: Models whose linear layers store their weights transposed, ``[in, out]``: transformers' Conv1D.
 _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
+#: What transformers calls modules at a model's end, besides what ``get_output_embeddings`` returns.
+_HEADS = frozenset(("lm_head", "embed_out", "classifier", "score", "qa_outputs"))
 _MOST_LAYERS = 1000
 
 
@@ -50,6 +52,7 @@ class Architecture:
         if model is not None:
             self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
             self._tensors = dict.fromkeys(model.state_dict(), True)
+            self._heads = output_heads(model)
             conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
             self._loading = import_module("transformers.core_model_loading")
             self._renamings = [c for c in conversions if isinstance(c, self._loading.WeightRenaming)]
@@ -96,6 +99,10 @@ class Architecture:
         """Whether a checkpoint's module is a linear layer that stores its weight as ``[in, out]``."""
         name, reason = self.place(module)
         return bool(name) and not reason and _is_conv1d(self._modules[name])
+
+    def is_head(self, module: str) -> bool:
+        """Whether a checkpoint's module is an output head of its model, by :func:`output_heads`."""
+        return self.place(module)[0] in self._heads if self.model is not None else False
 
     def reason_to_keep(self, module: str) -> str:
         """Why the weight of a checkpoint's module must stay a plain tensor; "" if it may be packed."""
@@ -188,6 +195,16 @@ def skeleton(transformers: ModuleType, config: Any) -> Any:
         raise ValueError(f"transformers has no model class for {type(config).__name__}")
     with torch.device("meta"):
         return classes[0](config).eval()
+
+
+def output_heads(model: Any) -> set[str]:
+    """Names of the linear layers that make the results of a model of transformers, which suffer most from few bits."""
+    head = model.get_output_embeddings()
+    return {
+        name
+        for name, module in model.named_modules()
+        if features(module) is not None and (module is head or not _HEADS.isdisjoint(name.split(".")))
+    }
 
 
 def features(module: nn.Module) -> tuple[int, int] | None:

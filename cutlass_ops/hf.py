@@ -48,7 +48,9 @@ from .weight import CheckpointError
 #: tables cannot do so.
 _TABLES = {
     "transformers.quantizers.auto": ("hf_quantizer", "this transformers cannot load packed models of cutlass_ops"),
+    "diffusers.quantizers.auto": ("diffusers_quantizer", "this diffusers cannot load packed models of cutlass_ops"),
     "peft.tuners.lora.model": ("peft_lora", "this peft cannot train packed models of cutlass_ops"),
+    "huggingface_hub.hub_mixin": ("hub_mixin", "this huggingface_hub saves packed modules as if they were float ones"),
 }
 
 
@@ -152,9 +154,16 @@ def load_model(
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
     check_layers(config.to_dict())
+    other = _other_class(transformers, config)
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
-        raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}")
+        raise ValueError(f"{path}: transformers has no causal language model for {type(config).__name__}{other}")
     model_class = transformers.MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    composite = model_class.config_class is config.sub_configs.get("text_config")
+    if composite:
+        # Images and text, with a causal class for the text alone, which transformers' AutoModelForCausalLM makes as well.
+        config = config.get_text_config()
+        if quantization:
+            config.quantization_config = quantization
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
         if (path / INDEX).is_file() and not isinstance(json_object(path / INDEX).get("metadata"), dict):
             raise CheckpointError(path / INDEX, 'has no object "metadata", which transformers expects')
@@ -178,13 +187,17 @@ def load_model(
     except CheckpointError:
         raise
     except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+        raise ValueError(f"{path}: {error}{other}") from error
     for name, shape, expected in sorted(found["mismatched_keys"]):
         raise ValueError(_MISMATCH.format(path, name, list(shape), list(expected)))
-    if found["unexpected_keys"]:
-        raise ValueError(f"{path}: the model has no place for {', '.join(sorted(found['unexpected_keys']))}")
+    unexpected = found["unexpected_keys"]
+    if composite:
+        own = {model.base_model_prefix, *dict(model.named_children())}
+        unexpected = {name for name in unexpected if name.partition(".")[0] in own}
+    if unexpected:
+        raise ValueError(f"{path}: the model has no place for {', '.join(sorted(unexpected))}{other}")
     if found["missing_keys"]:
-        raise ValueError(f"{path}: the file lacks {', '.join(sorted(found['missing_keys']))}")
+        raise ValueError(f"{path}: the file lacks {', '.join(sorted(found['missing_keys']))}{other}")
     generation = path / "generation_config.json"
     if generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
@@ -198,8 +211,24 @@ def load_model(
     return loaded
 
 
+def _other_class(transformers: ModuleType, config: Any) -> str:
+    """What to do with a model that is no causal language model by its configuration; "" if it may be one."""
+    names = getattr(config, "architectures", None) or ()
+    causal = transformers.MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    for name in names:
+        if getattr(causal, "__name__", None) != name and hasattr(transformers, name):
+            return (
+                f"; the configuration names a {name}, and load_model makes causal language models: "
+                f"transformers.{name}.from_pretrained loads a directory that cutlass-ops reorder wrote"
+            )
+    return ""
+
+
 def _config(transformers: ModuleType, path: Path) -> Any:
-    """The configuration of a directory, a GGUF file, or a file's directory."""
+    """The configuration of a directory, a GGUF file, or a file's directory.
+
+    Code that stands beside a checkpoint is never run.
+    """
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
     problem = f"there is no config.json in {directory}, and no config is given"
@@ -208,12 +237,20 @@ def _config(transformers: ModuleType, path: Path) -> Any:
         checkpoint = load_checkpoint(path)
         fields, problem = checkpoint.config, f"{checkpoint.config_problem}; config can be given"
     elif (directory / "config.json").is_file():
-        quantization = json_object(directory / "config.json").get("quantization_config")
+        stored = json_object(directory / "config.json")
+        quantization = stored.get("quantization_config")
         if not isinstance(quantization, (dict, type(None))):
             raise CheckpointError(
                 directory / "config.json", f"quantization_config is {quantization!r:.100}; an object is expected"
             )
-        return transformers.AutoConfig.from_pretrained(directory)
+        kind = stored.get("model_type")
+        if "auto_map" in stored and kind not in transformers.CONFIG_MAPPING:
+            raise ValueError(
+                f"{directory}: models of type {kind!r} are code of the checkpoint, which load_model does not run; "
+                "AutoModelForCausalLM.from_pretrained(..., trust_remote_code=True) runs it, "
+                "on a directory that cutlass-ops reorder wrote"
+            )
+        return transformers.AutoConfig.from_pretrained(directory, trust_remote_code=False)
     elif path.is_file() and is_packed(path):
         fields = packed_info(path).config
     if not isinstance(fields.get("model_type"), str):

@@ -6,6 +6,7 @@ It is imported as soon as both packages are (see ``hf.py``); a user need not.
 
 from __future__ import annotations
 
+import copy
 import functools
 import json
 import warnings
@@ -25,15 +26,19 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from .architecture import Architecture, features
 from .checkpoints.gguf_models import exceeds_fp16
 from .nn import FusedPart, MixedLinear
+from .nn_conv import MixedConv
 from .nn_experts import MixedExperts
-from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, quantization_config, weight_format
-from .packed_file import packed_problem, packed_specs, weights_metadata
-from .packed_weight import PackedWeight
+from .packed_buffers import marked
+from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
+from .packed_file import packed_problem, weights_metadata
+from .packed_model import describe, put_floats, without_values
 from .safetensors_files import opened
 from .weight import PARTS
 
 #: How many names an error lists.
 _MOST_NAMES = 8
+#: Whether models with packed convolutions can be saved.
+CONVOLUTIONS = False
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -78,18 +83,43 @@ def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
 PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # type: ignore[method-assign]
 
 
-def _without_values(linear: Any, form: WeightFormat) -> PackedWeight:
-    """A packed weight in place of a layer's, of tensors that have shapes and dtypes alone."""
-    dtypes = dict(form.tensors)
-    if linear.bias is not None:
-        dtypes.setdefault("bias", linear.bias.dtype)
-    if unknown := dtypes.keys() - set(PARTS):
-        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
-    n, k = features(linear) or (0, 0)
-    parts: dict[str, Any] = dict.fromkeys(PARTS)
-    for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes).items():
-        parts[part] = torch.empty(shape, dtype=dtype, device="meta")
-    return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size)
+@functools.cache
+def _guard_heads() -> None:
+    """Let ``resize_token_embeddings`` refuse a model whose head is packed before it resizes the embedding.
+
+    Called where the first model is packed: the class is not there yet when this module is imported.
+    """
+    base = _pretrained_model()
+    resize = base.resize_token_embeddings
+
+    @functools.wraps(resize)
+    def guarded(
+        self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if not isinstance(self.get_output_embeddings(), MixedLinear):
+            return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
+        embeddings = self.get_input_embeddings()
+        rows = len(embeddings.weight)
+        wanted = rows if new_num_tokens is None else new_num_tokens
+        if pad_to_multiple_of is not None:
+            wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
+        if wanted == rows:
+            return embeddings
+        raise ValueError(
+            f"the output head is packed and has {rows} rows; {wanted} are requested: "
+            "resize the float model and pack it then, or make this one float first (model.dequantize())"
+        )
+
+    base.resize_token_embeddings = guarded
+
+
+def _pretrained_model() -> Any:
+    return import_module("transformers.modeling_utils").PreTrainedModel
+
+
+def _configs(model: nn.Module) -> list[Any]:
+    """The configurations of a model and of the models inside it."""
+    return [module.config for module in model.modules() if isinstance(module, _pretrained_model())]
 
 
 def _packed_names(files: Sequence[str]) -> list[str]:
@@ -149,7 +179,7 @@ class CutlassOpsQuantizer(HfQuantizer):
             )
         for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
             try:
-                weight = _without_values(model.get_submodule(name), form)
+                weight = without_values(model.get_submodule(name), form)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
@@ -254,12 +284,13 @@ class CutlassOpsQuantizer(HfQuantizer):
 
         Raises:
             ValueError: packed layers that a configuration cannot describe (see :func:`describe`),
-                and experts.
+                experts, and convolutions.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
-        if experts := [name for name, module in model.named_modules() if isinstance(module, MixedExperts)]:
-            raise ValueError(f"layers of packed experts cannot be saved in a model yet: {_listed(experts)}")
+        for kind, what in ((MixedExperts, "experts"), (MixedConv, "convolutions")):
+            if names := [name for name, module in model.named_modules() if isinstance(module, kind)]:
+                raise ValueError(f"layers of packed {what} cannot be saved in a model yet: {_listed(names)}")
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         shared = {id(part.shared) for part in parts.values()}
@@ -268,13 +299,23 @@ class CutlassOpsQuantizer(HfQuantizer):
         layers = {name: m.packed for name, m in modules.items() if isinstance(m, MixedLinear) and name not in fused}
         layers.update({name: part.packed for name, part in parts.items()})
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
-        if not parts:
-            return None, metadata
         prefixes = tuple(f"{name}." for name in fused)
         state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
+        for name in marked(state):
+            del state[name]
         for name, part in parts.items():
             state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
         return state, metadata
+
+    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+        """Put float layers of the same values in the place of the packed ones."""
+        with torch.device("meta"):
+            plain = type(model)(copy.deepcopy(model.config))
+        put_floats(model, plain, dtype or model.dtype)
+        for config in _configs(model):
+            vars(config).pop("_is_quantized", None)
+        model.model_tags = [tag for tag in model.model_tags or () if tag != QUANT_METHOD]
+        return model
 
     def is_serializable(self) -> bool:
         """Whether ``save_pretrained`` works: yes."""
@@ -316,6 +357,8 @@ def attach(model: Any) -> None:
         model.hf_quantizer = CutlassOpsQuantizer(config)
         model.is_quantized = True
         model.quantization_method = QUANT_METHOD
+        for inner in _configs(model):
+            inner._is_quantized = True  # some models then read no weights of linear layers
     model.add_model_tags(QUANT_METHOD)  # of the card that push_to_hub writes
     model.hf_quantizer.quantization_config = config
     model.config.quantization_config = config
@@ -325,38 +368,8 @@ def attach(model: Any) -> None:
 def _untie(model: Any) -> None:
     """Let packed layers share no weight with others: their tensors are separate."""
     if isinstance(model.get_output_embeddings(), MixedLinear):
+        _guard_heads()
         model.config.tie_word_embeddings = False
     layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
     ties = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}
-
-
-def describe(model: nn.Module) -> dict[str, Any]:
-    """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
-
-    Raises:
-        ValueError: no packed layer, or layers with an activation, or with different treatment of x:
-            neither is stored.
-    """
-    modules = dict(model.named_modules())
-    shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
-    weights: dict[str, WeightFormat] = {}
-    treatments: dict[tuple[str, bool], str] = {}
-    for name, module in modules.items():
-        if not isinstance(module, MixedLinear | FusedPart) or id(module) in shared:
-            continue
-        layer = module.shared if isinstance(module, FusedPart) else module
-        if layer.activation is not None:
-            raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
-        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
-        left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
-        parts = sorted(layer.packed.tensors().items())
-        dtypes = tuple((part, tensor.dtype) for part, tensor in parts if part not in left_out)
-        weights[name] = WeightFormat(layer.packed.bits, layer.packed.group_size, dtypes)
-    if not weights:
-        raise ValueError(f"{type(model).__name__} has no packed layer")
-    if len(treatments) > 1:
-        listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
-        raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
-    linears = [name for name, module in modules.items() if features(module) is not None]
-    return quantization_config(weights, linears, *next(iter(treatments)))

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import operator
-import sys
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any
 
 import torch
@@ -21,8 +19,9 @@ from .nn_conv import MixedConv1d as MixedConv1d
 from .nn_conv import MixedConv2d as MixedConv2d
 from .nn_conv import MixedConv3d as MixedConv3d
 from .nn_experts import MixedExperts as MixedExperts
-from .packed_buffers import PackedBuffers
+from .packed_buffers import PackedBuffers, PackedState
 from .packed_weight import PackedWeight
+from .quantizer_module import quantizer_module
 from .reorder import reorder
 from .weight import PARTS
 
@@ -203,8 +202,8 @@ def replace_linears(
     replaced, so that an error leaves the model as it was. A packed weight stays on its device; move the model after.
     :func:`fuse_linears` then makes one of those that multiply the same x.
 
-    The configuration of a model of transformers names its packed layers, so that ``save_pretrained`` writes a directory that
-    ``from_pretrained`` and :func:`load_model` read.
+    The configuration of a model of transformers or diffusers names its packed layers, so that ``from_pretrained`` reads what
+    ``save_pretrained`` writes; :func:`load_model` reads the former.
 
     Args:
         model: any module; changed in place.
@@ -216,7 +215,7 @@ def replace_linears(
 
     Raises:
         ValueError: a name that the model does not have, a weight of another shape than the layer's, or a model of
-            transformers that another method quantised.
+            transformers or diffusers that another method quantised.
         TypeError: a named module that is neither ``torch.nn.Linear`` nor transformers' Conv1D, or a value that is not a
             PackedWeight.
     """
@@ -244,20 +243,6 @@ def replace_linears(
     if quantizer is not None and layers:
         quantizer.attach(model)
     return list(layers)
-
-
-def quantizer_module(model: nn.Module) -> Any:
-    """What tells a model of transformers of its packed layers (``hf_quantizer.attach``); None for other models.
-
-    Raises:
-        ValueError: a model that another method quantised.
-    """
-    modeling = sys.modules.get("transformers.modeling_utils")
-    if modeling is None or not isinstance(model, modeling.PreTrainedModel):
-        return None
-    quantizer = import_module("cutlass_ops.hf_quantizer")
-    quantizer.check_method(model)
-    return quantizer
 
 
 def set_activations(model: nn.Module, act_quant: str, act_symmetric: bool = True) -> None:
@@ -322,7 +307,7 @@ class _Shared:
         return {"layer": self.layer, "sizes": self.sizes, "biased": self.biased}
 
 
-class FusedPart(nn.Module):
+class FusedPart(PackedState):
     """A linear layer whose work another one does, together with that of its siblings; made by :func:`fuse_linears`.
 
     The first sibling that is called with an x multiplies x by the weights of all; the others, when they are called with that
@@ -343,6 +328,11 @@ class FusedPart(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Multiply x ``[..., K]`` by this part of the weight; returns a view ``[..., N]`` of the shared result."""
         return self._shared.part(self._index, x)
+
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """One mark, which says which rows of the shared layer's weight these are."""
+        begin = sum(self._shared.sizes[: self._index])
+        return {"weight": {"fused_rows": [begin, begin + self.out_features]}}
 
     @property
     def shared(self) -> MixedLinear:

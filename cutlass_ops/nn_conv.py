@@ -13,6 +13,7 @@ from . import ops, reference
 from .conv import ACT_QUANT, Extents, check_geometry, mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .packed_buffers import PackedBuffers
 from .packed_weight import PackedWeight
+from .quantizer_module import quantizer_module
 from .weight import PARTS
 
 
@@ -160,6 +161,18 @@ class MixedConv3d(MixedConv):
 
 
 _LAYERS: dict[type[Any], type[MixedConv]] = {nn.Conv1d: MixedConv1d, nn.Conv2d: MixedConv2d, nn.Conv3d: MixedConv3d}
+#: The convolutions that can be packed.
+CONVOLUTIONS = tuple(_LAYERS)
+
+
+def mixed_conv(conv: Any, packed: PackedWeight, act_quant: str, act_symmetric: bool) -> MixedConv:
+    """The packed layer for one of torch's convolutions, with this weight.
+
+    Raises:
+        ValueError: a padding that :func:`cutlass_ops.mixed_conv2d` does not have.
+    """
+    layer = next(layer for kind, layer in _LAYERS.items() if isinstance(conv, kind))
+    return layer(packed, conv.stride, _padding(conv), conv.dilation, conv.groups, act_quant, act_symmetric)
 
 
 def replace_convs(
@@ -172,7 +185,8 @@ def replace_convs(
 
     A layer's own bias is kept where the packed weight has none. Every name is checked before the first layer is replaced, so
     that an error leaves the model as it was. A packed weight stays on its device; move the model after. The packed weights of
-    convolutions are kept by :func:`cutlass_ops.save_packed`; ``save_pretrained`` of transformers does not know them.
+    convolutions are kept by :func:`cutlass_ops.save_packed`, and by ``save_pretrained`` of diffusers' models;
+    that of transformers' refuses them.
 
     Args:
         model: any module; changed in place.
@@ -185,10 +199,11 @@ def replace_convs(
     Raises:
         ValueError: a name that the model does not have, a weight of another shape than the layer's, or a padding that
             :func:`cutlass_ops.mixed_conv2d` does not have: of another mode than "zeros", or "same" where that is not
-            the same on both sides.
+            the same on both sides; a model of transformers or diffusers that another method quantised.
         TypeError: a named module that is no ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a value that is not a
             PackedWeight.
     """
+    quantizer = quantizer_module(model)
     modules = dict(model.named_modules())
     layers = {}
     for name, weight in packed.items():
@@ -197,23 +212,23 @@ def replace_convs(
         conv: Any = modules.get(name)
         if not name or conv is None:
             raise ValueError(f"{name!r}: the model has no module of that name inside it")
-        layer = next((layer for kind, layer in _LAYERS.items() if isinstance(conv, kind)), None)
-        if layer is None:
+        if not isinstance(conv, CONVOLUTIONS):
             raise TypeError(f"{name!r}: the module is a {type(conv).__name__}; torch.nn.Conv1d, Conv2d or Conv3d is expected")
         shape = [weight.n, weight.k // weight.taps, *weight.kernel_size]
         if shape != list(conv.weight.shape):
             raise ValueError(f"{name!r}: the packed weight is {shape}; the layer's is {list(conv.weight.shape)}")
-        try:
-            padding = _padding(conv)
-        except ValueError as error:
-            raise ValueError(f"{name!r}: {error}") from error
         if weight.bias is None and conv.bias is not None:
             weight = replace(weight, bias=conv.bias.detach().to(weight.device))
-        layers[name] = layer(weight, conv.stride, padding, conv.dilation, conv.groups, act_quant, act_symmetric)
+        try:
+            layers[name] = mixed_conv(conv, weight, act_quant, act_symmetric)
+        except ValueError as error:
+            raise ValueError(f"{name!r}: {error}") from error
     for name, replacement in layers.items():
         parent, _, child = name.rpartition(".")
         replacement.train(modules[name].training)
         setattr(modules[parent], child, replacement)
+    if layers and quantizer is not None and quantizer.CONVOLUTIONS:
+        quantizer.attach(model)
     return list(layers)
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from . import native, reference
 from .experts import mixed_moe
-from .packed_buffers import PackedBuffers
+from .packed_buffers import PackedBuffers, PackedState
 from .packed_experts import PackedExperts
 from .weight import PARTS
 
@@ -46,6 +48,10 @@ class ExpertWeights(PackedBuffers):
             return kept
         return self._from_buffers()
 
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """None: :class:`MixedExperts` has them, as transformers' experts modules have the parameters."""
+        return {}
+
     def _from_buffers(self) -> PackedExperts:
         e, n, k = self._packed.shape
         return PackedExperts.of_parts(dict(self._buffers), e, n, k, self._packed.bits, self._packed.group_size)
@@ -64,7 +70,7 @@ class ExpertWeights(PackedBuffers):
         )
 
 
-class MixedExperts(nn.Module):
+class MixedExperts(PackedState):
     """The experts of a layer with packed weights: :func:`cutlass_ops.mixed_moe` as a module.
 
     It takes the place of the experts modules of transformers 5 whose experts compute ``down(act(gate(x)) * up(x))``, as those
@@ -110,6 +116,10 @@ class MixedExperts(nn.Module):
         self.activation = activation
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
+
+    def marks(self) -> dict[str, dict[str, Any]]:
+        """One mark for each product's weights."""
+        return {name: getattr(self, name).state_format() for name in ("gate_up_proj", "down_proj")}
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send each token through its experts and add up what they return, by weight.

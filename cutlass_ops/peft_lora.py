@@ -63,7 +63,8 @@ class PackedLoraLinear(Linear):  # type: ignore[misc]  # peft has no types
         """
         raise RuntimeError(
             "LoRA weights cannot be merged into a packed weight: its codes would have to be rounded again. "
-            "Keep the adapter beside it, or merge it into the model's float weights and quantise those"
+            "Keep the adapter beside it, or merge it into float weights and quantise those: "
+            "a model of transformers becomes float with model.dequantize(), before the adapter is loaded into it"
         )
 
     def unmerge(self) -> None:

@@ -122,7 +122,7 @@ def plan(
 
     Weights that the checkpoint quantised are packed as they are. Float matrices are quantised
     first, if ``options.bits`` is given: those of two dimensions named ``*.weight``, without
-    embeddings, norms and the output head (``DEFAULT_EXCLUDE``); in a file of weights those of
+    embeddings, norms and output heads (``DEFAULT_EXCLUDE``, and what the model says); in a file of weights those of
     convolutions too, of three to five dimensions, unless a tap's few channels would take more bytes
     packed than as they are. A bias goes with its weight; what the model stores transposed is packed
     as ``[N, K]``.
@@ -162,7 +162,7 @@ def plan(
             kept[module] = entry.decoded
         if not quantized:
             floats = options.bits is not None and (_is_linear(entry) or (not for_model and _is_convolution(entry)))
-            chosen = chosen and floats and (include is not None or not default.search(module))
+            chosen = chosen and floats and (include is not None or not (default.search(module) or architecture.is_head(module)))
         reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
         if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and include is None:
             reason = reason or _reason_against_taps(entry, options.bits)

@@ -14,18 +14,20 @@ from warnings import warn
 from torch import Tensor, nn
 
 from . import arguments, native
+from .architecture import output_heads
 from .experts import reorder_experts
-from .nn import MixedLinear, quantizer_module
+from .nn import MixedLinear
 from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
+from .quantizer_module import quantizer_module
 from .reorder import reorder
 from .weight import QuantizedWeight
 
 _Model = TypeVar("_Model", bound=nn.Module)
 _Path = tuple[str, ...]
 
-#: Output heads suffer most from few bits, and are often tied to the embedding. A model need not have one.
-_DEFAULT_SKIP = ("lm_head",)
+#: The output head of most models. ``skip`` may name it where there is none.
+_LM_HEAD = "lm_head"
 
 #: Subclasses of torch.nn.Linear that compute what it does and whose weights nobody else reads.
 _PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
@@ -81,7 +83,7 @@ def quantize_model(
     group_size: int = 128,
     symmetric: bool = False,
     act_quant: str = "none",
-    skip: Collection[str] = _DEFAULT_SKIP,
+    skip: Collection[str] | None = None,
     book: str | Tensor | None = None,
     clip: str | None = None,
 ) -> _Model:
@@ -95,8 +97,8 @@ def quantize_model(
 
     Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K. Each layer keeps its device,
     its bias (a buffer from then on), its training flag and its accelerate hook. Scales have the dtype of the
-    weight. Layers that are MixedLinear already are passed over. On a GPU, ``act_quant="none"`` multiplies an fp16
-    or bf16 x, so an fp32 model has to be converted (``model.half()``) before it is used.
+    weight. Layers that are MixedLinear already are passed over. A model of transformers is converted (``model.half()``)
+    before it is quantised, or loaded with the ``dtype`` that it shall have: transformers converts no quantised model.
 
     Left as they are, with one warning that has their names and the reason, before the first layer changes:
 
@@ -112,7 +114,7 @@ def quantize_model(
     - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
       as GPT-OSS's.
 
-    Embeddings are never quantised. The configuration of a model of transformers names its packed
+    Embeddings are never quantised. The configuration of a model of transformers or diffusers names its packed
     layers, so that ``from_pretrained`` reads what ``save_pretrained`` writes.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
@@ -130,7 +132,9 @@ def quantize_model(
         skip: names of layers, or of modules with all their layers, to leave as they are: an entry matches a qualified
             name in which its dotted components stand next to each other. "lm_head" matches "lm_head" and
             "model.lm_head"; "layers.0" matches "model.layers.0.mlp.up_proj" and not "model.layers.01". An entry
-            that matches no module is refused, but for "lm_head".
+            that matches no module is refused, but for "lm_head". None leaves output heads, which suffer most from few
+            bits: "lm_head", and in models of transformers also what ``get_output_embeddings`` returns and layers in
+            modules named "classifier", "score", "qa_outputs" and "embed_out". With ``()`` nothing is left.
         book: None, "nf4", "fp4", "mxfp4", "e4m3" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
         clip: None or "mse", as in :func:`cutlass_ops.quantize`.
 
@@ -140,8 +144,8 @@ def quantize_model(
     Raises:
         TypeError: the model is not a module, or an argument has the wrong type.
         ValueError: an argument that is not supported; a model that is compiled, is itself the linear layer, or has no
-            layer to quantise; a model of transformers that another method quantised, or that has packed layers with
-            another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
+            layer to quantise; a model of transformers or diffusers that another method quantised, or that has packed layers
+            with another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
             CUDA, or that has NaN or infinite values. All this is found before the first layer changes.
         RuntimeError: quantising a layer failed, as it does without enough memory (then a torch.OutOfMemoryError or
             MemoryError). The message names the layer. The model is usable: layers before it are quantised and the
@@ -156,7 +160,8 @@ def quantize_model(
         raise TypeError(f"symmetric is {symmetric!r}; True or False is expected")
     if book is not None and act_quant != "none":
         raise ValueError(f"act_quant is {act_quant!r}; with a code book it is 'none'")
-    _check_skip(model, skip)
+    if skip is not None:
+        _check_skip(model, skip)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError("the model is compiled; quantise it first, then compile it")
     if _is_linear(model):
@@ -165,12 +170,14 @@ def quantize_model(
             "use cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(weight)))"
         )
     quantizer = quantizer_module(model)
+    if skip is None:
+        skip = (_LM_HEAD, *(output_heads(model) if hasattr(model, "get_output_embeddings") else ()))
     before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear | MixedExperts)}
     for name, layer in before.items():
         if quantizer is not None and layer.act_quant != act_quant:
             raise ValueError(
                 f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
-                "a model of transformers is saved with one (cutlass_ops.set_activations)"
+                "such a model is saved with one (cutlass_ops.set_activations)"
             )
     chosen, left = _choose(model, skip)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
@@ -192,7 +199,7 @@ def _check_skip(model: nn.Module, skip: Collection[str]) -> None:
     if isinstance(skip, str) or not all(isinstance(entry, str) and entry for entry in skip):
         raise TypeError(f"skip is {skip!r}; a tuple of module names is expected")
     for entry in skip:
-        if entry not in _DEFAULT_SKIP and not any(_matches(name, (entry,)) for name, _ in model.named_modules()):
+        if entry != _LM_HEAD and not any(_matches(name, (entry,)) for name, _ in model.named_modules()):
             raise ValueError(f"skip has {entry!r}; the model has no module of that name")
 
 
@@ -388,8 +395,9 @@ def _weights_read(kind: type) -> Iterator[_Path]:
         if base is nn.Module:
             return
         for name, member in vars(base).items():
-            # what initialises weights does so before there are any to quantise
-            if "init" in name or "reset" in name:
+            # What initialises weights does so before there are any to quantise. Attention of diffusers joins its projections
+            # on request.
+            if any(word in name for word in ("init", "reset", "fuse_projections")):
                 continue
             function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
             code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)

@@ -588,7 +588,7 @@ def test_the_module(tmp_path: Path) -> None:
     assert torch.equal(layer(x, ids.where(ids >= 0, 5), w), expected)  # transformers' mark of other ranks' experts
     assert (layer.num_experts, layer.hidden_dim, layer.intermediate_dim) == (5, 96, 40)
     assert set(layer.state_dict()) == {
-        f"{part}.{name}" for part in ("gate_up_proj", "down_proj") for name in ("codes", "scales")
+        f"{part}{name}" for part in ("gate_up_proj", "down_proj") for name in (".codes", ".scales", "")
     }
     half = copy.deepcopy(layer).half()
     assert half.gate_up_proj.scales.dtype == torch.float32

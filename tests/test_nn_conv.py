@@ -81,7 +81,7 @@ def test_buffers_move_load_and_copy_as_any_other() -> None:
     model, x = net(), torch.randn(2, 4, 2, 7, 6)
     co.replace_convs(model, packed_of(model))
     expected = model(x)
-    assert {"codes", "scales", "bias"} == {name.rpartition(".")[2] for name in model.state_dict()}
+    assert {"codes", "scales", "bias", "weight"} == {name.rpartition(".")[2] for name in model.state_dict()}
     other = net(1)
     co.replace_convs(other, packed_of(other))
     assert not torch.equal(other(x), expected)

@@ -167,6 +167,13 @@ def test_merging_is_refused(models: tuple[Any, Path]) -> None:
             merge()
 
 
+def test_an_adapter_is_merged_into_a_model_that_was_made_float(models: tuple[Any, Path], tmp_path: Path) -> None:
+    model = adapted(packed(models)).eval()
+    model.save_pretrained(tmp_path)
+    merged = peft.PeftModel.from_pretrained(packed(models).dequantize(), tmp_path).merge_and_unload()
+    assert (logits(merged) - logits(model)).norm() <= 1e-5 * logits(model).norm()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

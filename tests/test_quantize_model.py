@@ -20,6 +20,7 @@ from torch.nn.utils import parametrizations, parametrize, weight_norm
 
 import cutlass_ops as co
 from cutlass_ops import plan, progress
+from cutlass_ops.model_directory import reorder_model
 
 module = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
 # Parts of transformers, torch and accelerate warn of each other.
@@ -607,3 +608,32 @@ def test_layers_stay_on_their_gpu_and_memory_is_bounded() -> None:
 def test_public_names() -> None:
     assert co.Options is plan.Options
     assert {"Options", "quantize_model"} <= set(co.__all__)
+
+
+CLASSES = {
+    "LlamaForSequenceClassification": ("Llama", ["score"]),
+    "LlamaForTokenClassification": ("Llama", ["score"]),
+    "LlamaForQuestionAnswering": ("Llama", ["qa_outputs"]),
+    "BertForSequenceClassification": ("Bert", ["classifier"]),
+    "BertForMaskedLM": ("Bert", ["cls.predictions.decoder"]),
+    "RobertaForSequenceClassification": ("Roberta", ["classifier.dense", "classifier.out_proj"]),
+    "ViTForImageClassification": ("ViT", ["classifier"]),
+}
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_output_heads_of_any_name_stay_floats(name: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    family, heads = CLASSES[name]
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
+    config = getattr(transformers, f"{family}Config")(**sizes, **({} if family == "ViT" else {"vocab_size": 96}))
+    config.tie_word_embeddings = False
+    model = getattr(transformers, name)(config)
+    model.save_pretrained(tmp_path / "float")
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", plan.Options(4, 32))
+    reordered = getattr(transformers, name).from_pretrained(tmp_path / "packed")
+    every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    with said():
+        assert {*packed_names(co.quantize_model(copy.deepcopy(model), 4, 32))} == every - {*heads}
+    assert {*packed_names(reordered)} == every - {*heads}
+    assert {*heads} <= {*packed_names(co.quantize_model(model, 4, 32, skip=()))}

@@ -1,0 +1,145 @@
+"""Packed layers in the models of other libraries: described for their configurations, made without values, made float again."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from . import ops
+from .architecture import features
+from .nn import FusedPart, MixedLinear
+from .nn_conv import CONVOLUTIONS, MixedConv
+from .nn_experts import MixedExperts
+from .packed_config import WeightFormat, quantization_config
+from .packed_file import packed_specs
+from .packed_weight import PackedWeight
+from .weight import PARTS
+
+
+def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
+    """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
+
+    Args:
+        model: any.
+        convolutions: whether it describes those, too.
+
+    Raises:
+        ValueError: no packed layer, or layers with an activation, or with different treatment of x:
+            neither is stored.
+    """
+    kinds = (MixedLinear, FusedPart, MixedConv) if convolutions else (MixedLinear, FusedPart)
+    modules = dict(model.named_modules())
+    shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
+    weights: dict[str, WeightFormat] = {}
+    treatments: dict[tuple[str, bool], str] = {}
+    for name, module in modules.items():
+        if not isinstance(module, kinds) or id(module) in shared:
+            continue
+        layer: Any = module.shared if isinstance(module, FusedPart) else module
+        if layer.activation is not None:
+            raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
+        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
+        left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
+        parts = sorted(layer.packed.tensors().items())
+        dtypes = tuple((part, tensor.dtype) for part, tensor in parts if part not in left_out)
+        weights[name] = WeightFormat(layer.packed.bits, layer.packed.group_size, dtypes)
+    if not weights:
+        raise ValueError(f"{type(model).__name__} has no packed layer")
+    if len(treatments) > 1:
+        listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
+        raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
+    plain = [
+        name
+        for name, module in modules.items()
+        if features(module) is not None or (convolutions and isinstance(module, CONVOLUTIONS))
+    ]
+    return quantization_config(weights, plain, *next(iter(treatments)))
+
+
+def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
+    """A packed weight in place of a linear layer's or a convolution's, of tensors that have shapes and dtypes alone."""
+    dtypes = dict(form.tensors)
+    if layer.bias is not None:
+        dtypes.setdefault("bias", layer.bias.dtype)
+    if unknown := dtypes.keys() - set(PARTS):
+        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    kernel_size: tuple[int, ...] = ()
+    if isinstance(layer, CONVOLUTIONS):
+        n, kernel_size = layer.out_channels, tuple(layer.kernel_size)
+        k = layer.in_channels // layer.groups * math.prod(kernel_size)
+    else:
+        n, k = features(layer) or (0, 0)
+    parts: dict[str, Any] = dict.fromkeys(PARTS)
+    for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size).items():
+        parts[part] = torch.empty(shape, dtype=dtype, device="meta")
+    return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size, kernel_size=kernel_size)
+
+
+def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
+    """Replace the packed layers of a model by float layers with their values.
+
+    Layers that were fused become the separate layers that they were.
+
+    Args:
+        model: changed in place, one layer after another.
+        plain: the model as its class makes it, on the meta device; its layers are taken.
+        dtype: of the weights and biases.
+
+    Raises:
+        ValueError: a layer whose tensors are offloaded; nothing was changed.
+    """
+    packed = {
+        name: module
+        for name, module in model.named_modules(remove_duplicate=False)
+        if isinstance(module, MixedLinear | FusedPart | MixedExperts | MixedConv)
+    }
+    for name, module in packed.items():
+        if any(buffer.is_meta for buffer in module.buffers()):
+            raise ValueError(f"{name!r} is offloaded: its tensors are not in memory; load the model without offloading")
+    made: dict[nn.Module, nn.Module] = {}
+    for name, module in packed.items():
+        parent, _, child = name.rpartition(".")
+        if getattr(module, "shared_by", ()):  # its parts become layers
+            delattr(model.get_submodule(parent), child)
+            continue
+        if module not in made:
+            made[module] = _float_layer(module, _plain_layer(plain, name), dtype)
+        setattr(model.get_submodule(parent), child, made[module])
+
+
+def _plain_layer(plain: nn.Module, name: str) -> nn.Module | None:
+    try:
+        return plain.get_submodule(name)
+    except AttributeError:  # a layer that was put into the model, or wrapped
+        return None
+
+
+def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
+    if layer is None and isinstance(module, MixedLinear | FusedPart):
+        layer = nn.Linear(module.in_features, module.out_features, device="meta")
+    if layer is None:
+        raise ValueError(f"a {type(module).__name__} is in the place of a module that the model's class does not make")
+    if isinstance(module, MixedExperts):
+        products = (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
+        values: dict[str, Tensor | None] = {
+            part: torch.stack([ops.dequantize(weight, dtype) for weight in product.packed.unpack()])
+            for part, product in products
+        }
+    else:
+        packed = module.packed
+        weight = ops.dequantize(packed, dtype)
+        if not isinstance(module, MixedConv) and not isinstance(layer, nn.Linear):
+            weight = weight.t()  # transformers' Conv1D
+        values = {"weight": weight.contiguous(), "bias": packed.bias}
+    for part, value in values.items():
+        layer.register_parameter(part, None if value is None else nn.Parameter(value.to(dtype)))
+    layer.train(module.training)
+    if hasattr(module, "_hf_hook"):
+        from accelerate.hooks import add_hook_to_module
+
+        add_hook_to_module(layer, module._hf_hook)
+    moved: nn.Module = layer
+    return moved

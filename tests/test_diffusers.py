@@ -1,0 +1,186 @@
+"""Models of diffusers: packed in memory, saved, and loaded again by diffusers."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+import cutlass_ops as co
+
+# Parts of diffusers and what it imports warn of each other.
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")
+    try:
+        import diffusers
+    except ImportError as error:
+        pytest.skip(f"diffusers cannot be imported: {error}", allow_module_level=True)
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def randn(*shape: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def flux() -> tuple[Any, Callable[[Any], Tensor]]:
+    model = diffusers.FluxTransformer2DModel(
+        patch_size=1,
+        in_channels=16,
+        num_layers=1,
+        num_single_layers=1,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        pooled_projection_dim=32,
+        axes_dims_rope=(4, 4, 8),
+    )
+    x = {
+        "hidden_states": randn(1, 16, 16),
+        "encoder_hidden_states": randn(1, 6, 32),
+        "pooled_projections": randn(1, 32),
+        "timestep": torch.tensor([0.5]),
+        "img_ids": torch.zeros(16, 3),
+        "txt_ids": torch.zeros(6, 3),
+    }
+    return model, lambda m: m(**x).sample
+
+
+def unet() -> tuple[Any, Callable[[Any], Tensor]]:
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("CrossAttnDownBlock2D", "DownBlock2D"),
+        up_block_types=("UpBlock2D", "CrossAttnUpBlock2D"),
+        cross_attention_dim=32,
+        attention_head_dim=8,
+    )
+    return model, lambda m: m(randn(1, 4, 8, 8), 5, randn(1, 6, 32)).sample
+
+
+def vae() -> tuple[Any, Callable[[Any], Tensor]]:
+    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
+    return model, lambda m: m(randn(1, 3, 16, 16)).sample
+
+
+MODELS = {"flux": flux, "unet": unet, "vae": vae}
+
+
+def made(name: str) -> tuple[Any, Callable[[Any], Tensor]]:
+    torch.manual_seed(0)
+    model, run = MODELS[name]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(0, 0.08)
+    return model.eval(), torch.no_grad()(run)
+
+
+def convolved(model: nn.Module) -> None:
+    convs = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and module.in_channels >= 32 and module.kernel_size == (3, 3)
+    }
+    assert convs
+    co.replace_convs(model, {name: co.reorder(co.quantize(conv.weight.detach(), 8, 32)) for name, conv in convs.items()})
+
+
+def packed(model: nn.Module) -> dict[str, type]:
+    kinds = (co.MixedLinear, co.nn.MixedConv)
+    return {name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+@pytest.mark.parametrize("convolutions", [False, True])
+@pytest.mark.parametrize("name", MODELS)
+def test_a_packed_model_is_saved_and_loaded(name: str, convolutions: bool, tmp_path: Path) -> None:
+    model, run = made(name)
+    plain = run(model)
+    co.quantize_model(model, bits=4, group_size=32)
+    if convolutions:
+        if name == "flux":
+            return  # it has none
+        convolved(model)
+    expected = run(model)
+    assert 0 < (expected - plain).norm() < 0.5 * plain.norm()
+    model.save_pretrained(tmp_path)
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert not any(info.values())
+    assert packed(again) == packed(model)
+    assert torch.equal(run(again), expected)
+    again.save_pretrained(tmp_path / "again")  # a loaded one, too
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "again")), expected)
+
+
+def test_scales_keep_their_dtype(tmp_path: Path) -> None:
+    model, _ = made("flux")
+    co.quantize_model(model, bits=8, group_size=32)
+    model.save_pretrained(tmp_path)
+    again = type(model).from_pretrained(tmp_path, torch_dtype=torch.bfloat16)
+    assert {parameter.dtype for parameter in again.parameters()} == {torch.bfloat16}
+    for name in packed(model):
+        tensors = model.get_submodule(name).packed.tensors()
+        for part, tensor in again.get_submodule(name).packed.tensors().items():
+            assert torch.equal(tensor, tensors[part])
+            assert tensor.dtype == tensors[part].dtype
+
+
+def test_a_packed_model_becomes_float_again(tmp_path: Path) -> None:
+    model, run = made("unet")
+    kinds = {name: type(module) for name, module in model.named_modules()}
+    co.quantize_model(model, bits=8, group_size=32)
+    convolved(model)
+    expected = run(model)
+    model.dequantize()
+    assert {name: type(module) for name, module in model.named_modules()} == kinds
+    assert (run(model) - expected).norm() <= 1e-5 * expected.norm()
+    model.save_pretrained(tmp_path)
+    assert "quantization_config" not in json.loads((tmp_path / "config.json").read_text())
+    again = type(model).from_pretrained(tmp_path)
+    assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in model.state_dict().items())
+    assert (run(again) - expected).norm() <= 1e-5 * expected.norm()
+
+
+def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path: Path) -> None:
+    model, _ = made("unet")
+    co.quantize_model(model, bits=8, group_size=32, skip=("mid_block",))
+    co.quantize_model(model.mid_block, bits=8, group_size=32)  # a part, which has no configuration
+    with pytest.raises(ValueError, match=r"mid_block.*is packed, and the model's configuration does not say so"):
+        model.save_pretrained(tmp_path)
+    co.quantize_model(model, bits=8, group_size=32)  # what is packed already is passed over
+    model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        (lambda t: t.pop("proj_out.codes"), "the model's files lack proj_out.codes"),
+        (lambda t: t.update({"proj_out.codes": torch.zeros(3, dtype=torch.uint8)}), r"'proj_out.codes' is \[3\]"),
+        (lambda t: t.update({"proj_out.scales": t["proj_out.scales"].double()}), "scales"),
+    ],
+)
+def test_damaged_files_are_refused(change: Any, match: str, tmp_path: Path) -> None:
+    model, _ = made("flux")
+    co.quantize_model(model, bits=8, group_size=32)
+    model.save_pretrained(tmp_path)
+    file = tmp_path / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(file)
+    change(tensors)
+    save_file(tensors, file)
+    with pytest.raises((TypeError, ValueError), match=match):
+        type(model).from_pretrained(tmp_path)
+
+
+def test_a_model_of_another_method_is_refused() -> None:
+    model, _ = made("flux")
+    model.hf_quantizer = diffusers.quantizers.auto.TorchAoHfQuantizer.__new__(diffusers.quantizers.auto.TorchAoHfQuantizer)
+    model.hf_quantizer.quantization_config = diffusers.QuantoConfig(weights_dtype="int8")
+    with pytest.raises(ValueError, match="the model is quantised by quanto already"):
+        co.quantize_model(model)
