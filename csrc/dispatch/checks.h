@@ -17,6 +17,7 @@ Status invalid(std::string text);
 
 Status check_weight(PackedWeight const& weight);
 Status check_gemm(GemmProblem const& problem, Device const& device);
+Status check_depthwise(GemmProblem const& problem, float const* taps);
 Status check_quantize(QuantizeProblem const& problem);
 Status check_sums(PackedWeight const& weight);
 Status check_dequantize(DequantizeProblem const& problem);
