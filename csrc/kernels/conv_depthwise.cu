@@ -34,9 +34,9 @@ constexpr int kSharedBytes = 48 * 1024;      // what a CTA has without asking: f
 constexpr int kVectorBytes = sizeof(uint4);  // shared memory is counted in these
 
 enum class Source {
-  kShared,     // pixels are copied to shared memory
-  kUnitSteps,  // so they are, and stride and dilation along the width are 1
   kGlobal,
+  kShared,     // pixels are copied to shared memory
+  kUnitSteps,  // the same, and stride and dilation along the width are 1
 };
 
 // What a CTA computes. Rows and columns without `in_` are of the result.
@@ -130,51 +130,51 @@ struct Thread {
   }
 };
 
-// Shared memory: [depth taps * in_rows][row_pitch], of which a row holds [in_columns][words][vectors], then the weights,
+// Shared memory: [depth taps][in_rows][row_pitch], of which a row holds [in_columns][words][vectors], then the weights,
 // [taps][2 words][vectors]. Threads that read it at once have neighbouring vectors.
 template <class T>
 __device__ __forceinline__ void copy_tile(Params const& p, Thread const& thread, uint4* shared) {
   DepthwiseTile const& tile = p.tile;
   ImageTiles const& image = p.image;
-  int const count = tile.rows * tile.strips, i = int(threadIdx.y) + tile.rows * int(threadIdx.z), v = int(threadIdx.x);
+  int const i = int(threadIdx.y) + tile.rows * int(threadIdx.z), v = int(threadIdx.x);
+  int const first_row = i / tile.in_columns, first_column = i - first_row * tile.in_columns;
   bool const there = thread.vector < p.vectors;
-  T const* const x = static_cast<T const*>(p.x);
-  int const rows = tile.in_rows * image.taps[2];
-  int row = i / tile.in_columns, column = i - row * tile.in_columns;
-  while (row < rows) {
-    int y = row, z = 0;
-    if (image.taps[2] > 1) z = row / tile.in_rows, y = row - z * tile.in_rows;
-    int const pixel =
-        thread.pixel(image, thread.first[0] + column, thread.first[1] + y, thread.first[2] + z * image.dilation[2]);
-    bool const inside = there && pixel >= 0;
-    T const* const from = x + (inside ? int64_t(pixel) * p.channels : 0);
-    uint4* const to = shared + row * tile.row_pitch + column * kWords<T> * tile.vectors + v;
-    if (p.whole_vectors) {
+  int const n = there ? thread.vector * kChannels : 0, bytes = p.channels * int(sizeof(T));
+  uint4* line = shared + v;
+  for (int k = 0; k < image.taps[2]; ++k, line += tile.in_rows * tile.row_pitch) {
+    int const z = thread.first[2] + k * image.dilation[2];
+    bool const plane_there = there && unsigned(z) < unsigned(image.size[2]);
+    int64_t const plane = plane_there ? (int64_t(thread.image) * image.size[2] + z) * image.size[1] * image.size[0] : 0;
+    char const* const from = static_cast<char const*>(p.x) + plane * bytes;
+    int row = first_row, column = first_column;
+    while (row < tile.in_rows) {
+      int const y = thread.first[1] + row, x = thread.first[0] + column;
+      bool const inside = plane_there && unsigned(y) < unsigned(image.size[1]) && unsigned(x) < unsigned(image.size[0]);
+      T const* const pixel = reinterpret_cast<T const*>(from + int64_t(inside ? y * image.size[0] + x : 0) * bytes);
+      uint4* const to = line + row * tile.row_pitch + column * kWords<T> * tile.vectors;
+      if (p.whole_vectors) {
 #pragma unroll
-      for (int w = 0; w < kWords<T>; ++w) {
-        T const* const word = from + (inside ? thread.vector * kChannels : 0) + w * (kChannels / kWords<T>);
-        copy_async_16_or_zero(to + w * tile.vectors, word, inside);
+        for (int w = 0; w < kWords<T>; ++w)
+          copy_async_16_or_zero(to + w * tile.vectors, pixel + n + w * (kChannels / kWords<T>), inside);
+      } else {
+        uint4 words[kWords<T>] = {};
+        if (inside) load_channels(p, pixel, n, words);
+#pragma unroll
+        for (int w = 0; w < kWords<T>; ++w) to[w * tile.vectors] = words[w];
       }
-    } else {
-      uint4 words[kWords<T>] = {};
-      if (inside) load_channels(p, from, thread.vector * kChannels, words);
-#pragma unroll
-      for (int w = 0; w < kWords<T>; ++w) to[w * tile.vectors] = words[w];
+      row += p.row_step, column += p.column_step;
+      if (column >= tile.in_columns) ++row, column -= tile.in_columns;
     }
-    row += p.row_step, column += p.column_step;
-    if (column >= tile.in_columns) ++row, column -= tile.in_columns;
   }
-  uint4* const weights = shared + rows * tile.row_pitch;
   int const words = 2 * image.taps[0] * image.taps[1] * image.taps[2];
-  for (int w = i; w < words; w += count) {
-    float const* const from = p.weights + (there ? (int64_t(w / 2) * p.vectors + thread.vector) * kChannels + w % 2 * 4 : 0);
-    copy_async_16_or_zero(weights + w * tile.vectors + v, from, there);
-  }
+  for (int w = i; w < words; w += tile.rows * tile.strips)
+    copy_async_16_or_zero(line + w * tile.vectors, p.weights + int64_t(w / 2) * p.vectors * kChannels + n + w % 2 * 4, there);
   commit_copies();
   wait_copies<0>();
 }
 
-template <class T, Source kSource>
+// kWidth: taps of a line, known beforehand with unit steps alone, or 0.
+template <class T, Source kSource, int kWidth>
 __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ Params const p) {
   constexpr bool kInShared = kSource != Source::kGlobal, kUnitSteps = kSource == Source::kUnitSteps;
   extern __shared__ uint4 shared[];
@@ -221,11 +221,13 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
 #pragma unroll
         for (int q = 0; q < kPlaces - 1; ++q) load(q, window[q]);
       }
-      for (int first = 0; first < image.taps[0]; first += kPlaces) {
+      int const width = kWidth ? kWidth : image.taps[0];
+#pragma unroll(kWidth ? kWidth : 1)
+      for (int first = 0; first < width; first += kPlaces) {
 #pragma unroll
         for (int left = 0; left < kPlaces; ++left) {
           int const j = first + left;
-          if (j == image.taps[0]) break;
+          if (j >= width) break;
           if constexpr (kUnitSteps) {
             load(j + kPlaces - 1, window[(left + kPlaces - 1) % kPlaces]);
           } else {
@@ -247,10 +249,35 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
     }
   }
 
+  // Once for all places, and without a branch between two loads.
+  float bias[kChannels];
+  auto const load_bias = [&](DataType type) {
+#pragma unroll
+    for (int c = 0; c < kChannels; ++c)
+      bias[c] = load_float(p.epilogue.bias, type, min(thread.vector * kChannels + c, p.epilogue.n - 1));
+  };
+  if (p.epilogue.bias) {
+    if (p.epilogue.bias_type == DataType::kFloat16) {
+      load_bias(DataType::kFloat16);
+    } else if (p.epilogue.bias_type == DataType::kBFloat16) {
+      load_bias(DataType::kBFloat16);
+    } else {
+      load_bias(DataType::kFloat32);
+    }
+  }
   int const place = ((thread.image * image.out[2] + thread.depth) * image.out[1] + thread.row) * image.out[0] + thread.column;
 #pragma unroll
-  for (int q = 0; q < kPlaces; ++q)
-    if (thread.column + q < image.out[0]) store_outputs(sums[q], place + q, thread.vector * kChannels, p.epilogue);
+  for (int q = 0; q < kPlaces; ++q) {
+    if (thread.column + q >= image.out[0]) return;
+#pragma unroll
+    for (float& sum : sums[q]) sum = nan_unless_finite(sum);
+    if (p.epilogue.bias) {
+#pragma unroll
+      for (int c = 0; c < kChannels; ++c) sums[q][c] += bias[c];
+    }
+    finish_biased(sums[q], place + q, thread.vector * kChannels, p.epilogue);
+    store_finished(sums[q], place + q, thread.vector * kChannels, p.epilogue);
+  }
 }
 
 // ---- the choice of a tile
@@ -259,10 +286,10 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
 DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int planes, int multiprocessors) {
   // In eighths of an SM's clocks, by the instruction set's rates and not fitted: a CTA multiplies vectors, and copies them, whose
   // lines of memory take some clocks as well; it begins and ends in so many clocks that others do not hide.
-  constexpr int kMultiply = 1, kCopy = 2, kLine = 12, kCta = 3200;
+  constexpr int kMultiply = 1, kCopy = 4, kLine = 12, kCta = 3200;
   int64_t const taps = int64_t(image.taps[0]) * image.taps[1] * image.taps[2];
-  int64_t const span_x = int64_t(image.taps[0] - 1) * image.dilation[0],
-                span_y = int64_t(image.taps[1] - 1) * image.dilation[1];
+  int64_t const span_x = int64_t(image.taps[0] - 1) * image.dilation[0];
+  int64_t const span_y = int64_t(image.taps[1] - 1) * image.dilation[1];
   int const strips = int(ceil_div(image.out[0], kPlaces));
   DepthwiseTile best{};
   int64_t least = std::numeric_limits<int64_t>::max();
@@ -283,9 +310,10 @@ DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int p
           pitch += more;
           break;
         }
-      int64_t const places = int64_t(rows) * tile.columns(),
-                    ctas = int64_t(tile.channel_tiles) * tile.row_tiles * tile.column_tiles * planes;
-      bool const fits = (image.taps[2] * in_rows * pitch + 2 * taps * tile.vectors) * kVectorBytes <= kSharedBytes;
+      int64_t const places = int64_t(rows) * tile.columns();
+      int64_t const ctas = int64_t(tile.channel_tiles) * tile.row_tiles * tile.column_tiles * planes;
+      bool const fits = std::max(in_rows, pitch) < kSharedBytes &&  // so that the product is no overflow
+                        (image.taps[2] * in_rows * pitch + 2 * taps * tile.vectors) * kVectorBytes <= kSharedBytes;
       for (bool shared : {true, false}) {
         if (shared && !fits) continue;
         int64_t const pixels = shared ? image.taps[2] * in_rows * in_columns : places * taps;
@@ -301,14 +329,30 @@ DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int p
 }
 
 template <class T>
+auto choose_kernel(ImageTiles const& image, bool shared) {
+  if (!shared) return conv_depthwise<T, Source::kGlobal, 0>;
+  if (image.stride[0] != 1 || image.dilation[0] != 1) return conv_depthwise<T, Source::kShared, 0>;
+  switch (image.taps[0]) {
+    case 3:
+      return conv_depthwise<T, Source::kUnitSteps, 3>;
+    case 5:
+      return conv_depthwise<T, Source::kUnitSteps, 5>;
+    case 7:
+      return conv_depthwise<T, Source::kUnitSteps, 7>;
+    default:
+      return conv_depthwise<T, Source::kUnitSteps, 0>;
+  }
+}
+
+template <class T>
 Status launch_typed(Params& p, int planes, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   ImageTiles const& image = p.image;
   p.whole_vectors = p.multiplier == 1 && p.channels % kChannels == 0 && reinterpret_cast<uintptr_t>(p.x) % kVectorBytes == 0;
   DepthwiseTile const& tile = p.tile = choose_tile(image, p.vectors, kWords<T>, planes, device.multiprocessors);
-  p.channel_tiles = tile.channel_tiles, p.column_tiles = tile.column_tiles, p.row_tiles = tile.row_tiles,
-  p.depth = image.out[2];
+  p.channel_tiles = tile.channel_tiles, p.column_tiles = tile.column_tiles;
+  p.row_tiles = tile.row_tiles, p.depth = image.out[2];
   int const taps = image.taps[0] * image.taps[1] * image.taps[2], threads = tile.rows * tile.strips;
   int bytes = 0;
   if (tile.shared) {
@@ -318,11 +362,8 @@ Status launch_typed(Params& p, int planes, Stream stream) {
   int64_t const ctas = int64_t(tile.channel_tiles) * tile.column_tiles * tile.row_tiles * planes;
   if (ctas > std::numeric_limits<int32_t>::max())
     return {Status::kUnsupported, "the depthwise convolution has " + std::to_string(ctas) + " tiles; 2^31 - 1 are supported"};
-  bool const unit_steps = image.stride[0] == 1 && image.dilation[0] == 1;
-  auto* const kernel = !tile.shared ? conv_depthwise<T, Source::kGlobal>
-                       : unit_steps ? conv_depthwise<T, Source::kUnitSteps>
-                                    : conv_depthwise<T, Source::kShared>;
-  return launch(kernel, dim3(unsigned(ctas)), dim3(tile.vectors, tile.rows, tile.strips), bytes, stream, p);
+  return launch(choose_kernel<T>(image, tile.shared), dim3(unsigned(ctas)), dim3(tile.vectors, tile.rows, tile.strips), bytes,
+                stream, p);
 }
 
 }  // namespace
