@@ -64,6 +64,15 @@ void register_conv(py::module_& m) {
       },
       py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
       "Write the result, as `plan` says, in a workspace of its size, on the current device.");
+  m.attr("tap_vector") = kTapVector;
+  m.def(
+      "depthwise_conv",
+      [](GemmProblem const& problem, Pointer taps, Pointer stream) {
+        check(depthwise_conv(problem, as<float>(taps), as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("taps_ptr"), py::arg("stream"),
+      "Write the result of a problem with one input channel a group, by the weight's values, fp32 [taps][n rounded up to "
+      "tap_vector], on the current device.");
 
   using Pair = std::array<int, 2>;
   py::enum_<ConvOutput>(m, "ConvOutput")

@@ -146,6 +146,11 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   return status;
 }
 
+Status depthwise_conv(GemmProblem const& problem, float const* taps, Stream stream) {
+  if (Status status = check_depthwise(problem, taps); !status.ok() || problem.m == 0) return status;
+  return launch_conv_depthwise(problem, taps, stream);
+}
+
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
   return launch_quantize_activations(problem, stream);
@@ -204,6 +209,7 @@ DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
+Status depthwise_conv(GemmProblem const&, float const*, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status weight_colsum(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }

@@ -316,6 +316,10 @@ class ImageProblem:
 
 def mixed_conv(problem: ImageProblem, plan: Plan, workspace_ptr: int, stream: int) -> None: ...
 
+tap_vector: int  # output channels
+
+def depthwise_conv(problem: ImageProblem, taps_ptr: int, stream: int) -> None: ...
+
 class ConvOrder:
     by_channels: ConvOrder
     by_taps: ConvOrder

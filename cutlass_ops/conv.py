@@ -136,6 +136,9 @@ def mixed_conv2d(
     pixels under each tap straight from x. torch's convolution of the dequantised operands takes their place where x is fp32 and
     not quantised, and where a group of the convolution has a number of output channels that is no multiple of 64. Weights and
     quantised activations may be rounded once to x's dtype where the result has it too, as in :func:`cutlass_ops.mixed_gemm`.
+    Depthwise convolutions (one input channel a group) round nothing on the way. The first call with such a weight keeps its
+    values in fp32 as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
+    weight's tensors is noticed by the next call, not by CUDA graphs.
     Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of

@@ -1,18 +1,19 @@
 """Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product, which no tensor holds.
 
-Where no kernel takes them (few output channels a group, fp32 x as it is) torch convolves the dequantised x with the dequantised
-weight.
+Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in registers. Where no kernel takes
+a convolution (few output channels a group, fp32 x as it is) torch convolves the dequantised x with the dequantised weight.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, formats, native, ops, reference
+from . import _C, formats, kept, native, ops, reference
 from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
@@ -38,9 +39,11 @@ def convolve(
     y = torch.empty(shape, dtype=out_dtype, device=x.device)
     if y.numel() == 0:
         return y
-    bias = weight.bias if bias is None else bias
+    bias = weight.bias if bias is None else bias.contiguous()
     rows = None if residual is None else native.row_matrix(residual)
-    if not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
+    if weight.k == weight.taps:
+        _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
+    elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
         y = _by_torch(x, weight, geometry, bias, activation, act_quant, act_symmetric, residual, out_dtype)
     return y
 
@@ -50,12 +53,82 @@ def _three(extents: tuple[int, ...] | list[int], filling: int) -> list[int]:
     return [filling] * (3 - len(extents)) + list(extents)
 
 
-def _pixels(x: Tensor, groups: int, quantizes: bool) -> Tensor:
-    """x with its channels last, ``[B, *space, groups, C]``, padded with zeros to whole vectors where kernels copy it."""
-    images = x.movedim(1, -1).unflatten(-1, (groups, -1))
-    missing = 0 if quantizes else -images.shape[-1] % (_VECTOR // x.element_size())
+def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
+    """x with its channels last, ``[B, *space, groups, C]``; if ``pads``, with zeros behind them up to whole vectors."""
+    images = x.movedim(1, -1)
+    images = images.view(*images.shape[:-1], groups, -1)
+    missing = -images.shape[-1] % (_VECTOR // x.element_size()) if pads else 0
     images = F.pad(images, (0, missing)) if missing else images.contiguous()
     return images.clone() if images.data_ptr() % _VECTOR else images
+
+
+def _problem(
+    pixels: Tensor,
+    group: int,
+    weight: PackedWeight,
+    matrix: PackedWeight,
+    geometry: Geometry,
+    y: Tensor,
+    epilogue: _C.Epilogue | None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+) -> _C.ImageProblem:
+    """One of the groups of :func:`_pixels`, convolved with its rows ``matrix`` of the weight."""
+    batch, *space, groups, channels = pixels.shape
+    return _C.ImageProblem(
+        matrix.native,
+        pixels.data_ptr() + group * channels * pixels.element_size(),
+        native.DATA_TYPES[pixels.dtype],
+        groups * channels,
+        batch,
+        channels,
+        _three(space, 1),
+        _three(weight.kernel_size, 1),
+        _three(y.shape[1:-1], 1),
+        _three(geometry.stride, 1),
+        _three(geometry.padding, 0),
+        _three(geometry.dilation, 1),
+        native.CONV_ACT_QUANT[act_quant],
+        act_symmetric,
+        epilogue,
+        y.data_ptr(),
+        native.DATA_TYPES[y.dtype],
+    )
+
+
+def _depthwise(
+    x: Tensor,
+    weight: PackedWeight,
+    geometry: Geometry,
+    y: Tensor,
+    bias: Tensor | None,
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+) -> None:
+    """Write the result to y; each group of the convolution has one input channel."""
+    if act_quant != "none":
+        values = (x, weight.group_size, geometry.groups, act_quant, act_symmetric)
+        x = reference_conv.dequantized_pixels(*values, torch.float32)
+    pixels = _pixels(x, geometry.groups, False)
+    epilogue = native.native_epilogue(bias, *native.split_activation(activation), residual, False)
+    # A code book's values are rounded to x's dtype.
+    book_type = None if weight.book is None else x.dtype
+    name = ("taps", weight.n, weight.kernel_size, weight.group_size, book_type)
+    with native.on_device(weight.device):
+        parts = ("scales", "zeros", "offsets", "book")
+        (taps,) = kept.form(weight, parts, name, lambda: _tap_values(weight, book_type))
+        problem = _problem(pixels, 0, weight, weight, geometry, y, epilogue)
+        _C.depthwise_conv(problem, taps.data_ptr(), native.current_stream(weight.gpu))
+
+
+def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
+    """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
+    if weight.book is not None and book_type is not None:
+        weight = replace(weight, book=weight.book.to(book_type).float())
+    values = ops.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
+    return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
 
 
 def _by_products(
@@ -73,9 +146,8 @@ def _by_products(
     groups, n = geometry.groups, weight.n // geometry.groups
     if groups > 1 and n % formats.ROWS_PER_SLAB:
         return False
-    images = _pixels(x, groups, act_quant != "none")
-    channels, element = images.shape[-1], images.element_size()
-    activation_name, low, high = native.split_activation(activation)
+    images = _pixels(x, groups, act_quant == "none")
+    call = native.split_activation(activation)
     stream = native.current_stream(weight.gpu)
     with native.on_device(weight.device):
         device = _C.current_device()
@@ -84,25 +156,8 @@ def _by_products(
             own_y = y if groups == 1 else y.new_empty(*y.shape[:-1], n)
             own_bias = None if bias is None else bias[features]
             own_residual = None if residual is None else residual[:, features]
-            problem = _C.ImageProblem(
-                matrix.native,
-                images.data_ptr() + group * channels * element,
-                native.DATA_TYPES[x.dtype],
-                groups * channels,
-                x.shape[0],
-                channels,
-                _three(x.shape[2:], 1),
-                _three(weight.kernel_size, 1),
-                _three(y.shape[1:-1], 1),
-                _three(geometry.stride, 1),
-                _three(geometry.padding, 0),
-                _three(geometry.dilation, 1),
-                native.CONV_ACT_QUANT[act_quant],
-                act_symmetric,
-                native.native_epilogue(own_bias, activation_name, low, high, own_residual, False),
-                own_y.data_ptr(),
-                native.DATA_TYPES[y.dtype],
-            )
+            epilogue = native.native_epilogue(own_bias, *call, own_residual, False)
+            problem = _problem(images, group, weight, matrix, geometry, own_y, epilogue, act_quant, act_symmetric)
             plan = problem.plan(device)
             if plan is None:
                 return False

@@ -103,8 +103,8 @@ Status check_weight(PackedWeight const& w) {
                           {"sums", w.sums, kLoadBytes, false}});
 }
 
-// Of the sizes that a product takes of an image: those of the result, which its caller allocated, and of the weight.
-static Status check_image(GemmProblem const& problem) {
+// Of an image's sizes and those of the result, which the caller allocated. `tap_columns`: of the weight, for each tap.
+static Status check_sizes(GemmProblem const& problem, int64_t tap_columns) {
   ImageRows const& image = problem.image;
   int64_t places = image.batch, taps = 1;
   for (int axis = 0; axis < 3; ++axis) {
@@ -120,11 +120,20 @@ static Status check_image(GemmProblem const& problem) {
     }
     places *= image.out[axis], taps *= image.taps[axis];
   }
-  if (places != problem.m || taps * padded_k(image.channels) != padded_k(problem.weight.k)) {
+  if (places != problem.m || taps * tap_columns != problem.weight.k) {
     return invalid("the image has " + std::to_string(places) + " places of a kernel of " + std::to_string(taps) + " taps and " +
                    std::to_string(image.channels) + " channels; m is " + std::to_string(problem.m) + " and k " +
                    std::to_string(problem.weight.k));
   }
+  return {};
+}
+
+// Of what a product takes of an image.
+static Status check_image(GemmProblem const& problem) {
+  ImageRows const& image = problem.image;
+  // A weight of one tap is a matrix as it is.
+  bool const whole = padded_k(problem.weight.k) == padded_k(image.channels);
+  if (Status status = check_sizes(problem, whole ? problem.weight.k : padded_k(image.channels)); !status.ok()) return status;
   if (problem.quantized.codes) return unsupported("the image is quantised already; one of floats is expected");
   if (problem.weight.perm) return unsupported("the image's weight has an act order; it has one for matrices alone");
   if (!multiplies_int8(problem) && is_irregular(problem)) {
@@ -205,6 +214,40 @@ Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace work
   }
   return check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
                           {"out", problem.out, bytes_of(problem.out_type)}});
+}
+
+Status check_depthwise(GemmProblem const& problem, float const* taps) {
+  ImageRows const& image = problem.image;
+  if (Status status = check_sizes(problem, 1); !status.ok()) return status;
+  for (int axis = 0; axis < 3; ++axis) {
+    for (int extent : {image.size[axis], image.stride[axis], image.padding[axis], image.dilation[axis]}) {
+      if (extent > kMaxM) {
+        return unsupported("the image has a size, stride, padding or dilation of " + std::to_string(extent) + "; at most " +
+                           std::to_string(kMaxM) + " is supported");
+      }
+    }
+  }
+  if (image.channels != 1 || problem.x_stride < 1 || problem.x_stride > problem.weight.n ||
+      problem.weight.n % problem.x_stride != 0) {
+    return invalid("the image has " + std::to_string(image.channels) + " channels a group and " +
+                   std::to_string(problem.x_stride) + " groups, the weight " + std::to_string(problem.weight.n) +
+                   " rows; one channel, and a divisor of the rows, are expected");
+  }
+  if (problem.m > kMaxM || stored_rows(problem) > std::numeric_limits<int32_t>::max()) {
+    return unsupported("the image has " + std::to_string(stored_rows(problem)) + " pixels and the result " +
+                       std::to_string(problem.m) + "; at most 2^31 - 1 and " + std::to_string(kMaxM) + " are supported");
+  }
+  if (problem.act_quant != ActQuant::kNone || problem.quantized.codes) {
+    return unsupported("the activations of a depthwise convolution are quantised; floats are supported");
+  }
+  if (!is_float(problem.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (reinterpret_cast<uintptr_t>(taps) % 16) {
+    return invalid("the weight's values start at an address that is no multiple of 16 bytes");
+  }
+  return {};
 }
 
 Status check_quantize(QuantizeProblem const& p) {

@@ -78,6 +78,7 @@ def dequantized_pixels(x: Tensor, group_size: int, groups: int, act_quant: str, 
     if act_quant == "none" or x.numel() == 0:
         return x.to(dtype)
     block = formats.activation_block(group_size) if act_quant == "block" else -1
+    block = -1 if x.shape[1] // groups <= block else block  # the same, without padding
     codes, scales, zeros = quantize_pixels(x, groups, act_quant, symmetric, block)
     zeros = None if zeros is None else zeros.flatten(0, 1)
     values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, dtype)
