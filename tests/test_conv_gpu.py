@@ -186,6 +186,13 @@ DEPTHWISE: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], Any, Any,
     "a volume": (24, 1, (5, 9, 8), (3, 2, 3), (1, 2, 1), (1, 0, 1), (1, 1, 1)),
     "a dilated volume": (16, 2, (7, 9, 8), (2, 2, 3), (2, 1, 2), (2, 0, 1), (3, 1, 2)),
 }
+#: A group is of one tap, and has one weight here; a row has all taps.
+DEPTHWISE_FORMATS: dict[str, dict[str, Any]] = {
+    **FORMATS,
+    "int4 in rows": {"bits": 4, "group_size": -1},
+    "int4 in rows with zero points": {"bits": 4, "group_size": -1, "symmetric": False},
+    "int8 in rows with zero points": {"bits": 8, "group_size": -1, "symmetric": False},
+}
 PIXELS = (torch.float16, torch.bfloat16, torch.float32)
 
 
@@ -205,10 +212,10 @@ def test_depthwise(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("by_kernels")
-@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("kind", DEPTHWISE_FORMATS)
 @pytest.mark.parametrize("name", ["20 channels", "dilated far", "twice as many outputs", "a volume"])
 def test_depthwise_weights(kind: str, name: str) -> None:
-    quantized, x, geometry = depthwise(name, **FORMATS[kind])
+    quantized, x, geometry = depthwise(name, **DEPTHWISE_FORMATS[kind])
     check(quantized, x.half(), geometry, activation="silu")
 
 
@@ -216,7 +223,7 @@ def test_depthwise_weights(kind: str, name: str) -> None:
 @pytest.mark.parametrize("book", ["nf4", "e4m3"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_depthwise_weights_of_a_code_book(book: str, dtype: torch.dtype) -> None:
-    quantized, x, geometry = depthwise("3 x 3", bits=4 if book == "nf4" else 8, group_size=64, book=book)
+    quantized, x, geometry = depthwise("3 x 3", bits=4 if book == "nf4" else 8, group_size=-1, book=book)
     packed, x = co.reorder(quantized).to("cuda"), x.to(dtype)
     y = co.mixed_conv2d(x.cuda(), packed, None, *geometry, out_dtype=torch.float32)
     expected = reference_conv.mixed_conv(x, quantized, geometry, out_dtype=torch.float32).movedim(-1, 1)

@@ -12,9 +12,9 @@
 //     |  +---------------+  |                  w0 w1 w2
 //     +---------------------+                     w0 w1 w2
 //
-// Where stride and dilation along the width are 1, a pixel is read from shared memory once for all taps of a line. Where far more
-// pixels lie under the tile than its taps read (large dilations and strides), or more than shared memory holds, threads read
-// global memory instead.
+// Where stride and dilation along the width are 1, a pixel is read from shared memory once for all taps of a line. Where far
+// more pixels lie under the tile than its taps read (large dilations and strides), or more than shared memory holds, threads
+// read global memory instead.
 #include <algorithm>
 #include <limits>
 
@@ -282,10 +282,10 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
 
 // ---- the choice of a tile
 
-// The tile that takes the least time by its copies and products, shared memory permitting. `words`: of a pixel's eight channels.
+// The tile that takes the least time by its copies and products, if shared memory holds it. `words`: of eight channels.
 DepthwiseTile choose_tile(ImageTiles const& image, int vectors, int words, int planes, int multiprocessors) {
-  // In eighths of an SM's clocks, by the instruction set's rates and not fitted: a CTA multiplies vectors, and copies them, whose
-  // lines of memory take some clocks as well; it begins and ends in so many clocks that others do not hide.
+  // In eighths of an SM's clocks, by the rates of instructions and not fitted: to multiply a vector, to copy one, and for each
+  // line of memory that is copied; and what a CTA takes to begin and end that other CTAs do not hide.
   constexpr int kMultiply = 1, kCopy = 4, kLine = 12, kCta = 3200;
   int64_t const taps = int64_t(image.taps[0]) * image.taps[1] * image.taps[2];
   int64_t const span_x = int64_t(image.taps[0] - 1) * image.dilation[0];
