@@ -9,11 +9,11 @@ from __future__ import annotations
 import ast
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cache
 from types import CodeType
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 from torch import nn
 
@@ -35,7 +35,7 @@ class Read:
     Attributes:
         path: of the layer, from the module.
         tests: the conditions around it.
-        asks: whether the method asks for ``_is_quantized``, and does otherwise in a quantised model.
+        asks: whether the method looks at ``_is_quantized``, and does otherwise in a quantised model.
     """
 
     path: Path
@@ -52,7 +52,7 @@ def readers(model: nn.Module, happens: Callable[[Read, nn.Module], bool]) -> dic
     """
     found: dict[str, str] = {}
     for name, module in model.named_modules(remove_duplicate=False):
-        for read in weight_reads(type(module)):
+        for read in weight_reads(cast(Hashable, type(module))):
             if happens(read, module):
                 for layer in _expanded(module, read.path):
                     found[f"{name}.{layer}" if name else layer] = type(module).__name__
