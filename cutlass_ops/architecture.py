@@ -9,20 +9,19 @@ on the meta device, without values, in evaluation mode. Otherwise names decide.
 
 from __future__ import annotations
 
-import ast
-import inspect
 import re
 import sys
-import textwrap
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
 from types import CodeType, ModuleType, SimpleNamespace
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
 from torch import nn
+
+from .weight_reads import readers
 
 #: Module names that are no linear layers of transformers' models, with the reason; used where the
 #: model is not known.
@@ -53,6 +52,7 @@ class Architecture:
             self._modules: dict[str, nn.Module] = dict(model.named_modules(remove_duplicate=False))
             self._tensors = dict.fromkeys(model.state_dict(), True)
             self._heads = output_heads(model)
+            self._readers = readers(model, lambda read, module: all(_may_be(*test, module) for test in read.tests))
             conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
             self._loading = import_module("transformers.core_model_loading")
             self._renamings = [c for c in conversions if isinstance(c, self._loading.WeightRenaming)]
@@ -111,13 +111,8 @@ class Architecture:
             return reason
         if not name:
             return self._reason_by_name(module)
-        parent_name, _, child = name.rpartition(".")
-        parent = self._modules[parent_name]
-        if any(
-            read == child and all(_may_be(test, expected, parent) for test, expected in tests)
-            for read, tests in _weight_reads(cast(Hashable, type(parent)))
-        ):
-            return f"{type(parent).__name__} reads its weight itself"
+        if name in self._readers:
+            return f"{self._readers[name]} reads its weight itself"
         tied = getattr(self.model, "all_tied_weights_keys", {})
         if f"{name}.weight" in {*tied.keys(), *tied.values()} and self._modules[name] is not self.model.get_output_embeddings():
             return "it shares its weight with another module"
@@ -241,40 +236,6 @@ def _is_plain(cls: Any) -> bool:
         except Exception:  # it needs attributes that its constructor sets
             return False
         return isinstance(y, torch.Tensor) and torch.allclose(y, nn.functional.linear(x, layer.weight, layer.bias))
-
-
-#: A condition in a method's code, and the value of it for which the weight is read.
-_Test: TypeAlias = "tuple[CodeType, bool]"
-
-
-@cache
-def _weight_reads(cls: Any) -> tuple[tuple[str, tuple[_Test, ...]], ...]:
-    """Where a module's code reads ``self.NAME.weight``: each NAME, with the conditions around it."""
-    found: list[tuple[str, tuple[_Test, ...]]] = []
-
-    def walk(node: ast.AST, tests: tuple[_Test, ...]) -> None:
-        match node:
-            case ast.FunctionDef(name="__init__"):
-                return
-            case ast.Attribute(attr="weight", value=ast.Attribute(attr=name, value=ast.Name(id="self"))):
-                found.append((name, tests))
-            case ast.If(test=test) | ast.IfExp(test=test):
-                code = compile(ast.Expression(test), cls.__module__, "eval")
-                walk(test, tests)
-                for branch, expected in ((node.body, True), (node.orelse, False)):
-                    for statement in branch if isinstance(branch, list) else [branch]:
-                        walk(statement, (*tests, (code, expected)))
-            case _:
-                for child in ast.iter_child_nodes(node):
-                    walk(child, tests)
-
-    for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
-        try:
-            text = inspect.getsource(base)
-        except (OSError, TypeError):  # it has no source
-            continue
-        walk(ast.parse(textwrap.dedent(text)), ())
-    return tuple(found)
 
 
 def _may_be(test: CodeType, expected: bool, module: nn.Module) -> bool:

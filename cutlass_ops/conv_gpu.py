@@ -41,6 +41,11 @@ def convolve(
         return y
     bias = weight.bias if bias is None else bias.contiguous()
     rows = None if residual is None else native.row_matrix(residual)
+    if weight.k > weight.taps and geometry.groups > 1 and act_quant in ("token", "tensor") and x.dtype == out_dtype:
+        # A scale is that of all groups' channels, and each group is a product: the products take the values.
+        quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
+        x = reference_conv.dequantized_pixels(x, *quantized, torch.float32).to(x.dtype)
+        act_quant = "none"
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
     elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
@@ -144,7 +149,7 @@ def _by_products(
 ) -> bool:
     """Write the result to y, a product for each group of the convolution; False if no kernel takes one."""
     groups, n = geometry.groups, weight.n // geometry.groups
-    if groups > 1 and n % formats.ROWS_PER_SLAB:
+    if groups > 1 and (n % formats.ROWS_PER_SLAB or act_quant in ("token", "tensor")):
         return False
     images = _pixels(x, groups, act_quant == "none")
     call = native.split_activation(activation)

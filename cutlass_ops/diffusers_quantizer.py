@@ -32,7 +32,7 @@ CONVOLUTIONS = True
 
 
 class _Method(str, enum.Enum):
-    CUTLASS_OPS = QUANT_METHOD  # diffusers asks for its .value
+    CUTLASS_OPS = QUANT_METHOD  # diffusers reads its .value
 
 
 class CutlassOpsDiffusersConfig(QuantizationConfigMixin):  # type: ignore[misc]  # diffusers is not typed

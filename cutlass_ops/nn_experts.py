@@ -49,7 +49,7 @@ class ExpertWeights(PackedBuffers):
         return self._from_buffers()
 
     def marks(self) -> dict[str, dict[str, Any]]:
-        """None: :class:`MixedExperts` has them, as transformers' experts modules have the parameters."""
+        """None: :class:`MixedExperts` writes the marks, as transformers' experts modules own the parameters."""
         return {}
 
     def _from_buffers(self) -> PackedExperts:

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import dis
-import inspect
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
-from types import CodeType
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -22,9 +19,9 @@ from .quantize import FLOAT_TYPES, check_options, quantize
 from .quantizer_module import quantizer_module
 from .reorder import reorder
 from .weight import QuantizedWeight
+from .weight_reads import Read, readers
 
 _Model = TypeVar("_Model", bound=nn.Module)
-_Path = tuple[str, ...]
 
 #: The output head of most models. ``skip`` may name it where there is none.
 _LM_HEAD = "lm_head"
@@ -108,9 +105,9 @@ def quantize_model(
       or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or an own
       ``forward``;
     - layers whose weight is read by the code of a module around them, such as Mamba's ``dt_proj``, ``x_proj`` and
-      ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found by attribute
-      chains like ``self.mlp.wo.weight`` in the bytecode of the classes; what is read otherwise raises an
-      AttributeError when it is read, since a MixedLinear has no ``weight``;
+      ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found in the
+      source of the classes: chains like ``self.mlp.wo.weight``, also through variables, loops and arguments of methods.
+      What is read otherwise raises an AttributeError when it is read, since a MixedLinear has no ``weight``;
     - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
       as GPT-OSS's.
 
@@ -231,14 +228,16 @@ def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(_address(parameter), set()).add(module)
-    readers = _readers(model)
+    reading = readers(model, _happens)
     layers: list[_Layer] = []
     left: dict[str, list[str]] = {}
     for module, its_names in names.items():
         if any(_matches(name, skip) for name in its_names):
             continue
         if _is_linear(module):
-            reason = _reason_against(module, owners) or next((readers[n] for n in its_names if n in readers), "")
+            reason = _reason_against(module, owners) or next(
+                (f"{reading[n]} reads the weight itself" for n in its_names if n in reading), ""
+            )
             if reason:
                 left.setdefault(reason, []).append(its_names[0])
             else:
@@ -369,64 +368,7 @@ def _packed(
     return layer
 
 
-# ---- modules that read the weights of others
-
-
-def _readers(model: nn.Module) -> dict[str, str]:
-    """Names of layers whose weight the code of a module around them reads, and which class does so."""
-    known: dict[type, set[_Path]] = {}
-    readers: dict[str, str] = {}
-    for name, module in model.named_modules(remove_duplicate=False):
-        kind = type(module)
-        if kind not in known:
-            known[kind] = set(_weights_read(kind))
-        happens = _OPTIONAL_READS.get(_qualified(kind))
-        if happens is not None and not happens(module):
-            continue
-        for path in known[kind]:
-            layer = ".".join((name, *path) if name else path)
-            readers[layer] = f"{kind.__name__} reads the weight itself"
-    return readers
-
-
-def _weights_read(kind: type) -> Iterator[_Path]:
-    """Attribute chains that end in ``.weight`` in the methods of a class, without that and without what they start from."""
-    for base in kind.__mro__:
-        if base is nn.Module:
-            return
-        for name, member in vars(base).items():
-            # What initialises weights does so before there are any to quantise. Attention of diffusers joins its projections
-            # on request.
-            if any(word in name for word in ("init", "reset", "fuse_projections")):
-                continue
-            function = member.fget if isinstance(member, property) else getattr(member, "__func__", member)
-            code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
-            if isinstance(code, CodeType):
-                yield from _chains(code)
-
-
-def _chains(code: CodeType) -> Iterator[_Path]:
-    # Code that asks this does otherwise in a quantised model.
-    if "_is_quantized" in code.co_consts:
-        return
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _chains(constant)
-    if "weight" not in code.co_names:
-        return
-    chain: list[str] = []
-    index: str | None = None
-    for instruction in dis.get_instructions(code):
-        operation, value = instruction.opname, instruction.argval
-        if operation in ("LOAD_ATTR", "LOAD_METHOD", "STORE_ATTR"):
-            if value == "weight" and chain:
-                yield tuple(chain)
-            chain.append(value)
-        elif operation in ("LOAD_CONST", "LOAD_SMALL_INT") and type(value) in (int, str):
-            index = str(value)
-            continue
-        elif index is not None and (operation == "BINARY_SUBSCR" or instruction.argrepr == "[]"):
-            chain.append(index)
-        else:
-            chain = []
-        index = None
+def _happens(read: Read, module: nn.Module) -> bool:
+    """Whether a module does a read of its class in a quantised model."""
+    optional = _OPTIONAL_READS.get(_qualified(type(module)))
+    return not read.asks and (optional is None or optional(module))

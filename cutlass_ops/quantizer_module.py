@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-#: Classes of models with a configuration of their own, and the modules for them.
+#: Classes of models that have a configuration, and our modules for each.
 _LIBRARIES = (
     ("transformers.modeling_utils", "PreTrainedModel", "hf_quantizer"),
     ("diffusers.models.modeling_utils", "ModelMixin", "diffusers_quantizer"),

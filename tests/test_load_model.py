@@ -1,4 +1,4 @@
-"""load_model of models that are more than a causal language model, or another one, or code of their own."""
+"""load_model of models that are more than a causal language model, or another one, or code beside a checkpoint."""
 
 from __future__ import annotations
 

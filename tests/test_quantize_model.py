@@ -336,6 +336,10 @@ class Reader(nn.Module):
         self.named = nn.ModuleDict({"k": nn.Linear(32, 32)})
         self.by_property, self.nested = nn.Linear(32, 32), nn.Linear(32, 32)
         self.called, self.asked, self.initialised = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.looped = nn.ModuleList(nn.ModuleDict({"a": nn.Linear(32, 32), "b": nn.Linear(32, 32)}) for _ in range(2))
+        self.zipped, self.items = nn.ModuleList([nn.Linear(32, 32)]), nn.ModuleDict({"k": nn.Linear(32, 32)})
+        self.passed, self.by_keyword, self.not_passed = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.variable, self.chosen, self.named_in_text = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
         self.initialised.weight.data.zero_()
 
     def _init_weights(self) -> None:
@@ -349,7 +353,23 @@ class Reader(nn.Module):
         self.written.weight = self.plain.weight
         rows = [self.nested.weight[i] for i in range(2)]
         x = x @ self.inner.deep.weight + self.listed[1].weight.sum() + rows[0]
+        layer = self.variable
+        other = layer if len(x) else self.chosen
+        x = x + other.weight + sum(block["a"].weight for block in self.looped)
+        for _, (first, size) in enumerate(zip(self.zipped, (1,), strict=True)):
+            x = x + size * first.weight
+        for _, layer in self.items.items():
+            x = x + layer.weight
+        x = self.not_passed(x) + self.add(x, self.passed) + self.add(x, layer=self.by_keyword)
+        x = x @ getattr(self, "named_in_text").weight  # noqa: B009
         return F.linear(self.called(x), self.named["k"].weight.t())
+
+    def add(self, x: Tensor, layer: Any) -> Tensor:
+        return x + self.again(layer, x)
+
+    @staticmethod
+    def again(layer: Any, x: Tensor) -> Tensor:
+        return x + layer.weight
 
     def target(self) -> torch.dtype:
         return torch.float16 if hasattr(self, "_is_quantized") else self.asked.weight.dtype
@@ -361,9 +381,11 @@ class Inherits(Reader):
 
 def test_layers_whose_weight_a_module_reads_stay() -> None:
     read = ("plain", "inner.deep", "written", "listed.1", "named.k", "by_property", "nested")
+    read += ("looped.0.a", "looped.1.a", "zipped.0", "items.k", "passed", "by_keyword", "variable", "chosen", "named_in_text")
     with said("these stay as they are: Inherits reads the weight itself: " + ", ".join(f"1.{name}" for name in read)):
         model = co.quantize_model(nn.Sequential(nn.Linear(32, 32), Inherits()))
-    assert packed_names(model) == ["0", "1.listed.0", "1.called", "1.asked", "1.initialised"]
+    left = ("listed.0", "called", "asked", "initialised", "looped.0.b", "looped.1.b", "not_passed")
+    assert packed_names(model) == ["0", *(f"1.{name}" for name in left)]
     with pytest.raises(AttributeError, match="weight"):
         _ = model[0].weight  # what is read otherwise is not read silently
 
