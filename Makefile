@@ -5,7 +5,8 @@
 #   make demo     reorder a real model and generate text         make format   apply ruff's and clang-format's formatting
 #   make build    the package, editable, and the C++ tests       make docs     the documentation as a site, in build/docs
 #   make wheel    a wheel, in dist/                              make oldest   tests with the oldest dependencies allowed
-#   make clean    remove what these made
+#   make clean    remove what these made                         make newest   tests with the newest dependencies there are
+#   make constraints   renew constraints.txt, the versions that all others install
 #
 # `make demo` installs and compiles only what it needs on this machine: the CPU code and, where there is a GPU, the kernels of
 # its architecture. Everything else compiles every architecture.
@@ -16,8 +17,10 @@ CUDA ?= AUTO
 # CPU and CUDA builds have separate folders, so that neither discards the other's objects.
 KIND := $(if $(filter OFF,$(CUDA)),cpu,$(if $(filter ON,$(CUDA))$(shell command -v nvcc),cuda,cpu))
 BUILD ?= build/make-$(KIND)
-# Installed when the environment has no torch.
-TORCH ?= torch==2.13.0
+# The versions of everything that is installed.
+CONSTRAINTS ?= constraints.txt
+# Installed when the environment has no torch, with its dependencies: arguments of pip.
+TORCH ?= torch -c $(CONSTRAINTS)
 PYTEST_ARGS ?=
 # A CPU generates few tokens a second, and the demo generates four times.
 DEMO_ARGS ?= $(if $(filter OFF,$(DEMO_CUDA)),--tokens 16)
@@ -30,7 +33,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_NO_COMPILE := 1
 CXX_SOURCES = $(shell find csrc tests/cpp tools -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: build test oldest wheel demo lint format docs clean
+.PHONY: build test oldest newest constraints wheel demo lint format docs clean
 .DELETE_ON_ERROR:
 
 # The requirements of the package and of the given extras, from pyproject.toml.
@@ -44,12 +47,28 @@ print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or e
 endef
 export REQUIREMENTS
 
+# The constraints beside the torch of this environment: torch stays, and so does what it asks for.
+define CONSTRAIN
+import sys
+from importlib.metadata import requires, version
+from pip._vendor.packaging.requirements import Requirement
+from pip._vendor.packaging.utils import canonicalize_name
+asked = map(Requirement, requires("torch") or ())
+kept = {"torch", *(canonicalize_name(other.name) for other in asked if not other.marker or other.marker.evaluate({"extra": ""}))}
+print("torch==" + version("torch"))
+print(*(line for line in open(sys.argv[1]) if line.split("==")[0] not in kept), sep="")
+endef
+export CONSTRAIN
+
 # $(call install,EXTRAS): the requirements of the package and of these extras, or of all. Only the headers of CUTLASS are needed,
-# so its package is installed without dependencies.
+# so its package is installed without dependencies. A package without a wheel (hqq) is built with the setuptools installed first:
+# an environment that pip makes for its build has no constraints.
+PIP_INSTALL = $(PY) -m pip install -q --no-build-isolation --use-pep517 -c $(VENV)/constraints.txt
 define install
 	$(PY) -c "$$REQUIREMENTS" $(1) > $(VENV)/requirements.txt
-	$(PY) -m pip install -q -r $(VENV)/requirements.txt
+	$(PIP_INSTALL) -r $(VENV)/requirements.txt
 endef
+BUILD_TOOLS := cmake ninja pybind11 scikit-build-core setuptools
 CUTLASS = if [ -z "$$CUTLASS_PATH" ] && command -v nvcc >/dev/null; then \
 	  $(PY) -m pip install -q --no-deps nvidia-cutlass==4.2.0.0; fi
 
@@ -62,11 +81,12 @@ define compile
 	@grep -E '^ *-- cutlass_ops:|kernels, at most|warning' $(VENV)/build.log || true
 endef
 
-$(VENV)/.base: pyproject.toml Makefile
+$(VENV)/.base: pyproject.toml Makefile $(CONSTRAINTS)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10) and "Python >= 3.10 is needed: make PYTHON=...")'
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install -q cmake ninja pybind11 scikit-build-core
-	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q "$(TORCH)"
+	$(PY) -c 'import torch' 2>/dev/null || $(PY) -m pip install -q $(TORCH)
+	$(PY) -c "$$CONSTRAIN" $(CONSTRAINTS) > $(VENV)/constraints.txt
+	$(PIP_INSTALL) $(BUILD_TOOLS)
 	touch $@
 
 # GoogleTest is installed without dependencies, too. Its package has no wheel for some platforms: CMake then uses an installed
@@ -74,7 +94,7 @@ $(VENV)/.base: pyproject.toml Makefile
 $(VENV)/.ready: $(VENV)/.base
 	$(call install)
 	$(if $(filter OFF,$(CUDA)),,$(CUTLASS))
-	$(PY) -m pip install -q --no-deps ros-gtest-vendor || echo "no GoogleTest from PyPI: the system's is tried"
+	$(PIP_INSTALL) --no-deps ros-gtest-vendor || echo "no GoogleTest from PyPI: the system's is tried"
 	touch $@
 
 build: $(VENV)/.ready
@@ -91,13 +111,28 @@ print(*(line.replace(">=", "==") for line in requires("cutlass_ops") if "extra =
 endef
 export BOUNDS
 
-# An old typer may call what a new click deprecates.
 oldest: build
 	rm -rf build/oldest
 	$(PY) -c "$$BOUNDS" > $(VENV)/oldest.txt
 	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
-	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -W ignore::DeprecationWarning -m "not slow and not gpu" \
+	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -m "not slow and not gpu" \
 	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
+
+# Every test without constraints, in an environment of its own. pytest says which versions are others than in constraints.txt.
+newest:
+	rm -rf build/newest
+	$(MAKE) test VENV=build/newest/venv BUILD=build/newest/build CONSTRAINTS=/dev/null
+
+# Held back in constraints.txt: transformers 5.24 uses adapters with PEFT 0.22 alone, which PyPI does not have.
+HELD = 'torch==2.13.0' 'transformers<5.24'
+
+# For Python 3.10 and later, on any platform. Torch pins the packages of CUDA that it needs.
+constraints: $(VENV)/.base
+	$(PIP_INSTALL) uv
+	{ $(PY) -c "$$REQUIREMENTS"; printf '%s\n' uv ros-gtest-vendor $(BUILD_TOOLS) $(HELD); } > $(VENV)/requirements.txt
+	uv pip compile -q --upgrade --universal --python-version 3.10 --no-annotate --no-header --no-python-downloads \
+	  -o $(VENV)/compiled.txt $(VENV)/requirements.txt
+	{ echo "# Made by make constraints."; grep -vE '^(nvidia-|cuda-toolkit|triton)' $(VENV)/compiled.txt; } > constraints.txt
 
 # For the Python of the environment, and this machine's glibc or a later one: auditwheel names it in the tag, and fails where a
 # library would be needed that not every Linux has. The wheels of both kinds have one name, so each has a folder.

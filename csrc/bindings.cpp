@@ -43,25 +43,6 @@ QuantizedActivations make_quantized(Pointer codes, Pointer scales, Pointer zeros
   return {as<int8_t>(codes), as<float>(scales), as<int8_t>(zeros), block, stride, rows};
 }
 
-// The epilogue's fields of GemmProblem.
-struct Epilogue {
-  void const* bias;
-  DataType bias_type;
-  void const* residual;
-  DataType residual_type;
-  std::int64_t residual_stride;
-  Activation activation;
-  float low, high;
-  bool saturate;
-
-  void set(GemmProblem& problem) const {
-    problem.bias = bias, problem.bias_type = bias_type;
-    problem.residual = residual, problem.residual_type = residual_type, problem.residual_stride = residual_stride;
-    problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
-    problem.saturate = saturate;
-  }
-};
-
 // ---- mixed_gemm: reads tensors' attributes itself, with CPython's calling convention. Python code around it, and pybind11's unpacking of as many
 // arguments, take longer than everything but the launch.
 
@@ -141,7 +122,8 @@ py::object mixed_gemm(PyObject* const* arguments) {
     static Name const stride("stride"), contiguous("contiguous");
     py::object const strides = call(x, stride);
     problem.x_stride = py::handle(PyTuple_GET_ITEM(strides.ptr(), 0)).cast<std::int64_t>();
-    if (problem.weight.k > 1 && py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1) {
+    bool const gaps = problem.weight.k > 1 && py::handle(PyTuple_GET_ITEM(strides.ptr(), 1)).cast<std::int64_t>() != 1;
+    if (gaps || (problem.m > 1 && problem.x_stride < problem.weight.k)) {  // rows of an expanded tensor lie on one another
       x = call(x, contiguous);
       problem.x_stride = problem.weight.k;
     }
@@ -191,7 +173,8 @@ struct Torch {
   }
 };
 
-// x [..., k] as rows: how many, and from one to the next. 0 if x is no such tensor, or would have to be copied.
+// x [..., k] as rows that do not overlap: how many, and from one to the next. 0 if x is no such tensor, or would have to be
+// copied.
 struct Rows {
   std::int64_t count = 0, stride = 0;
 
@@ -213,6 +196,7 @@ struct Rows {
       if (size < 1 || at(strides, i) != stride * rows) return;
       rows *= size;
     }
+    if (rows > 1 && stride < k) return;
     count = rows;
   }
 };
@@ -310,7 +294,8 @@ PYBIND11_MODULE(_C, m) {
   py::enum_<ActQuant>(m, "ActQuant")
       .value("none", ActQuant::kNone)
       .value("token", ActQuant::kToken)
-      .value("block", ActQuant::kBlock);
+      .value("block", ActQuant::kBlock)
+      .value("tensor", ActQuant::kTensor);
   py::enum_<Activation>(m, "Activation")
       .value("none", Activation::kNone)
       .value("relu", Activation::kRelu)

@@ -31,6 +31,25 @@ struct Weight : PackedWeight {
   int gpu;                  // its index, or -1
 };
 
+// The epilogue's fields of GemmProblem.
+struct Epilogue {
+  void const* bias;
+  DataType bias_type;
+  void const* residual;
+  DataType residual_type;
+  std::int64_t residual_stride;
+  Activation activation;
+  float low, high;
+  bool saturate;
+
+  void set(GemmProblem& problem) const {
+    problem.bias = bias, problem.bias_type = bias_type;
+    problem.residual = residual, problem.residual_type = residual_type, problem.residual_stride = residual_stride;
+    problem.activation = activation, problem.clamp_low = low, problem.clamp_high = high;
+    problem.saturate = saturate;
+  }
+};
+
 // Of the file of that name.
 void register_packing(pybind11::module_& m);
 void register_plan(pybind11::module_& m);

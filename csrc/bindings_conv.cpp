@@ -1,17 +1,79 @@
-// The part of cutlass_ops._C that is convolutions of int8.
+// The part of cutlass_ops._C that is convolutions: products whose rows of x are an image's pixels, and those of int8.
 #include "cutlass_ops/conv.h"
 
 #include <pybind11/stl.h>
 
 #include <array>
+#include <optional>
 
 #include "bindings.h"
+#include "dispatch/problem.h"
 
 namespace cutlass_ops {
 
 namespace py = pybind11;
 
+namespace {
+
+using Triple = std::array<int, 3>;
+
+GemmProblem make_problem(Weight const& weight, Pointer x, DataType x_type, std::int64_t x_stride, int batch, int channels,
+                         Triple const& size, Triple const& taps, Triple const& out_size, Triple const& stride,
+                         Triple const& padding, Triple const& dilation, ActQuant act_quant, bool symmetric,
+                         py::object const& epilogue, Pointer out, DataType out_type) {
+  GemmProblem p;
+  p.weight = weight;
+  p.x = as<void>(x), p.x_type = x_type, p.x_stride = x_stride;
+  p.act_quant = act_quant, p.act_symmetric = symmetric;
+  p.image.batch = batch, p.image.channels = channels, p.m = batch;
+  for (int axis = 0; axis < 3; ++axis) {
+    p.image.size[axis] = size[axis], p.image.taps[axis] = taps[axis], p.image.out[axis] = out_size[axis];
+    p.image.stride[axis] = stride[axis], p.image.padding[axis] = padding[axis], p.image.dilation[axis] = dilation[axis];
+    p.m *= out_size[axis];
+  }
+  if (!epilogue.is_none()) epilogue.cast<Epilogue const&>().set(p);
+  p.out = as<void>(out), p.out_type = out_type;
+  Triple const one = {1, 1, 1}, none = {0, 0, 0};
+  // Under a kernel of one pixel the image is a matrix, which all kernels take.
+  if (taps == one && stride == one && padding == none && act_quant != ActQuant::kTensor) p.image = {};
+  return p;
+}
+
+}  // namespace
+
 void register_conv(py::module_& m) {
+  py::class_<GemmProblem>(m, "ImageProblem", "A product whose rows of x are an image's pixels; the tensors must outlive it.")
+      .def(py::init(&make_problem), py::arg("weight"), py::arg("x_ptr"), py::arg("x_type"), py::arg("x_stride"),
+           py::arg("batch"), py::arg("channels"), py::arg("size"), py::arg("taps"), py::arg("out_size"), py::arg("stride"),
+           py::arg("padding"), py::arg("dilation"), py::arg("act_quant"), py::arg("symmetric"), py::arg("epilogue"),
+           py::arg("out_ptr"), py::arg("out_type"))
+      .def(
+          "plan",
+          [](GemmProblem const& problem, Device const& device) -> std::optional<Plan> {
+            Plan found;
+            Status const status = plan(problem, device, &found);
+            if (status.code == Status::kUnsupported) return {};
+            check(status);
+            return found;
+          },
+          py::arg("device"), "How it would be launched; None where no kernel takes it.");
+  m.def(
+      "mixed_conv",
+      [](GemmProblem const& problem, Plan const& plan, Pointer workspace, Pointer stream) {
+        check(mixed_gemm(problem, plan, {as<void>(workspace), plan.workspace}, as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("plan"), py::arg("workspace_ptr"), py::arg("stream"),
+      "Write the result, as `plan` says, in a workspace of its size, on the current device.");
+  m.attr("tap_vector") = kTapVector;
+  m.def(
+      "depthwise_conv",
+      [](GemmProblem const& problem, Pointer taps, Pointer stream) {
+        check(depthwise_conv(problem, as<float>(taps), as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("taps_ptr"), py::arg("stream"),
+      "Write the result of a problem with one input channel a group, by the weight's values, fp32 [taps][n rounded up to "
+      "tap_vector], on the current device.");
+
   using Pair = std::array<int, 2>;
   py::enum_<ConvOutput>(m, "ConvOutput")
       .value("int8", ConvOutput::kInt8)

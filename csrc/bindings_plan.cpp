@@ -14,6 +14,30 @@ namespace cutlass_ops {
 
 namespace py = pybind11;
 
+namespace {
+
+// A plan depends on where memory starts, not on what is there. What is described here may be in host memory, which has other
+// alignments, or nowhere yet.
+alignas(256) char somewhere[256];
+
+template <class T>
+T* aligned(T* pointer) {
+  return pointer ? reinterpret_cast<T*>(somewhere) : nullptr;
+}
+
+PackedWeight aligned(PackedWeight w) {
+  w.codes = aligned(w.codes), w.scales = aligned(w.scales), w.zeros = aligned(w.zeros), w.offsets = aligned(w.offsets);
+  w.perm = aligned(w.perm), w.book = aligned(w.book), w.sums = aligned(w.sums);
+  return w;
+}
+
+QuantizedActivations aligned(QuantizedActivations q) {
+  q.codes = aligned(q.codes), q.scales = aligned(q.scales), q.zeros = aligned(q.zeros);
+  return q;
+}
+
+}  // namespace
+
 void register_plan(py::module_& m) {
   py::class_<Device>(m, "Device", "A GPU as far as the choice of a kernel goes; it need not be there.")
       .def(py::init([](int architecture, int multiprocessors, int shared_memory) {
@@ -55,10 +79,10 @@ void register_plan(py::module_& m) {
          Device const& device) {
         GemmProblem problem;
         problem.m = rows;
-        problem.weight = weight;
+        problem.weight = aligned(PackedWeight(weight));
         problem.out_type = out_type;
-        problem.x = as<void>(x), problem.x_type = type, problem.x_stride = stride;
-        if (!quantized.is_none()) problem.quantized = quantized.cast<QuantizedActivations const&>();
+        problem.x = x ? as<void>(x) : somewhere, problem.x_type = type, problem.x_stride = stride;
+        if (!quantized.is_none()) problem.quantized = aligned(quantized.cast<QuantizedActivations const&>());
         problem.act_quant = act_quant, problem.act_symmetric = symmetric;
         problem.batch_invariant = batch_invariant, problem.architecture = architecture, problem.exact = exact;
         Plan chosen;

@@ -59,18 +59,24 @@ Status check_numbers(ConvProblem const& p) {
   Status status = check_ranges({{"x_zero_point", p.x_zero_point, x_low, x_low + 255},
                                 {"y_zero_point", p.y_zero_point, y_low, p.out_type == ConvOutput::kInt32 ? 0 : y_low + 255}});
   if (!status.ok()) return status;
+  if (status = check_activation(p.activation, p.clamp_low, p.clamp_high); !status.ok()) return status;
   if (p.activation == Activation::kGelu || p.activation == Activation::kSilu)
     return unsupported("activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
   if (p.activation != Activation::kNone && p.out_type == ConvOutput::kInt32)
     return invalid("there is an activation, but the result is the int32 sums themselves");
-  if (p.activation == Activation::kClamp && !(p.clamp_low <= p.clamp_high)) {
-    return invalid("clamp_low is " + std::to_string(p.clamp_low) + " and clamp_high " + std::to_string(p.clamp_high) +
-                   "; the first is to be at most the second");
-  }
-  bool const float_bias =
-      p.bias_type == DataType::kFloat32 || p.bias_type == DataType::kFloat16 || p.bias_type == DataType::kBFloat16;
-  if (p.bias && !p.bias_int32 && !float_bias) return invalid("bias_type is neither int32 nor a float type");
+  if (!is_float(p.weight.scale_type)) return invalid("scale_type is not a float type");
+  if (p.bias && !p.bias_int32 && !is_float(p.bias_type)) return invalid("bias_type is neither int32 nor a float type");
   return {};
+}
+
+Status check_memory(ConvProblem const& p) {
+  ConvWeight const& w = p.weight;
+  int const bias_bytes = p.bias_int32 || p.bias_type == DataType::kFloat32 ? 4 : 2;
+  return check_addresses({{"x", p.x, 1},
+                          {"the weight's codes", w.codes, kConvVector},
+                          {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
+                          {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
+                          {"bias", p.bias, bias_bytes, false}});
 }
 
 Status check_conv(ConvProblem const& p) {
@@ -121,8 +127,8 @@ Status check_conv(ConvProblem const& p) {
       (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
   if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
-  if (!aligned(w.codes, kConvVector)) return invalid("the weight starts at an address that is no multiple of 16 bytes");
-  return check_numbers(p);
+  status = check_numbers(p);
+  return status.ok() ? check_memory(p) : status;
 }
 
 // ---- the choice
@@ -293,6 +299,9 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
     return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
                    " are needed" + shape(problem));
   }
+  Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
+                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : 1}});
+  if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
   ConvProblem& p = params.problem = multiplied(problem, plan.pads);
   params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
@@ -300,7 +309,6 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
   params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
-  Status status;
   if (plan.copied_channels) {
     status = problem.weight.order == ConvOrder::kFlat
                  ? launch_gather_taps(problem, workspace.data, plan.copied_channels, stream)

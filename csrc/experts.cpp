@@ -74,9 +74,31 @@ int tile_height(RouteProblem const& r) {
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
 
 Status check_route(RouteProblem const& r) {
-  if (r.experts <= kMostExperts && int64_t(r.tokens) * r.top <= kMostPositions) return {};
-  return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and " + std::to_string(kMostPositions) +
-                             " ids are supported");
+  if (r.experts < 1 || r.tokens < 0 || r.top < 0) {
+    return invalid("experts is " + std::to_string(r.experts) + ", tokens " + std::to_string(r.tokens) + " and top " +
+                   std::to_string(r.top) + "; at least 1, 0 and 0 are expected");
+  }
+  if (r.experts > kMostExperts || int64_t(r.tokens) * r.top > kMostPositions) {
+    return unsupported_experts("up to " + std::to_string(kMostExperts) + " experts and " + std::to_string(kMostPositions) +
+                               " ids are supported");
+  }
+  return check_addresses({{"ids", r.ids, r.wide_ids ? 8 : 4, r.positions() > 0},
+                          {"expert_map", r.expert_map, int(sizeof(int32_t)), r.map_size > 0}});
+}
+
+Status check_memory(MoeProblem const& p) {
+  for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
+    if (Status status = check_weight(experts->stack); !status.ok()) return status;
+    if (experts->bias && !is_float(experts->bias_type)) return invalid("bias_type is not a float type");
+    Status status = check_addresses({{"perm", experts->perm, int(sizeof(int32_t)), false},
+                                     {"bias", experts->bias, experts->bias_type == DataType::kFloat32 ? 4 : 2, false}});
+    if (!status.ok()) return status;
+  }
+  if (!is_float(p.weight_type)) return invalid("weight_type is not a float type");
+  bool const any = p.route.positions() > 0;
+  Status status =
+      check_addresses({{"x", p.x, 2, any}, {"topk_weights", p.topk_weights, p.weight_type == DataType::kFloat32 ? 4 : 2, any}});
+  return status.ok() ? check_stride("x_stride", p.x_stride, p.gate_up.stack.k, p.route.tokens) : status;
 }
 
 Status check_moe(MoeProblem const& p, Device const& device) {
@@ -87,7 +109,10 @@ Status check_moe(MoeProblem const& p, Device const& device) {
   if (p.down.stack.k % kRowsPerPanel)
     return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
   if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
-  return check_route(p.route);
+  Status status = check_act_quant(p.act_quant);
+  if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high);
+  if (status.ok()) status = check_route(p.route);
+  return status.ok() ? check_memory(p) : status;
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
@@ -184,7 +209,12 @@ Status quantize_rows(MoeProblem const& p, void const* x, int64_t stride, int row
 }  // namespace
 
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream) {
-  if (Status status = check_route(problem); !status.ok()) return status;
+  Status status = check_route(problem);
+  if (status.ok()) {
+    status = check_addresses({{"offsets", routing.offsets, int(sizeof(int32_t))},
+                              {"order", routing.order, int(sizeof(int32_t)), problem.positions() > 0}});
+  }
+  if (!status.ok()) return status;
   return launch_route(problem, routing, {}, kSlotRows, stream);
 }
 
@@ -195,6 +225,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
     return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
                                   std::to_string(plan.workspace) + " are needed"};
   }
+  Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0}, {"out", p.out, 2}});
+  if (!status.ok()) return status;
   MoeLayout const at = lay_out(p, plan.slots, plan.tiles);
   auto* const base = static_cast<uint8_t*>(workspace.data);
   RouteProblem const& r = p.route;
@@ -205,7 +237,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
   Routing routing;
   routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
-  Status status = launch_route(r, routing, table, plan.block_m, stream);
+  status = launch_route(r, routing, table, plan.block_m, stream);
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);

@@ -89,13 +89,8 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace workspace, Stream stream) {
   if (!chosen.spec) return {Status::kInvalid, "the plan is empty; plan() fills it"};
   if (problem.m == 0) return {};
-  if (workspace.bytes < chosen.workspace) {
-    return {Status::kInvalid, "the workspace has " + std::to_string(workspace.bytes) + " bytes; " +
-                                  std::to_string(chosen.workspace) + " are needed" + shape(problem)};
-  }
-  if (chosen.compensates && !chosen.layout.sums && !problem.weight.sums) {
-    return {Status::kInvalid, "the plan is for a weight that has its column sums; this one has none" + shape(problem)};
-  }
+  if (Status status = check_launch(problem, chosen, workspace); !status.ok())
+    return {status.code, status.text + shape(problem)};
   WorkspaceLayout const& layout = chosen.layout;
   auto* base = static_cast<uint8_t*>(workspace.data);
   GemmProblem ready = problem;
@@ -105,9 +100,13 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
                        layout.block,
                        layout.stride,
-                       layout.rows};
+                       layout.rows,
+                       layout.scale_columns};
   }
-  if (layout.upcasts) ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
+  if (layout.upcasts) {
+    ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
+    ready.quantized.upcast_scaled = is_image(problem) || ready.quantized.block != -1;
+  }
   if (layout.compensates) {
     ready.quantized.zero_values = base + layout.zero_values;
     ready.quantized.zero_scales = reinterpret_cast<float*>(base + layout.zero_scales);
@@ -115,15 +114,24 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   Status status;
   if (layout.sums) place_colsums(&ready.weight, base + layout.colsums);
   if (status.ok() && layout.block) {
-    QuantizeProblem quantize{problem.x,        problem.x_type,      problem.x_stride, problem.m,
-                             problem.weight.k, problem.weight.perm, ready.quantized};
-    status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
+    QuantizeProblem quantize{problem.x,
+                             problem.x_type,
+                             problem.x_stride,
+                             int(stored_rows(problem)),
+                             stored_columns(problem),
+                             problem.weight.perm,
+                             ready.quantized,
+                             layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
+    if (quantize.range) status = launch_find_range(quantize, stream);
+    if (status.ok())
+      status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {
     status = launch_upcast_activations(ready, stream);
   }
   if (layout.upcasts) {
-    ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type, ready.x_stride = padded_k(problem.weight.k);
-    if (ready.quantized.block != -1) ready.quantized.scales = nullptr;  // the values include them
+    ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type;
+    ready.x_stride = padded_k(stored_columns(problem)), ready.image.channels = int(ready.x_stride);
+    if (ready.quantized.upcast_scaled) ready.quantized.scales = nullptr;
   }
   if (status.ok() && layout.compensates && !layout.block) status = launch_compensate_zeros(ready, stream);
   if (status.ok() && layout.sums) {
@@ -138,13 +146,18 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   return status;
 }
 
+Status depthwise_conv(GemmProblem const& problem, float const* taps, Stream stream) {
+  if (Status status = check_depthwise(problem, taps); !status.ok() || problem.m == 0) return status;
+  return launch_conv_depthwise(problem, taps, stream);
+}
+
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
   return launch_quantize_activations(problem, stream);
 }
 
 Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream) {
-  if (Status status = check_sums(weight); !status.ok()) return status;
+  if (Status status = check_sums(weight, colsums); !status.ok()) return status;
   return launch_weight_colsum(weight, false, false, colsums, stream);
 }
 
@@ -164,31 +177,22 @@ Status dequantize(DequantizeProblem const& problem, Stream stream) {
 }
 
 Status quantize_flat(FlatProblem const& problem, Stream stream) {
-  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  if (Status status = check_flat(problem, true); !status.ok() || problem.count == 0) return status;
   return launch_quantize_flat(problem, stream);
 }
 
 Status dequantize_flat(FlatProblem const& problem, Stream stream) {
-  if (Status status = check_flat(problem); !status.ok() || problem.count == 0) return status;
+  if (Status status = check_flat(problem, false); !status.ok() || problem.count == 0) return status;
   return launch_dequantize_flat(problem, stream);
 }
 
 Status dequantize_awq(AwqWeight const& weight, void* out, Stream stream) {
-  if (Status status = check_awq(weight); !status.ok()) return status;
+  if (Status status = check_awq(weight, out); !status.ok()) return status;
   return launch_dequantize_awq(weight, out, stream);
 }
 
 Status awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void* out, Stream stream) {
-  if (Status status = check_awq(weight); !status.ok() || m == 0) return status;
-  int const group = weight.k / weight.groups;
-  if (m < 0 || m > kMaxAwqRows || group % 32) {
-    return {Status::kUnsupported, "m is " + std::to_string(m) + " and groups are of " + std::to_string(group) + "; up to " +
-                                      std::to_string(kMaxAwqRows) + " rows and groups of a multiple of 32 are supported"};
-  }
-  if (reinterpret_cast<uintptr_t>(x) % 16 || x_stride % 8) {
-    return {Status::kUnsupported,
-            "the rows of x begin at an address that is no multiple of 16 bytes; kernels load 16 at a time"};
-  }
+  if (Status status = check_awq_gemm(weight, x, x_stride, m, out); !status.ok() || m == 0) return status;
   return launch_awq_gemm(weight, x, x_stride, m, out, stream);
 }
 
@@ -205,6 +209,7 @@ DeviceGuard::DeviceGuard(int) : status_(no_cuda()) {}
 DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
+Status depthwise_conv(GemmProblem const&, float const*, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status weight_colsum(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }

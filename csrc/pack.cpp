@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstring>
 #include <limits>
 #include <stdexcept>
@@ -112,18 +113,30 @@ struct Window {
   bool full() const { return rows == kRowsPerPanel && columns == kKPerTile; }
 };
 
+// Whether all codes have kBits bits: others would run into their neighbours'.
 template <int kBits>
-void pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
+bool codes_fit(uint8_t const* codes, int64_t stride, Window const& window) {
+  uint8_t bits = 0;
+  for (int row = 0; row < window.rows; ++row)
+    for (int column = 0; column < window.columns; ++column) bits |= codes[row * stride + column];
+  return bits < 1 << kBits;
+}
+
+// Whether the codes fit.
+template <int kBits>
+bool pack_chunk(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int64_t index) {
   Window const window(index, n, k);
   uint8_t const* source = codes + window.first_row * k + window.first_k;
   uint8_t* chunk = packed + index * k_tile_bytes(kBits);
-  if (window.full()) return write_chunk<kBits>(source, k, chunk);
+  if (!codes_fit<kBits>(source, k, window)) return false;
+  if (window.full()) return write_chunk<kBits>(source, k, chunk), true;
   Tile tile;
   tile.fill(kSignBit<kBits>);  // codes of value zero
   for (int row = 0; row < window.rows; ++row) {
     std::memcpy(tile.data() + row * kKPerTile, source + row * k, size_t(window.columns));
   }
   write_chunk<kBits>(tile.data(), kKPerTile, chunk);
+  return true;
 }
 
 template <int kBits>
@@ -139,7 +152,7 @@ void unpack_chunk(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, i
   }
 }
 
-void check(int64_t n, int64_t k, int bits, int threads) {
+void check(uint8_t const* codes, uint8_t const* packed, int64_t n, int64_t k, int bits, int threads) {
   // code_position takes ints, padding included.
   constexpr int64_t kLargest = std::numeric_limits<int32_t>::max() - kKPerTile;
   auto const fail = [](char const* name, int64_t value, std::string const& accepted) {
@@ -149,6 +162,7 @@ void check(int64_t n, int64_t k, int bits, int threads) {
   if (bits != 4 && bits != 8) fail("bits", bits, "4, 8");
   if (n < 1 || n > kLargest) fail("n", n, range);
   if (k < 1 || k > kLargest) fail("k", k, range);
+  if (!codes || !packed) throw std::invalid_argument(std::string(codes ? "packed" : "codes") + " is a null pointer");
   if (threads < 0) fail("threads", threads, "0 (every core) and up");
 }
 
@@ -157,15 +171,21 @@ int64_t chunk_count(int64_t n, int64_t k) { return padded_rows(n) / kRowsPerPane
 }  // namespace
 
 void pack(uint8_t const* codes, uint8_t* packed, int64_t n, int64_t k, int bits, int threads) {
-  check(n, k, bits, threads);
+  check(codes, packed, n, k, bits, threads);
   prefer_large_pages(packed, size_t(packed_bytes(n, k, bits)));
-  for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
-    return bits == 4 ? pack_chunk<4>(codes, packed, n, k, index) : pack_chunk<8>(codes, packed, n, k, index);
+  std::atomic<bool> fit{true};
+  for_each_index(chunk_count(n, k), kBatch, threads, [=, &fit](int64_t index) {
+    if (!(bits == 4 ? pack_chunk<4>(codes, packed, n, k, index) : pack_chunk<8>(codes, packed, n, k, index))) fit = false;
   });
+  if (fit) return;
+  int64_t const at = std::find_if(codes, codes + n * k, [=](uint8_t code) { return code >> bits; }) - codes;
+  throw std::invalid_argument("codes[" + std::to_string(at / k) + ", " + std::to_string(at % k) + "] is " +
+                              std::to_string(codes[at]) + "; accepted with bits = " + std::to_string(bits) + ": 0 to " +
+                              std::to_string((1 << bits) - 1));
 }
 
 void unpack(uint8_t const* packed, uint8_t* codes, int64_t n, int64_t k, int bits, int threads) {
-  check(n, k, bits, threads);
+  check(codes, packed, n, k, bits, threads);
   prefer_large_pages(codes, size_t(n) * k);
   for_each_index(chunk_count(n, k), kBatch, threads, [=](int64_t index) {
     return bits == 4 ? unpack_chunk<4>(packed, codes, n, k, index) : unpack_chunk<8>(packed, codes, n, k, index);

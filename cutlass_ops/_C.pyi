@@ -22,6 +22,7 @@ class ActQuant:
     none: ActQuant
     token: ActQuant
     block: ActQuant
+    tensor: ActQuant
 
 class Activation:
     none: Activation
@@ -289,6 +290,35 @@ def plan(
     device: Device,
 ) -> Plan: ...
 def rows_of(shape: object, strides: object, k: int) -> tuple[int, int]: ...
+
+class ImageProblem:
+    def __init__(
+        self,
+        weight: PackedWeight,
+        x_ptr: int,
+        x_type: DataType,
+        x_stride: int,
+        batch: int,
+        channels: int,
+        size: Sequence[int],
+        taps: Sequence[int],
+        out_size: Sequence[int],
+        stride: Sequence[int],
+        padding: Sequence[int],
+        dilation: Sequence[int],
+        act_quant: ActQuant,
+        symmetric: bool,
+        epilogue: Epilogue | None,
+        out_ptr: int,
+        out_type: DataType,
+    ) -> None: ...
+    def plan(self, device: Device) -> Plan | None: ...
+
+def mixed_conv(problem: ImageProblem, plan: Plan, workspace_ptr: int, stream: int) -> None: ...
+
+tap_vector: int  # output channels
+
+def depthwise_conv(problem: ImageProblem, taps_ptr: int, stream: int) -> None: ...
 
 class ConvOrder:
     by_channels: ConvOrder

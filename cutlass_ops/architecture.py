@@ -12,10 +12,10 @@ from __future__ import annotations
 import re
 import sys
 import warnings
-from collections.abc import Hashable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from functools import cache
 from importlib import import_module
-from types import CodeType, ModuleType
+from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, cast
 
 import torch
@@ -118,6 +118,21 @@ class Architecture:
             return "it shares its weight with another module"
         return ""
 
+    def misfits(self, tensors: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Names of a checkpoint's tensors that the model has no place for, and of the model's that
+        the checkpoint lacks, as transformers' loader finds them.
+
+        Nothing where the model is not known, or not of a class that its configuration names.
+        """
+        if self.model is None or type(self.model).__name__ not in (self.model.config.architectures or ()):
+            return [], []
+        names = {tensor: self._renamed(tensor, self._tensors)[0] for tensor in tensors}
+        unexpected = {name for name in names.values() if name not in self._tensors}
+        missing = self._tensors.keys() - set(names.values()) - getattr(self.model, "all_tied_weights_keys", {}).keys()
+        found = SimpleNamespace(unexpected_keys=unexpected, missing_keys=missing)
+        self.model._adjust_missing_and_unexpected_keys(found)
+        return [tensor for tensor, name in names.items() if name in found.unexpected_keys], sorted(found.missing_keys)
+
     def _reason_by_name(self, module: str) -> str:
         for pattern, reason in _BY_NAME:
             if re.search(pattern, module):
@@ -212,9 +227,9 @@ def _is_plain(cls: Any) -> bool:
     layer.in_features, layer.out_features = 5, 3
     # from_pretrained makes models in the context of the meta device
     random = torch.Generator().manual_seed(0)
-    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random, device="cpu"))
-    layer.bias = nn.Parameter(torch.randn(3, generator=random, device="cpu"))
-    x = torch.randn(2, 5, generator=random, device="cpu")
+    layer.weight = nn.Parameter(torch.randn(3, 5, generator=random, dtype=torch.float32, device="cpu"))
+    layer.bias = nn.Parameter(torch.randn(3, generator=random, dtype=torch.float32, device="cpu"))
+    x = torch.randn(2, 5, generator=random, dtype=torch.float32, device="cpu")
     with torch.no_grad():
         try:
             y = layer(x)

@@ -1,6 +1,6 @@
 """Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-On a CPU they are the reference. On a GPU they gather the pixels under the kernel and call :func:`cutlass_ops.mixed_gemm`.
+On a CPU they are the reference; ``conv_gpu.py`` has what a GPU does.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 
-from . import activations, arguments, formats, library, native, ops, reference
+from . import activations, arguments, conv_gpu, library, native, reference
 from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
@@ -39,7 +38,7 @@ def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ..
     extents = extents * dims if len(extents) == 1 else extents
     # type() and not isinstance(): True is no number of pixels.
     if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
-        raise ValueError(f"{name} is {value!r}; an integer of at least {least}, or {dims} of them, is expected")
+        raise ValueError(f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, is expected")
     return extents
 
 
@@ -133,18 +132,21 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU x's channels are gathered for each
-    tap, in memory of taps times the result's pixels times x's channels, and multiplied by :func:`cutlass_ops.mixed_gemm`;
-    convolutions of groups of which each has a number of output channels that is no multiple of 64 are the reference there,
-    which waits for the GPU. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU the kernels of products take the
+    pixels under each tap straight from x. torch's convolution of the dequantised operands takes their place where x is fp32 and
+    not quantised, and where a group of the convolution has a number of output channels that is no multiple of 64. Weights and
+    quantised activations may be rounded once to x's dtype where the result has it too, as in :func:`cutlass_ops.mixed_gemm`.
+    Depthwise convolutions (one input channel a group) round nothing on the way. The first call with such a weight keeps its
+    values in fp32 as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
+    weight's tensors is noticed by the next call, not by CUDA graphs.
+    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
     ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
     keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
 
     Args:
-        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), in any
-            memory format.
+        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device, in any memory format.
         weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
@@ -222,10 +224,6 @@ def _mixed_conv(
         arguments.check_residual(residual, weight, shape)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
-    if x.is_cuda and x.dtype is torch.float32 and act_quant == "none":
-        raise TypeError(
-            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with a quantised x)"
-        )
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
         raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
@@ -260,124 +258,11 @@ def run_conv(
         "out_dtype": out_dtype,
     }
     with arguments.without_autocast(x.device):
-        if weight.gpu >= 0 and (groups == 1 or weight.n // groups % formats.ROWS_PER_SLAB == 0):
-            y = by_products(x, weight, geometry, **options)
+        if weight.gpu >= 0:
+            y = conv_gpu.convolve(x.detach(), weight, geometry, **options)
         else:
             y = reference_conv.mixed_conv(x.detach(), weight.unpack(), geometry, **options)
     return y.contiguous().movedim(-1, 1)
-
-
-# ---- by products of gathered pixels
-
-
-def _gather_taps(images: Tensor, kernel_size: Sequence[int], geometry: Geometry, missing: float = 0) -> Tensor:
-    """The pixels under the kernel at each of its places, ``[pixels of the result, taps, C]``, of images ``[B, *space, C]``.
-
-    ``missing`` stands where there are no pixels.
-    """
-    dims = len(kernel_size)
-    edges = [pad for extent in reversed(geometry.padding) for pad in (extent, extent)]
-    images = F.pad(images, [0, 0, *edges], value=missing)
-    for dim, span in enumerate(geometry.spans(kernel_size)):
-        images = images.unfold(1 + dim, span, geometry.stride[dim])[..., :: geometry.dilation[dim]]
-    # [B, *out, C, *kernel]
-    taps = images.movedim(1 + dims, -1)
-    return taps.flatten(1 + dims, 2 * dims).flatten(0, dims)
-
-
-def _gather_quantized(
-    x: Tensor, weight: PackedWeight, geometry: Geometry, act_quant: str, act_symmetric: bool
-) -> list[activations.QuantizedActivations]:
-    """x, quantised, as rows that :attr:`PackedWeight.matrix` can be multiplied by, for each group of the convolution."""
-    columns = weight.matrix.k // weight.taps
-    block = formats.activation_block(weight.group_size)
-    codes, scales, zeros = reference_conv.quantize_pixels(x, geometry.groups, act_quant, act_symmetric, block)
-
-    def blocks(vectors: Tensor, filling: float) -> Tensor:
-        """A vector for each block of the padded channels."""
-        if act_quant != "block":
-            return vectors.expand(*vectors.shape[:2], columns // block)
-        return F.pad(vectors, (0, columns // block - vectors.shape[2]), value=filling)
-
-    def rows(pixels: Tensor, group: int, missing: float = 0) -> Tensor:
-        images = pixels[:, group].view(x.shape[0], *x.shape[2:], -1)
-        return _gather_taps(images, weight.kernel_size, geometry, missing).flatten(1)
-
-    scales = blocks(scales, 1.0)
-    padded = F.pad(codes, (0, columns - codes.shape[2]))
-    if zeros is not None:
-        zeros = blocks(zeros, 0)
-        # The padding's codes stand for zero.
-        padded[..., codes.shape[2] :] = zeros.repeat_interleave(block, 2)[..., codes.shape[2] :]
-    return [
-        _in_kernel_order(
-            rows(padded, group), rows(scales, group, 1.0), None if zeros is None else rows(zeros, group), block, x.dtype
-        )
-        for group in range(geometry.groups)
-    ]
-
-
-def _in_kernel_order(
-    codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype
-) -> activations.QuantizedActivations:
-    """The inverse of :meth:`activations.QuantizedActivations.natural`."""
-    m, k = codes.shape
-
-    def ordered(vectors: Tensor) -> Tensor:
-        return F.pad(vectors.t(), (0, -m % 16)).contiguous()
-
-    return activations.QuantizedActivations(
-        codes=reference.activation_order(codes, zeros, block),
-        scales=ordered(scales),
-        zeros=None if zeros is None else ordered(zeros),
-        block=block,
-        k=k,
-        shape=codes.shape,
-        dtype=dtype,
-        perm=None,
-    )
-
-
-def by_products(
-    x: Tensor,
-    weight: PackedWeight,
-    geometry: Geometry,
-    *,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """What :func:`reference_conv.mixed_conv` computes, by :func:`cutlass_ops.mixed_gemm`.
-
-    The output channels of each of the convolution's groups are a multiple of 64, or there is one group.
-    """
-    n, c = weight.n // geometry.groups, weight.k // weight.taps
-    y = torch.empty(x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n, dtype=out_dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    matrix = weight.matrix
-    quantized = None if act_quant == "none" else _gather_quantized(x, weight, geometry, act_quant, act_symmetric)
-    for group in range(geometry.groups):
-        rows = slice(group * n, (group + 1) * n)
-        if quantized is None:
-            images = x[:, group * c : (group + 1) * c].movedim(1, -1)
-            taps = _gather_taps(images, weight.kernel_size, geometry)
-            gathered: Any = F.pad(taps, (0, matrix.k // weight.taps - c)).flatten(1)
-        else:
-            gathered = quantized[group]
-        part = ops.mixed_gemm(
-            gathered,
-            matrix if geometry.groups == 1 else matrix.row_panels(rows.start, rows.stop),
-            None if bias is None else bias[rows],
-            activation,
-            residual=None if residual is None else residual[..., rows].reshape(-1, n),
-            out_dtype=out_dtype,
-        )
-        y[..., rows] = part.view(*y.shape[:-1], n)
-    return y
 
 
 # ---- torch.library

@@ -6,14 +6,13 @@ On a CPU they are the reference. Kernels take weights in natural order, which ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, arguments, library, native, reference
+from . import _C, arguments, kept, library, native, reference
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -154,9 +153,8 @@ def _check_static(
         arguments.check_frozen(weight)
     if out_dtype not in (*_INT8, torch.int32):
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
+    reference_conv.check_static_activation(activation)
     call = native.split_activation(activation)
-    if call[0] in ("gelu", "silu"):
-        raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
     _check_scale("x_scale", x_scale)
     _check_zero_point("x_zero_point", x_zero_point, x.dtype)
     if out_dtype == torch.int32:
@@ -244,52 +242,16 @@ def _run_static(
 # ---- on a GPU
 
 
-class _Natural(NamedTuple):
-    """A weight as ``conv.h`` describes it.
-
-    Attributes:
-        codes: int8, in one of the orders of ``conv.h``.
-        sums: int32 ``[N]``, of the codes of each channel.
-    """
-
-    codes: Tensor
-    sums: Tensor
-
-
-#: By the packed codes: the version of these, and the weight in natural order, by its sizes and order.
-_kept: Any = WeakTensorKeyDictionary()
-
-
-def _make_natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> _Natural:
+def _make_natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> tuple[Tensor, Tensor]:
+    """A weight as ``conv.h`` describes it: int8 codes in one of its orders, and int32 ``[N]`` sums of each channel's codes."""
     if order == _C.ConvOrder.flat:
         taps = (1, 1)
     codes = (weight.unpack().codes ^ 0x80).view(torch.int8).view(weight.n, *taps, -1)
     sums = codes.sum((1, 2, 3), dtype=torch.int32)
     if order == _C.ConvOrder.by_taps:
         words = F.pad(codes[..., 0], (0, -taps[1] % 4)).view(weight.n, taps[0], -1, 4)
-        return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
-    return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[3]) - codes.shape[3])).contiguous(), sums)
-
-
-def _natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> _Natural:
-    """The weight in natural order: what is kept, if the codes are still those that it was made of."""
-    if weight.codes.is_inference():  # torch does not record what is written to it
-        return _make_natural(weight, taps, order)
-    of_codes = _kept.setdefault(weight.codes, {})
-    key, version = (weight.n, taps, order), weight.codes._version
-    made, natural = of_codes.get(key, (None, None))
-    if made == version:
-        return cast(_Natural, natural)
-    found = _make_natural(weight, taps, order)
-    if torch.cuda.is_current_stream_capturing():
-        return found
-    if natural is not None:  # CUDA graphs read that memory
-        for to, tensor in zip(natural, found, strict=True):
-            to.copy_(tensor)
-        found = natural
-    torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
-    of_codes[key] = version, found
-    return found
+        return words.permute(1, 2, 0, 3).contiguous(), sums
+    return F.pad(codes, (0, _C.stored_channels(codes.shape[3]) - codes.shape[3])).contiguous(), sums
 
 
 def launch(
@@ -318,11 +280,12 @@ def launch(
     bias = weight.bias if bias is None else bias
     bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
-        natural = _natural(weight, taps, order)
+        name = ("natural", weight.n, taps, order)
+        codes, sums = kept.form(weight, (), name, lambda: _make_natural(weight, taps, order))
         conv_weight = _C.ConvWeight(
-            natural.codes.data_ptr(),
+            codes.data_ptr(),
             order,
-            natural.sums.data_ptr(),
+            sums.data_ptr(),
             weight.scales.data_ptr(),
             native.DATA_TYPES[weight.scales.dtype],
             weight.n,

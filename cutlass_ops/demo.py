@@ -204,13 +204,13 @@ def generate(
         if cuda_graph:
             step = _captured(partial(run, prompt), step)
             cache.reset()
-        stopped = torch.zeros(prompt.shape[0], dtype=torch.bool)
+        stopped = torch.zeros(prompt.shape[0], dtype=torch.bool, device="cpu")
         while len(made) < max_new_tokens and not stopped.all():
             begin = time.perf_counter()
             step() if made else run(prompt)
             made.append(newest.to("cpu", copy=True))  # waits for the device
             seconds.append(time.perf_counter() - begin)
-            stopped |= torch.isin(made[-1][:, 0], torch.tensor(stop, dtype=torch.int64))
+            stopped |= torch.isin(made[-1][:, 0], torch.tensor(stop, dtype=torch.int64, device="cpu"))
     return torch.cat(made, dim=1), seconds
 
 
@@ -299,7 +299,7 @@ def run_demo(
         tokens = tokenizer(text, add_special_tokens=False)["input_ids"]
     else:
         tokens = tokenizer(prompt)["input_ids"]
-    prompt_ids = torch.tensor([tokens], device=on_device)
+    prompt_ids = torch.tensor([tokens], dtype=torch.int64, device=on_device)
     stop = [token for token in (tokenizer.eos_token_id,) if token is not None]
 
     def answer(name: str, network: nn.Module, expected: Tensor | None, kernels: tuple[Kernel, ...]) -> Generation:

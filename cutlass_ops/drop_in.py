@@ -363,7 +363,7 @@ def _awq_gemm(x: Tensor, qweight: Tensor, scales: Tensor, qzeros: Tensor) -> Ten
             return x @ _awq_dequantize(qweight, scales, qzeros)
     qweight, scales, qzeros = _aligned(qweight.detach()), _aligned(scales.detach()), _aligned(qzeros.detach())
     m, k = x.shape
-    if x.stride(1) != 1 or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:
+    if not native.has_rows(x) or (m > 1 and x.stride(0) % 8) or x.data_ptr() % 16:
         x = _aligned(x)
     out = _awq_gemm_fake(x, qweight, scales, qzeros)
     with native.on_device(x.device):

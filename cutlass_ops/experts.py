@@ -203,15 +203,11 @@ def _check_options(
     return native.split_activation(activation)
 
 
-def _check_x(x: Any, device: torch.device, k: int, act_quant: str) -> None:
+def _check_x(x: Any, device: torch.device, k: int) -> None:
     arguments.check_float("x", x, device)
     arguments.check_device(device)
     if x.dim() != 2 or x.shape[1] != k:
         raise ValueError(f"x has shape {tuple(x.shape)}; [M, {k}] is expected")
-    if x.dtype is torch.float32 and act_quant == "none" and device.type == "cuda":
-        raise TypeError(
-            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
-        )
 
 
 def _autocast(x: Any) -> Any:
@@ -270,7 +266,7 @@ def grouped_gemm(
     eager calls.
 
     Args:
-        x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device (on a GPU fp32 takes an ``act_quant``).
+        x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device.
         experts: what :func:`reorder_experts` returned, ``[E, N, K]``.
         routing: what :func:`route` returned for ids of x's rows.
         bias: fp16, bf16 or fp32 ``[E, N]``, if the experts have none.
@@ -287,7 +283,7 @@ def grouped_gemm(
     _check_experts("experts", experts)
     call = _check_options([experts], activation, act_quant)
     x = _autocast(x)
-    _check_x(x, experts.device, experts.k, act_quant)
+    _check_x(x, experts.device, experts.k)
     _check_routing(routing, experts, x.shape[0], gathered)
     if out_dtype is not None and out_dtype not in native.DATA_TYPES:
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
@@ -364,7 +360,7 @@ def mixed_moe(
     the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Args:
-        x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device (on a GPU fp32 takes an ``act_quant``).
+        x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
         gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up.
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
@@ -384,7 +380,7 @@ def mixed_moe(
     _check_experts("down", down)
     call = _check_options([gate_up, down], activation, act_quant)
     x = _autocast(x)
-    _check_x(x, gate_up.device, gate_up.k, act_quant)
+    _check_x(x, gate_up.device, gate_up.k)
     if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
         raise ValueError(
             f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
@@ -438,8 +434,7 @@ def _launch_moe(
     act_symmetric: bool,
     expert_map: Tensor | None,
 ) -> Tensor:
-    if x.stride(1) != 1:
-        x = x.contiguous()
+    x = native.row_matrix(x)
     weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
     route, kept = _route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)

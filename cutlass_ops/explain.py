@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import _C, arguments, native, ops, reference
-from .activations import QuantizedActivations
+from .activations import MAX_M, QuantizedActivations
 from .packed_weight import PackedWeight
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
@@ -30,10 +30,11 @@ class Explanation:
 
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
-        kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set.
+        kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set; "torch.matmul" for
+            an fp32 x that is not quantised.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
             quantises x itself), upcast_activations or compensate_zeros, weight_colsum (where terms of zero points are needed
-            and not kept), `kernel`, splitk_reduce. Empty without rows of x.
+            and not kept), `kernel`, splitk_reduce; for "torch.matmul" dequantize, for each panel. Empty without rows of x.
         tile: output features and rows of x that a cluster (a CTA, where there are no clusters) computes at a time.
         grid: CTAs along x and y.
         cluster: CTAs of a cluster.
@@ -64,7 +65,7 @@ class Explanation:
     why: str
 
     def __str__(self) -> str:
-        if self.device == "cpu":
+        if not self.tile[0]:
             return f"{self.device}: {self.kernel} ({self.why})"
         clusters = f" in clusters of {self.cluster}" if self.cluster > 1 else ""
         tail = f" of the last {self.tail_tiles} tiles" if self.tail_tiles else ""
@@ -105,7 +106,7 @@ def _memory(x: Tensor, plain: bool, batch_invariant: bool) -> tuple[int, int]:
         matrix = x if x.dim() == 2 else x.view(-1, k)
     except RuntimeError:  # x.reshape() copies
         return 0, k
-    return (0, k) if k > 1 and matrix.stride(1) != 1 else (matrix.data_ptr(), matrix.stride(0))
+    return (matrix.data_ptr(), matrix.stride(0)) if native.has_rows(matrix) else (0, k)
 
 
 def explain(
@@ -191,6 +192,17 @@ def explain(
         plain = plain and bias is None and activation is None and residual is None and out_dtype is None
         plain = plain and not (saturate or batch_invariant or architecture or exact)
         ptr, stride = _memory(x, plain, batch_invariant)
+    if not isinstance(x, QuantizedActivations) and ops.takes_panels(dtype, act_quant):
+        ops.check_panels(batch_invariant)
+        if not 0 <= m <= MAX_M:
+            raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
+        nothing = (0, 0)
+        scratch = 4 * weight.k * ops.panel_rows(weight)
+        why = "no kernel takes an fp32 x: the weight is dequantised in panels of rows for torch's fp32 product"
+        launches = ("dequantize",) if m else ()
+        return Explanation(
+            f"sm_{gpu.architecture}", "torch.matmul", launches, nothing, nothing, 1, 0, 0, 0, 1, 0, scratch, True, why
+        )
     weight.check_sums()
     plan = _C.plan(
         weight.native,

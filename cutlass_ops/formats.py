@@ -100,7 +100,7 @@ def check_layout(name: object, version: object) -> None:
 def check_bits(bits: int) -> int:
     """Return ``bits``, or raise ``ValueError`` if no format has that many."""
     if type(bits) is not int or bits not in BITS:
-        raise ValueError(f"bits is {bits!r}; supported are {', '.join(map(str, BITS))}")
+        raise ValueError(f"bits is {bits!r:.100}; supported are {', '.join(map(str, BITS))}")
     return bits
 
 
@@ -112,7 +112,7 @@ def check_group_size(group_size: int) -> int:
     """
     if type(group_size) is int and (group_size in (-1, 32, 64) or (group_size > 0 and group_size % K_PER_TILE == 0)):
         return group_size
-    raise ValueError(f"group_size is {group_size!r}; supported are 32, 64, multiples of 128, and -1 (all of K)")
+    raise ValueError(f"group_size is {group_size!r:.100}; supported are 32, 64, multiples of 128, and -1 (all of K)")
 
 
 def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
@@ -120,9 +120,9 @@ def check_kernel_size(kernel_size: Sequence[int], k: int) -> tuple[int, ...]:
     size = tuple(kernel_size) if isinstance(kernel_size, Sequence) else (kernel_size,)
     # type() and not isinstance(): True is no size.
     if len(size) > 3 or any(type(extent) is not int or extent < 1 for extent in size):
-        raise ValueError(f"kernel_size is {kernel_size!r}; at most three integers of at least 1 are expected")
+        raise ValueError(f"kernel_size is {kernel_size!r:.100}; at most three integers of at least 1 are expected")
     if k % math.prod(size):
-        raise ValueError(f"kernel_size is {size}; its {math.prod(size)} taps do not divide K = {k}")
+        raise ValueError(f"kernel_size is {size!r:.100}; the product of its extents does not divide K = {k}")
     return size
 
 
@@ -130,14 +130,14 @@ def check_flat_block_size(blocksize: int) -> int:
     """Return ``blocksize``, or raise ``ValueError`` if no flat block has so many elements."""
     if type(blocksize) is int and blocksize in FLAT_BLOCK_SIZES:
         return blocksize
-    raise ValueError(f"blocksize is {blocksize!r}; supported are {', '.join(map(str, FLAT_BLOCK_SIZES))}")
+    raise ValueError(f"blocksize is {blocksize!r:.100}; supported are {', '.join(map(str, FLAT_BLOCK_SIZES))}")
 
 
 def check_quant_type(quant_type: str) -> str:
     """Return ``quant_type``, or raise ``ValueError`` if no code book has that name."""
     if quant_type in CODE_BOOKS:
         return quant_type
-    raise ValueError(f"quant_type is {quant_type!r}; supported are {', '.join(map(repr, CODE_BOOKS))}")
+    raise ValueError(f"quant_type is {quant_type!r:.100}; supported are {', '.join(map(repr, CODE_BOOKS))}")
 
 
 def midpoint(bits: int) -> int:

@@ -6,18 +6,15 @@ Importing this module is what makes products differentiable; the package does so
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import arguments, formats, library, native, ops, reference
+from . import arguments, library, native, ops, reference
 from . import ops_library as ops_library  # defines the operators that get gradients here
 from .packed_weight import PackedWeight
-
-#: Values of W that the backward pass holds at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
-_PANEL_VALUES = 1 << 26
 
 #: Positions of mixed_gemm's arguments behind x, the weight's and the epilogue's: those that may require a gradient.
 _BIAS = 1 + library.WEIGHT_FIELDS
@@ -31,36 +28,32 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
 
     W has the dtype of ``grad``, a panel of its rows at a time; where there are several, their products are added in fp32.
     """
-    rows = max(_PANEL_VALUES // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
-    if rows >= weight.n:
+    if ops.panel_rows(weight) == weight.n:
         return (grad @ ops.run_dequantize(weight, grad.dtype)).to(dtype)
     if not _FP32_RESULTS:
         grad = grad.float()
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
-    for start in range(0, weight.n, rows):
-        stop = min(start + rows, weight.n)
-        panel = ops.run_dequantize(weight, grad.dtype, start, stop)
+    for rows, panel in ops.panels(weight, grad.dtype):
         if grad.dtype == torch.float32:
-            total.addmm_(grad[:, start:stop], panel)
+            total.addmm_(grad[:, rows], panel)
         else:
-            total += torch.mm(grad[:, start:stop], panel, out_dtype=torch.float32)
+            total += torch.mm(grad[:, rows], panel, out_dtype=torch.float32)
     return total.to(dtype)
 
 
 def through_activation(grad: Tensor, z: Tensor, activation: str | None, low: float, high: float) -> Tensor:
-    """``grad * act'(z)``, with torch's own derivative of each function."""
-    aten = torch.ops.aten
-    if activation == "relu":
-        grad = aten.threshold_backward(grad, z, 0.0)
-    elif activation == "relu6":
-        grad = aten.hardtanh_backward(grad, z, 0.0, 6.0)
-    elif activation == "gelu":
-        grad = aten.gelu_backward(grad, z)
-    elif activation == "silu":
-        grad = aten.silu_backward(grad, z)
-    elif activation == "clamp":
-        grad = torch.where((z >= low) & (z <= high), grad, 0.0)
-    return grad
+    """``grad * act'(z)``, with torch's own derivative of each function; ``ValueError`` if there is no such activation."""
+    reference.check_activation(native.named_activation(activation, low, high))
+    aten: Any = torch.ops.aten
+    of_activation: dict[str | None, Callable[[], Tensor]] = {
+        None: lambda: grad,
+        "relu": lambda: aten.threshold_backward(grad, z, 0.0),
+        "relu6": lambda: aten.hardtanh_backward(grad, z, 0.0, 6.0),
+        "gelu": lambda: aten.gelu_backward(grad, z),
+        "silu": lambda: aten.silu_backward(grad, z),
+        "clamp": lambda: torch.where((z >= low) & (z <= high), grad, 0.0),
+    }
+    return of_activation[activation]()
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
+from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
 from .nn import MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
@@ -38,7 +39,7 @@ from .packed_file import is_packed, load_packed, packed_info
 from .packed_weight import PackedWeight
 from .plan import Options, plan
 from .reorder import reorder
-from .safetensors_files import json_object
+from .safetensors_files import INDEX, json_object
 from .weight import CheckpointError
 
 # ---- registration
@@ -120,7 +121,8 @@ def load_model(
             the one beside the file, else the one in a packed file's metadata.
         options: what of a checkpoint to pack, and how its float matrices are quantised; None packs
             what is quantised.
-        dtype: of x, and so of norms and embeddings; None takes the configuration's.
+        dtype: of x, and so of norms and embeddings; None takes the configuration's, but bfloat16 in
+            place of a float16 whose range the model exceeds.
         device: where the model shall be.
         act_quant, act_symmetric: as in :class:`cutlass_ops.MixedLinear`; None takes what the
             directory, packed file or checkpoint says, else "none" and True.
@@ -144,7 +146,10 @@ def load_model(
         raise ModuleNotFoundError(f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'") from error
     path = local_path(path)
     config = _config(transformers, path) if config is None else copy.deepcopy(config)
-    dtype = dtype or getattr(config, "dtype", None) or torch.float32
+    if dtype is None:
+        dtype = getattr(config, "dtype", None) or torch.float32
+        if dtype is torch.float16 and exceeds_fp16(config.model_type):
+            dtype = torch.bfloat16
     quantization = getattr(config, "quantization_config", None) or {}
     if not isinstance(quantization, dict):
         quantization = quantization.to_dict()
@@ -160,6 +165,8 @@ def load_model(
         if quantization:
             config.quantization_config = quantization
     if path.is_dir() and quantization.get("quant_method") == QUANT_METHOD:
+        if (path / INDEX).is_file() and not isinstance(json_object(path / INDEX).get("metadata"), dict):
+            raise CheckpointError(path / INDEX, 'has no object "metadata", which transformers expects')
         source: dict[str, Any] = {"pretrained_model_name_or_path": path}
     else:
         with torch.device("meta"):
@@ -172,9 +179,11 @@ def load_model(
                 raise ValueError(_MISMATCH.format(path, name, list(state[name].shape), list(parameter.shape)))
         source = {"pretrained_model_name_or_path": None, "state_dict": state}
     try:
-        model, found = model_class.from_pretrained(
-            **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
-        )
+        # from_pretrained would take the default device; the model goes to ``device`` when it is complete.
+        with torch.device("cpu"):
+            model, found = model_class.from_pretrained(
+                **source, config=config, dtype=dtype, ignore_mismatched_sizes=True, output_loading_info=True
+            )
     except CheckpointError:
         raise
     except ValueError as error:
@@ -223,7 +232,8 @@ def _config(transformers: ModuleType, path: Path) -> Any:
     directory = path if path.is_dir() else path.parent
     fields: Mapping[str, Any] = {}
     problem = f"there is no config.json in {directory}, and no config is given"
-    if path.is_file() and path.suffix == ".gguf":
+    in_keys = path.is_dir() and any(path.glob("*.gguf")) and not (path / "config.json").is_file()
+    if in_keys or (path.is_file() and path.suffix == ".gguf"):
         checkpoint = load_checkpoint(path)
         fields, problem = checkpoint.config, f"{checkpoint.config_problem}; config can be given"
     elif (directory / "config.json").is_file():
@@ -249,7 +259,7 @@ def _config(transformers: ModuleType, path: Path) -> Any:
 
 
 def _tensors(
-    path: Path, architecture: Architecture, options: Options | None
+    path: Path, architecture: Architecture, options: Options | None, dtype: torch.dtype
 ) -> tuple[Iterator[tuple[str, PackedWeight | PackedExperts | Tensor]], Mapping[str, str], tuple[str, bool] | None]:
     """What any file holds.
 
@@ -262,7 +272,12 @@ def _tensors(
         stated = info.options.get(ACTIVATIONS)
         return iter(load_packed(path).items()), info.tied, tuple(stated) if isinstance(stated, list) else None
     checkpoint = load_checkpoint(path)
-    steps = plan(checkpoint, options or Options(), architecture).steps
+    steps = plan(checkpoint, options or Options(), architecture, dtype=dtype, or_floats=True).steps
+    rounded = {step.entry.rounded: step.name for step in steps if step.weight is not None and step.entry.rounded}
+    for warning in checkpoint.warnings:
+        warnings.warn(f"{path}: {warning}", stacklevel=4)
+    for how, name in rounded.items():
+        warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
     values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
     return values, {}, checkpoint.activations
 
@@ -272,7 +287,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
     architecture = Architecture(model)
-    tensors, tied, activations = _tensors(path, architecture, options)
+    tensors, tied, activations = _tensors(path, architecture, options, dtype)
     for name, value in tensors:
         if isinstance(value, Tensor):
             state[name] = value
@@ -299,6 +314,10 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
-        raise ValueError(f"{path}: none of its weights is a linear layer of {type(model).__name__}")
+        what = f"none of its quantised weights is a linear layer of {type(model).__name__}"
+        warnings.warn(f"{path}: {what}: their values are loaded as {dtype}", stacklevel=3)
+        if hasattr(config, "quantization_config"):
+            del config.quantization_config
+        return state
     config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
     return state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
@@ -23,6 +24,7 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
+from .checkpoints.gguf_models import exceeds_fp16
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
 from .nn_experts import MixedExperts
@@ -170,6 +172,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
             raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
+        if model.dtype is torch.float16 and exceeds_fp16(model.config.model_type):
+            warnings.warn(
+                f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
+                stacklevel=2,
+            )
         for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
             try:
                 weight = without_values(model.get_submodule(name), form)

@@ -12,8 +12,8 @@ others load.
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
-tensor under its own name. A quantised word embedding is a table of its fp32 values, which a tied
-head shares.
+tensor under its own name. A quantised word embedding is a table of its values in the model's dtype,
+beside the packed head where it is tied to it.
 
 :mod:`cutlass_ops.packed_config` describes ``quantization_config``.
 """
@@ -32,9 +32,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from .architecture import architecture_of
 from .checkpoints import Checkpoint
 from .model_card import CARD, model_card
-from .packed_config import GUARD, GUARD_KEY, WeightFormat, plain_config, quantization_config
+from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
 from .packed_file import Slices
 from .packing import (
     Item,
@@ -46,8 +47,8 @@ from .packing import (
     summary_of,
     write_shard,
 )
-from .plan import Options, Progress, plan
-from .safetensors_files import INDEX, SETTINGS, Spec, is_written, spec_bytes
+from .plan import Options, Progress, misfits, plan
+from .safetensors_files import INDEX, SETTINGS, Spec, errors_name, is_written, spec_bytes
 from .weight import CheckpointError
 
 #: What output heads are called.
@@ -104,8 +105,9 @@ def reorder_model(
             finished tensor.
 
     Raises:
-        CheckpointError: a tensor that cannot be packed, or a GGUF file of a model that transformers
-            could not load so.
+        CheckpointError: a tensor that cannot be packed or that the model has no place for, one of
+            the model that the checkpoint lacks, or a GGUF file of a model that transformers could
+            not load so.
         ValueError: nothing to pack, an option out of range, a layer that cannot be split so, a
             directory that is the checkpoint's own or holds other packed files, or that another
             process writes.
@@ -126,7 +128,10 @@ def reorder_model(
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
     if checkpoint.config_problem:
         raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
-    planned = plan(checkpoint, options)
+    architecture = architecture_of(checkpoint.config)
+    planned = plan(checkpoint, options, architecture, dtype=model_dtype(checkpoint.config))
+    if problems := misfits(architecture, (name for step in planned.steps for name in step.tensors)):
+        raise CheckpointError(checkpoint.path, "; ".join(problems))
     items = items_of(checkpoint, planned.steps, ranks, splits)
     summary = summary_of(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
@@ -141,7 +146,7 @@ def reorder_model(
     if dry_run:
         return replace(result, copied=tuple(_small_files(checkpoint, ranks)))
     small_files, problem = _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
-    result = replace(result, copied=tuple(small_files), warnings=(problem,) if problem else ())
+    result = replace(result, copied=tuple(small_files), warnings=(*result.warnings, *([problem] if problem else [])))
     path.mkdir(exist_ok=True)
     with _locked(path):
         if others := {*path.glob("rank-*-of-*"), *path.glob("*.safetensors")} - {*directories, *result.files}:
@@ -287,7 +292,7 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
             transformers = import_module("transformers")
             with tempfile.TemporaryDirectory() as scratch:
                 # Alone in a directory: transformers would read settings that stand beside it.
-                (Path(scratch) / "model.gguf").symlink_to(checkpoint.path.resolve())
+                (Path(scratch) / "model.gguf").symlink_to(checkpoint.files[0].resolve())
                 # Not AutoTokenizer, which takes the architecture's class; some files have a
                 # tokenizer of another.
                 tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
@@ -315,7 +320,7 @@ def _json(value: Any) -> bytes:
 def _replace(path: Path, content: bytes) -> None:
     """Write a file that is complete or absent."""
     temporary = path.with_name(f".{path.name}.partial")
-    with temporary.open("wb") as file:
+    with errors_name(path), temporary.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

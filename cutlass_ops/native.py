@@ -13,6 +13,7 @@ from . import _C, reference
 
 DATA_TYPES = {torch.float32: _C.DataType.float32, torch.float16: _C.DataType.float16, torch.bfloat16: _C.DataType.bfloat16}
 ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.ActQuant.block}
+CONV_ACT_QUANT = {**ACT_QUANT, "tensor": _C.ActQuant.tensor}
 ACTIVATIONS = {
     None: _C.Activation.none,
     "relu": _C.Activation.relu,
@@ -40,11 +41,17 @@ def on_device(device: torch.device) -> AbstractContextManager[object]:
     return nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether the rows of a matrix are contiguous and do not overlap, as those of an expanded tensor do."""
+    rows, columns = x.shape
+    return (columns == 1 or x.stride(1) == 1) and (rows <= 1 or x.stride(0) >= columns)
+
+
 def row_matrix(x: Tensor) -> Tensor:
-    """``x`` as a matrix whose rows are contiguous; copied only if it must be."""
+    """``x`` as a matrix that :func:`has_rows`; copied only if it must be."""
     if x.dim() != 2:
         x = x.reshape(-1, x.shape[-1])
-    return x if x.stride(1) == 1 or x.shape[1] == 1 else x.contiguous()
+    return x if has_rows(x) else x.contiguous()
 
 
 def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
@@ -53,6 +60,25 @@ def split_activation(activation: reference.Activation) -> tuple[str | None, floa
     if isinstance(activation, tuple):
         return activation[0], float(activation[1]), float(activation[2])
     return activation, 0.0, 0.0
+
+
+def native_epilogue(
+    bias: Tensor | None, activation: str | None, low: float, high: float, residual: Tensor | None, saturate: bool
+) -> _C.Epilogue | None:
+    """What happens to sums, or None if they are only rounded; residual is a matrix whose rows are contiguous."""
+    if bias is None and residual is None and activation is None and not saturate:
+        return None
+    return _C.Epilogue(
+        pointer(bias),
+        data_type(bias),
+        pointer(residual),
+        data_type(residual),
+        0 if residual is None else residual.stride(0),
+        ACTIVATIONS[activation],
+        low,
+        high,
+        saturate,
+    )
 
 
 def named_activation(activation: str | None, low: float, high: float) -> reference.Activation:

@@ -7,6 +7,7 @@ all the rest of a call.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
@@ -31,15 +32,16 @@ from .arguments import (
     jit_state,
     requires_grad,
     runs_directly,
+    without_autocast,
 )
 from .library import weight_fields
 from .native import (
     ACT_QUANT,
-    ACTIVATIONS,
     DATA_TYPES,
     current_stream,
     data_type,
     named_activation,
+    native_epilogue,
     on_device,
     pointer,
     row_matrix,
@@ -47,6 +49,9 @@ from .native import (
 )
 from .packed_weight import PackedWeight
 from .weight import QuantizedWeight
+
+#: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
+_PANEL_VALUES = 1 << 26
 
 #: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
 #: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
@@ -66,23 +71,9 @@ def _launch(
 ) -> Tensor:
     """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
     bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
-    if bias is None:
-        bias = weight.bias
-    epilogue = None
-    if bias is not None or residual is not None or activation is not None or saturate:
-        if residual is not None:
-            residual = row_matrix(residual)
-        epilogue = _C.Epilogue(
-            pointer(bias),
-            data_type(bias),
-            pointer(residual),
-            data_type(residual),
-            0 if residual is None else residual.stride(0),
-            ACTIVATIONS[activation],
-            low,
-            high,
-            saturate,
-        )
+    if residual is not None:
+        residual = row_matrix(residual)
+    epilogue = native_epilogue(weight.bias if bias is None else bias, activation, low, high, residual, saturate)
     y: Tensor = _C.mixed_gemm(
         weight.native,
         x,
@@ -122,7 +113,7 @@ def _cpu_gemm(
     if bias is None:
         bias = weight.bias
     plain = activation is None and residual is None and not saturate
-    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32)
+    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32, device="cpu")
     first = bias if plain else None
     _C.cpu_mixed_gemm(
         weight.native,
@@ -145,12 +136,55 @@ def _cpu_gemm(
     return reference.epilogue(y, bias, named_activation(activation, low, high), rows, out_dtype, saturate)
 
 
+def takes_panels(dtype: torch.dtype, act_quant: str) -> bool:
+    """Whether :func:`panel_gemm` computes a product of floats on a GPU: no kernel multiplies fp32 as it is."""
+    return dtype is torch.float32 and act_quant == "none"
+
+
+def check_panels(batch_invariant: bool) -> None:
+    """Raise ``ValueError`` for ``batch_invariant``, which :func:`panel_gemm` is not."""
+    if batch_invariant:
+        raise ValueError(
+            "batch_invariant is True and x is float32 with act_quant='none', which torch's product takes on a GPU, and the "
+            "bits of that depend on M; float16 and bfloat16, and 'token' and 'block', are supported"
+        )
+
+
+def panel_rows(weight: PackedWeight) -> int:
+    """Rows of a weight that are dequantised at a time."""
+    rows = max(_PANEL_VALUES // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
+    return min(rows, weight.n)
+
+
+def panels(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
+    """The weight's values, some rows at a time: which, and ``[rows, K]``."""
+    step = panel_rows(weight)
+    for start in range(0, weight.n, step):
+        stop = min(start + step, weight.n)
+        yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
+
+
+def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
+    """An fp32 x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product with :func:`panels` of the weight."""
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
+    check_panels(batch_invariant)
+    total = torch.empty(x.shape[0], weight.n, dtype=torch.float32, device=x.device)
+    with without_autocast(x.device):
+        for rows, values in panels(weight, torch.float32):
+            total[:, rows] = x @ values.t()
+    bias = weight.bias if bias is None else bias
+    rows_added = None if residual is None else residual.view(shape)
+    return reference.epilogue(total.view(shape), bias, named_activation(activation, low, high), rows_added, out_dtype, saturate)
+
+
 def gemm_floats(
     x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
     if weight.gpu < 0:
         return _cpu_gemm(row_matrix(x), None, m, weight, ACT_QUANT[act_quant], act_symmetric, shape, end)
+    if takes_panels(x.dtype, act_quant):
+        return panel_gemm(x, weight, shape, end)
     batch_invariant = end[7]
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
@@ -230,6 +264,11 @@ def mixed_gemm(
     codes, which :meth:`PackedWeight.sum_codes` makes and keeps, or makes them itself: the bits are the same.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
 
+    On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is dequantised in panels of rows, at
+    most 256 MB of fp32 values at a time, and multiplied by torch, in TF32 only where
+    ``torch.backends.cuda.matmul.allow_tf32`` is set, which torch does not do by itself. That takes many times as long as fp16
+    or bf16.
+
     Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
     launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
     points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
@@ -244,8 +283,8 @@ def mixed_gemm(
     as they are.
 
     Args:
-        x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device (on a GPU fp32 takes an ``act_quant``), or what
-            :func:`quantize_activations` returned, with the weight's ``perm`` and a fitting block.
+        x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device, or what :func:`quantize_activations` returned, with the
+            weight's ``perm`` and a fitting block.
         weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
         bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
         activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
@@ -260,7 +299,7 @@ def mixed_gemm(
             with int4 weights takes 2 to 3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
             up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to 1.6 at 16, and 1.1 to 1.5
             from 64 on. (Symmetric blocks of x with int4 weights, which have the tile of 128 rows then, were not timed so.)
-            Split-K takes slices x M x N x 4 bytes of workspace.
+            Split-K takes slices x M x N x 4 bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
         architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones; 0
             for those of the GPU. For tests and comparisons; unused on a CPU.
         exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; a
@@ -329,11 +368,8 @@ def mixed_gemm(
         raise TypeError(f"out_dtype is {out_dtype}; supported are {dtype_names(DATA_TYPES)}")
     if weight.gpu < 0 or not _C.built_with_cuda:
         check_device(device)
-    elif dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
-        raise TypeError(
-            "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16 (float32 with 'token' or 'block')"
-        )
-
+    elif isinstance(x, Tensor) and takes_panels(dtype, act_quant):
+        check_panels(batch_invariant)
     end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
     if isinstance(x, QuantizedActivations):
         if differentiable:

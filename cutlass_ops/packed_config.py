@@ -27,11 +27,12 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from . import formats
+from .checkpoints.gguf_models import exceeds_fp16
 
 QUANT_METHOD = formats.QUANT_METHOD
 #: A key of ``config.json`` by which transformers finds the weights' file, and what stands there in
@@ -126,10 +127,28 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
 
 
+def model_dtype(config: Mapping[str, Any]) -> torch.dtype:
+    """The dtype of a model's floats by its ``config.json``; fp16 or bf16 where it says none."""
+    plain = plain_config(config)
+    inner = plain.get("text_config")
+    for holder in (plain, inner if isinstance(inner, dict) else {}):
+        for key in ("dtype", "torch_dtype"):
+            name = str(holder.get(key)).removeprefix("torch.")
+            if name in ("float16", "bfloat16", "float32"):
+                return cast(torch.dtype, getattr(torch, name))
+    return torch.bfloat16 if exceeds_fp16(str(config.get("model_type", ""))) else torch.float16
+
+
 def plain_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """``config.json`` without what it says of the checkpoint's own quantisation and file names."""
+    """``config.json`` without what it says of the checkpoint's own quantisation and file names; and
+    with bf16 in place of fp16 for a model that exceeds its range.
+
+    Tools that quantise models convert them to fp16, whatever they are.
+    """
     left_out = ("quantization_config", "compression_config", GUARD_KEY)
     plain = {key: value for key, value in config.items() if key not in left_out}
+    if exceeds_fp16(str(config.get("model_type", ""))):
+        plain |= {key: "bfloat16" for key in ("dtype", "torch_dtype") if plain.get(key) == "float16"}
     if isinstance(inner := plain.get("text_config"), dict):
         plain["text_config"] = plain_config(inner)
     return plain

@@ -37,7 +37,7 @@ def pack_codes(codes: Tensor, bits: int) -> Tensor:
     n, k = codes.shape
     if not _on_gpu(codes):
         host = codes.cpu().contiguous()
-        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8)
+        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8, device="cpu")
         _C.pack(host.data_ptr(), packed.data_ptr(), n, k, bits)
         return packed.to(codes.device)
     packed = codes.new_empty(_C.packed_bytes(n, k, bits))
@@ -49,7 +49,7 @@ def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
     """Undo :func:`pack_codes`: uint8 ``[N, K]``, on the same device."""
     if not _on_gpu(packed):
         host = packed.cpu()
-        codes = torch.empty(n, k, dtype=torch.uint8)
+        codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
         _C.unpack(host.data_ptr(), codes.data_ptr(), n, k, bits)
         return codes.to(packed.device)
     if packed.data_ptr() % 16:  # a view into a file's bytes
@@ -200,6 +200,8 @@ class PackedWeight:
 
         The columns behind a tap's channels have codes of value zero, but whatever zero point or offset: x must be zero there.
         """
+        if self.taps == 1:
+            return replace(self, kernel_size=())
         columns = formats.padded_k(self.k, self.taps)
         if self.group_size == -1:
             return replace(self, k=columns, kernel_size=())
@@ -213,6 +215,17 @@ class PackedWeight:
             vectors = {part: getattr(self, part) for part in ("scales", "zeros", "offsets")}
             changed = {part: vector[groups] for part, vector in vectors.items() if vector is not None}
         return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
+
+    @cached_property
+    def _matrices(self) -> dict[int, tuple[PackedWeight, ...]]:
+        return {1: (self.matrix,)}
+
+    def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
+        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple of 64; made once."""
+        if groups not in self._matrices:
+            n = self.n // groups
+            self._matrices[groups] = tuple(self.matrix.row_panels(i * n, i * n + n) for i in range(groups))
+        return self._matrices[groups]
 
     @cached_property
     def nbytes(self) -> int:
@@ -236,7 +249,7 @@ class PackedWeight:
             self.n,
             self.k,
             self.bits,
-            self.group_size,
+            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,  # kernels count in 32 bits
             _NATIVE_TYPES[self.scales.dtype],
             _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
             pointers.get("bias", 0),
@@ -318,7 +331,7 @@ class PackedWeight:
 
     def __getstate__(self) -> dict[str, Any]:
         # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
-        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix")
+        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix", "_matrices")
         return {name: value for name, value in self.__dict__.items() if name not in derived}
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -202,6 +202,8 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
         "source_bytes": sum(file.stat().st_size for file in checkpoint.files),
         "styles": {item.step.name: item.style for item in items if item.style != "replicate"},
         "kept": planned.kept,
+        "warnings": checkpoint.warnings,
+        "rounded": {item.step.name: item.step.entry.rounded for item in items if item.step.entry.rounded},
     }
 
 
@@ -219,9 +221,12 @@ class Reordered:
         found: how many of those were there already, from a run that was interrupted.
         copied: names of the other files that were copied or, of a GGUF file, made from what it
             holds.
-        warnings: what a user should know: that there is no tokenizer, and why.
+        warnings: what a user should know: what of the checkpoint is not used; that there is no
+            tokenizer, and why.
         styles: how the layers that are split over ranks are split, by name.
         kept: why matrices that the options choose were not packed, by module name.
+        rounded: how what is stored of quantised weights differs from their values, by name, where
+            it does.
     """
 
     path: Path
@@ -235,6 +240,7 @@ class Reordered:
     warnings: tuple[str, ...] = ()
     styles: Mapping[str, str] = field(default_factory=dict)
     kept: Mapping[str, str] = field(default_factory=dict)
+    rounded: Mapping[str, str] = field(default_factory=dict)
 
 
 def reorder_checkpoint(

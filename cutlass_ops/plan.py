@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeAlias
@@ -41,6 +41,13 @@ class Step:
     entry: Entry
     name: str
     weight: Quantized | None
+
+    @property
+    def tensors(self) -> tuple[str, ...]:
+        """Names of the model's tensors that it stands for."""
+        if self.weight is None:
+            return (self.name,)
+        return tuple(f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes)
 
 
 @dataclass(frozen=True)
@@ -108,6 +115,8 @@ def plan(
     architecture: Architecture | None = None,
     *,
     for_model: bool = True,
+    dtype: torch.dtype | None = None,
+    or_floats: bool = False,
 ) -> Plan:
     """What becomes of each entry, in the order of the checkpoint.
 
@@ -119,7 +128,7 @@ def plan(
     as ``[N, K]``.
 
     What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it
-    is, a quantised one as the fp32 values that its file gives it. A quantised embedding that is the
+    is, a quantised one as the values that its file gives it. A quantised embedding that is the
     output head too is packed as the head, and its values become the table.
 
     Args:
@@ -127,6 +136,10 @@ def plan(
         architecture: the model; None takes what ``checkpoint.config`` says.
         for_model: whether the result is loaded as a model. If not, it is a file of weights: every
             weight that the checkpoint quantised is packed, and a tied one is stored once.
+        dtype: to which the values of quantised weights that stay plain are rounded; None keeps them
+            in fp32.
+        or_floats: whether a quantised checkpoint of which no weight can be packed has a plan of
+            plain tensors.
 
     Raises:
         CheckpointError: a quantised tensor that cannot be packed and is not excluded.
@@ -139,17 +152,21 @@ def plan(
     kept: dict[str, str] = {}
     transposed: list[str] = []
     biases = set()
+    held_codes = False
     for entry in checkpoint.entries.values():
         module = entry.name.removesuffix(".weight")
         chosen = bool((include is None or include.search(module)) and not (exclude is not None and exclude.search(module)))
         quantized = entry.quantized is not None or bool(entry.problem)
+        held_codes |= quantized or bool(entry.decoded)
+        if entry.decoded:
+            kept[module] = entry.decoded
         if not quantized:
             floats = options.bits is not None and (_is_linear(entry) or (not for_model and _is_convolution(entry)))
             chosen = chosen and floats and (include is not None or not (default.search(module) or architecture.is_head(module)))
         reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
         if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and include is None:
             reason = reason or _reason_against_taps(entry, options.bits)
-        if chosen and for_model and not entry.tied_to and _TABLE.search(module):
+        if chosen and for_model and _TABLE.search(module):
             reason = reason or "its name is that of a word embedding, of which a model looks up rows"
         if reason:
             kept[module] = reason
@@ -158,17 +175,15 @@ def plan(
             raise CheckpointError(
                 checkpoint.path, "is quantised, and a Conv1D of its model; such models are supported as floats", entry.source
             )
+        if entry.problem and (chosen or not entry.has_values):
+            hint = "; to store its values as floats, leave it out (--exclude)" if entry.has_values else ""
+            raise CheckpointError(checkpoint.path, f"{entry.problem}{hint}", entry.source)
         if not chosen:
-            steps += as_tensors(entry) if quantized else [Step(entry, entry.name, None)]
-        elif entry.problem:
-            raise CheckpointError(
-                checkpoint.path,
-                f"{entry.problem}; to store its values as floats, leave it out (--exclude)",
-                entry.source,
-            )
+            steps += as_tensors(checkpoint.path, entry, dtype) if quantized else [Step(entry, entry.name, None)]
         elif entry.quantized is not None:
             if for_model and entry.tied_to:
-                steps.append(Step(replace(entry, nbytes=0), f"{entry.tied_to}.weight", None))
+                table = as_values(checkpoint.path, replace(entry, nbytes=0), dtype)
+                steps.append(Step(table, f"{entry.tied_to}.weight", None))
                 entry = replace(entry, tied_to="")
             steps.append(Step(entry, entry.name, entry.quantized))
         else:
@@ -185,14 +200,32 @@ def plan(
                 checkpoint.path, entry, bias, options.bits, options.group_size, options.symmetric, options.clip
             )
             steps.append(Step(entry, module, weight))
-    if not any(step.weight is not None for step in steps):
+    if not any(step.weight is not None for step in steps) and not (held_codes and or_floats):
         floats = options.bits is None and any(
             _is_linear(entry) or (not for_model and _is_convolution(entry)) for entry in checkpoint.entries.values()
         )
-        hint = "; its weights are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
+        which = "its other weights" if held_codes else "its weights"
+        hint = f"; {which} are floats: give bits (--bits 4 or --bits 8) to quantise them" if floats else ""
         reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
     return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept, transposed)
+
+
+def misfits(architecture: Architecture, tensors: Iterable[str]) -> list[str]:
+    """Why a model with these tensors could not be loaded, one line each."""
+    unexpected, missing = architecture.misfits(tensors)
+    kind = type(architecture.model).__name__
+    lines = []
+    if unexpected:
+        lines.append(f"{kind}, its model, has no place for {_listed(unexpected)}: take them out of the checkpoint")
+    if missing:
+        lines.append(f"lacks {_listed(missing)} of {kind}, its model: is it a part of a checkpoint?")
+    return lines
+
+
+def _listed(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
+    return ", ".join(names[:4]) + (f" and {len(names) - 4} more" if len(names) > 4 else "")
 
 
 def _is_linear(entry: Entry) -> bool:
@@ -220,20 +253,39 @@ def as_transposed(entry: Entry) -> Entry:
     return replace(entry, shape=entry.shape[::-1], values=lambda: entry.values().t().contiguous())
 
 
-def as_tensors(entry: Entry) -> list[Step]:
+def as_values(path: Path, entry: Entry, dtype: torch.dtype | None) -> Entry:
+    """A quantised weight as a plain tensor of its values, rounded to ``dtype`` if it is given."""
+    if dtype in (None, entry.dtype):
+        return replace(entry, rounded="")
+
+    def values() -> Tensor:
+        exact = entry.values()
+        rounded = exact.to(dtype)
+        if not bool(rounded.isfinite().all()):
+            raise CheckpointError(path, f"holds values up to {float(exact.abs().max()):.6g}; {dtype} has no such", entry.source)
+        return rounded
+
+    assert dtype is not None
+    bits = round(-math.log2(torch.finfo(dtype).eps))
+    text = f"values of codes, stored as {str(dtype).removeprefix('torch.')}, the model's, are rounded to {bits + 1} bits"
+    return replace(entry, dtype=dtype, values=values, rounded=text)
+
+
+def as_tensors(path: Path, entry: Entry, dtype: torch.dtype | None = None) -> list[Step]:
     """A quantised weight that is not packed: the values that its file gives it, and its bias."""
     name = entry.tied_to or entry.name
-    steps = [Step(entry, f"{name}.weight", None)]
+    steps = [Step(as_values(path, entry, dtype), f"{name}.weight", None)]
     if entry.quantized is not None and "bias" in entry.quantized.dtypes:
-        read, dtype = entry.quantized.read, entry.quantized.dtypes["bias"]
+        read, stored = entry.quantized.read, entry.quantized.dtypes["bias"]
 
         def bias() -> Tensor:
             value = read().bias
-            return torch.zeros(entry.shape[0], dtype=dtype) if value is None else value
+            assert value is not None
+            return value
 
         steps.append(
             Step(
-                replace(entry, shape=entry.shape[:1], dtype=dtype, nbytes=0, values=bias),
+                replace(entry, shape=entry.shape[:1], dtype=stored, nbytes=0, values=bias, rounded=""),
                 f"{name}.bias",
                 None,
             )

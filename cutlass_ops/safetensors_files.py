@@ -31,6 +31,7 @@ INDEX = "model.safetensors.index.json"
 SETTINGS = ("quantize_config.json", "quant_config.json")
 
 _MAX_JSON_BYTES = 100_000_000  # the library's own limit on a header
+_MAX_TENSORS = 500_000  # the experts of Kimi K2 in GPTQ's form have 280,000
 _MAX_DEPTH = 100  # of JSON: other libraries walk through it by recursion
 _ALIGNMENT = 64
 _MAX_HEADER_BYTES = 100_000_000  # above it, the safetensors library refuses a file
@@ -60,11 +61,23 @@ Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 
 
 @contextmanager
+def errors_name(path: Path) -> Iterator[None]:
+    """A time in which an OSError that names no file, such as that of a full disk, gets this name."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
+@contextmanager
 def opened(path: Path) -> Iterator[Any]:
     """``safe_open`` with torch tensors; what the library raises becomes a CheckpointError."""
     if not path.is_file():
         raise CheckpointError(path, "not a file" if path.exists() else "no such file")
     try:
+        # The library says of any file it cannot open that there is none.
+        path.open("rb").close()
         with safe_open(path, framework="pt") as file:
             yield file
     except SafetensorError as error:
@@ -91,7 +104,7 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
     """A file's metadata, and its tensors in their order."""
     with opened(path) as file:
         specs: dict[str, Spec] = {}
-        for name in file.offset_keys():
+        for name in tensor_names(path, file):
             part = file.get_slice(name)
             if part.get_dtype() not in TYPES:
                 raise CheckpointError(path, f"has type {part.get_dtype()}; known are {', '.join(TYPES)}", name)
@@ -99,11 +112,25 @@ def read_header(path: Path) -> tuple[dict[str, str], dict[str, Spec]]:
         return file.metadata() or {}, specs
 
 
+def tensor_names(path: Path, file: Any) -> list[str]:
+    """The tensors of an open file, in their order."""
+    names: list[str] = file.offset_keys()
+    _check_count(path, len(names))
+    return names
+
+
+def _check_count(path: Path, count: int) -> None:
+    """Refuse more tensors than any model has: each takes 2 kB and 50 us."""
+    if count > _MAX_TENSORS:
+        raise CheckpointError(path, f"has {count} tensors; at most {_MAX_TENSORS} are read")
+
+
 def placement(index: Path) -> dict[str, str]:
     """The file of each tensor by an index; each name is checked to be one of the index's directory."""
     weight_map = json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not all(isinstance(name, str) for name in weight_map.values()):
         raise CheckpointError(index, 'has no "weight_map" from tensors to files')
+    _check_count(index, len(weight_map))
     for tensor, name in weight_map.items():
         # A shard lies beside its index: a name must not lead to another directory.
         if not name.endswith(".safetensors") or name != Path(name).name or "\0" in name:
@@ -177,7 +204,8 @@ def stream_safetensors(
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     try:
         with open(descriptor, "wb", buffering=0) as file:
-            file.truncate(size)
+            with errors_name(target):
+                file.truncate(size)
 
             def write(name: str, tensor: Tensor) -> None:
                 if name not in missing:
@@ -190,14 +218,16 @@ def stream_safetensors(
                 for first in range(0, len(data), _BYTES_AT_A_TIME):
                     part = data[first : first + _BYTES_AT_A_TIME]
                     digest.update(part)
-                    _write_all(file.fileno(), part, begins[name] + first)
+                    with errors_name(target):
+                        _write_all(file.fileno(), part, begins[name] + first)
                 sums[name] = digest.hexdigest()
 
             yield write
             if missing:
                 raise ValueError(f"tensors announced and never written: {', '.join(sorted(missing))}")
-            _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
-            os.fsync(file.fileno())
+            with errors_name(target):
+                _write_all(file.fileno(), _header(specs, metadata, sums)[0], 0)
+                os.fsync(file.fileno())
         os.replace(temporary, target)
     except BaseException:
         with suppress(FileNotFoundError):

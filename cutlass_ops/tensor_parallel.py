@@ -50,7 +50,7 @@ def split_style(module: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
     if last in _FUSED:
         raise ValueError(
             f"{module!r} is several layers in one, whose rows cannot be split as one layer's; "
-            "to have all of it on every rank, say replicate"
+            f"to have all of it on every rank: {_replicated(last)}"
         )
     return _DEFAULT.get(last, "replicate")
 
@@ -83,7 +83,16 @@ def check_heads(module: str, config: Mapping[str, Any], size: int) -> None:
     key = _HEADS.get(module.rpartition(".")[2])
     heads = config.get(key) if key else None
     if type(heads) is int and heads % size:
-        raise ValueError(f"{module!r} cannot be split over {size} ranks: config.json has {key} {heads}; say replicate")
+        layers = [name for name, other in _HEADS.items() if other == key]
+        raise ValueError(
+            f"{module!r} cannot be split over {size} ranks: config.json has {key} {heads}; "
+            f"to have all of them on every rank: {_replicated(*layers)}"
+        )
+
+
+def _replicated(*layers: str) -> str:
+    """The option by which layers are not split."""
+    return f"--tp-split '{'|'.join(layers)}=replicate'"
 
 
 def sliced_format(n: int, k: int, group_size: int, style: str, size: int) -> tuple[int, int, int]:
@@ -135,7 +144,7 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
         raise ValueError(ACT_ORDER)
     first = rank * k
     step = k if group_size == -1 else group_size
-    groups = torch.arange(first, first + k, step)
+    groups = torch.arange(first, first + k, step, device=weight.device)
     groups = torch.zeros_like(groups) if weight.group_size == -1 else groups // weight.group_size
     parts = {name: getattr(weight, name) for name in ("scales", "zeros", "offsets")}
     changed: dict[str, Any] = {name: part[:, groups] for name, part in parts.items() if part is not None}
@@ -147,7 +156,8 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
 #: Why a weight with act order is not split along K.
 ACT_ORDER = (
     "it has an act order: the groups of its sorted columns are spread over all input features, so no rank's columns "
-    "are whole groups; say replicate (its input has then to be gathered), or take a checkpoint without act order"
+    "are whole groups; replicate it with --tp-split 'NAME=replicate' (its input has then to be gathered), "
+    "or take a checkpoint without act order"
 )
 
 

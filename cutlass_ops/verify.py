@@ -14,12 +14,14 @@ import torch
 from torch import Tensor
 
 from . import reference
+from .architecture import architecture_of
 from .checkpoints import Checkpoint, Entry
+from .checkpoints.checkpoint import FLOAT_TYPES
 from .packed_config import weight_format
 from .packed_experts import PackedExperts
 from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .packed_weight import PackedWeight
-from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, sha256, to_quantize
+from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, misfits, sha256, to_quantize
 from .reorder import reorder
 from .safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
@@ -36,8 +38,8 @@ class Verified:
         notes: what could not be checked, one line each.
         same_source: whether the checkpoint's files have the sha256 in the packed file; None if none
             was given.
-        largest_difference: of a weight's values, packed against the checkpoint's own (for a float
-            checkpoint: the error of quantising); None without a checkpoint.
+        largest_difference: of a quantised weight's values, as they are stored, from the checkpoint's
+            own (for a float checkpoint: the error of quantising); None without a checkpoint.
         largest_at: the weight that has it.
     """
 
@@ -85,7 +87,8 @@ def verify_packed(
             found.problems[begin:] = [f"{directory.name}: {problem}" for problem in found.problems[begin:]]
             slices = packed_info(directory).slices
             if slices is None or (slices.rank, slices.size) != (rank, len(ranks)):
-                found.problems.append(f"{directory.name}: holds {'no rank' if slices is None else f'rank {slices.rank}'}")
+                held = "no rank" if slices is None else f"rank {slices.rank} of {slices.size}"
+                found.problems.append(f"{directory.name}: holds {held}")
         else:
             found.problems.append(f"{directory.name}: is not there")
     if not ranks:
@@ -151,6 +154,13 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
             if progress is not None:
                 progress(entry.name, entry.nbytes)
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
+        if path.is_dir():
+            weights = (f"{name}.{part}" for name in info.weights for part in ("weight", "bias"))
+            stored = [
+                name for name in weights if not name.endswith(".bias") or "bias" in info.parts[name.removesuffix(".bias")]
+            ]
+            found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
+        found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
 
 def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
@@ -232,15 +242,11 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
         _compare(found, packed, _tensors(expected), _tensors(weight), "differs from the checkpoint's")
         if (weight.shape, weight.kernel_size) == (expected.shape, expected.kernel_size):
             values = _sliced(info, packed, entry.values().float())
-            difference = float((reference.dequantize_weight(weight, torch.float32) - values).abs().max())
-            largest = found.largest_difference
-            if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
-                found.largest_difference, found.largest_at = difference, packed
+            _note_difference(found, packed, reference.dequantize_weight(weight, torch.float32), values)
         table = f"{entry.tied_to}.weight" if entry.tied_to else ""
         if table not in info.tensors:
             return {packed}
-        if not _same_bits(_sliced(info, table, entry.values()), _tensor(info, table)):
-            found.problems.append(f"{table}: differs from the checkpoint's")
+        _compare_values(found, info, table, entry.values())
         return {packed, table}
     if entry.quantized is None and not entry.problem:
         steps = [Step(entry, entry.name, None)]
@@ -255,13 +261,30 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
             )
             return set()
     else:
-        steps = as_tensors(entry)
+        steps = as_tensors(checkpoint.path, entry)
     for step in steps:
         if step.name not in info.tensors:
             found.problems.append(f"{step.name}: in the checkpoint ({entry.source}), not in the packed file")
+        elif entry.quantized is not None or entry.problem:
+            _compare_values(found, info, step.name, step.entry.values())
         elif not _same_bits(_sliced(info, step.name, step.entry.values()), _tensor(info, step.name)):
             found.problems.append(f"{step.name}: differs from the checkpoint's")
     return {step.name for step in steps}
+
+
+def _compare_values(found: Verified, info: PackedInfo, name: str, values: Tensor) -> None:
+    """Compare a plain tensor with the values of a quantised weight, rounded to its dtype."""
+    stored, expected = _tensor(info, name), _sliced(info, name, values)
+    if stored.dtype not in FLOAT_TYPES or not _same_bits(expected.to(stored.dtype), stored):
+        found.problems.append(f"{name}: differs from the checkpoint's")
+    else:
+        _note_difference(found, name, stored.float(), expected.float())
+
+
+def _note_difference(found: Verified, name: str, values: Tensor, expected: Tensor) -> None:
+    difference, largest = float((values - expected).abs().max()), found.largest_difference
+    if largest is None or not (difference <= largest or math.isnan(largest)):  # the first NaN stays
+        found.largest_difference, found.largest_at = difference, name
 
 
 def _expected(info: PackedInfo, checkpoint: Checkpoint, entry: Entry, packed: QuantizedWeight) -> QuantizedWeight:

@@ -71,7 +71,7 @@ def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
 
 def is_known_book(book: Tensor) -> bool:
     """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
-    return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, device=book.device))
+    return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, dtype=torch.float32, device=book.device))
 
 
 def not_finite(weight: QuantizedWeight) -> str | None:
@@ -224,7 +224,7 @@ class QuantizedWeight:
             scales = absmax[(torch.arange(n, device=packed.device)[:, None] * k + first) // blocksize]
         if packed.device.type == "cpu":
             packed = packed.contiguous()
-            flat = torch.empty(2 * len(packed), dtype=torch.uint8)
+            flat = torch.empty(2 * len(packed), dtype=torch.uint8, device="cpu")
             _C.unpack_bytes(packed.data_ptr(), 1, len(packed), len(packed), len(packed), True, True, flat.data_ptr())
         else:
             flat = torch.stack((packed >> 4, packed & 15), dim=1).reshape(-1)

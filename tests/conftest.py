@@ -1,11 +1,20 @@
-"""What every test shares: `gpu` tests are skipped, with the reason, where they cannot run."""
+"""What every test shares: `gpu` tests are skipped, with the reason, where they cannot run; each run tells which versions of
+other packages it has not been seen with.
+"""
 
 from __future__ import annotations
 
 import functools
+import re
+from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 
 import pytest
 import torch
+from packaging.requirements import Requirement
+
+CONSTRAINTS = Path(__file__).parent.parent / "constraints.txt"
 
 
 @functools.cache
@@ -25,3 +34,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if marked and (reason := why_no_gpu()):
         for item in marked:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def moved(constraints: str) -> Iterator[str]:
+    """Yield the installed versions that are others than the constraints'."""
+    for pinned in map(Requirement, re.findall("^[^#].*", constraints, re.MULTILINE)):
+        try:
+            found = version(pinned.name)
+        except PackageNotFoundError:
+            continue
+        if (pinned.marker is None or pinned.marker.evaluate()) and not pinned.specifier.contains(found, prereleases=True):
+            yield f"{pinned.name} {found}, not {str(pinned.specifier).removeprefix('==')}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Name the versions that a failure may come from: some names of transformers and PEFT that are used are private."""
+    if versions := list(moved(CONSTRAINTS.read_text())):
+        terminalreporter.section("versions other than in constraints.txt")
+        for line in versions:
+            terminalreporter.line(line)

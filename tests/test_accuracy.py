@@ -10,10 +10,11 @@ from types import ModuleType
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import nn
 
 ROOT = Path(__file__).parent.parent
-pytest.importorskip("transformers", reason="transformers is not installed")
+import_or_skip("transformers")
 
 
 @pytest.fixture(scope="module")

@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops.architecture import architecture_of
 from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import Options
 from cutlass_ops.verify import verify_packed
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-# Python's own parts of transformers and torch warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+transformers = import_or_skip("transformers")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 COMMON: dict[str, Any] = {
@@ -198,6 +198,9 @@ def test_a_quantised_checkpoint_of_conv1d_is_refused(tmp_path: Path) -> None:
     for options in (Options(), Options(exclude="c_attn")):
         with pytest.raises(co.CheckpointError, match="is quantised, and a Conv1D of its model"):
             reorder_model(co.load_checkpoint(tmp_path), tmp_path / "packed", options)
+    # A file of weights is no model: it holds the matrix that the checkpoint has.
+    done = reorder_checkpoint(co.load_checkpoint(tmp_path), tmp_path / "weights.safetensors")
+    assert list(done.weights) == [name.removesuffix(".weight")]
 
 
 def test_a_linear_layer_that_computes_something_else_is_kept() -> None:

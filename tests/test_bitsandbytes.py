@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -22,7 +23,7 @@ RANDOM = torch.Generator().manual_seed(5)
 def bnb() -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles plain torch at every new shape
-        return pytest.importorskip("bitsandbytes", reason="bitsandbytes, which writes these files, is not installed")
+        return import_or_skip("bitsandbytes")
 
 
 def randn(*shape: int) -> Tensor:
@@ -75,6 +76,22 @@ def test_codes_and_blocks_by_hand(tmp_path: Path) -> None:
     assert torch.equal(reference.dequantize_weight(weight, torch.float32), values)
     assert torch.equal(checkpoint.entries["m"].values(), values)
     assert not checkpoint.others
+
+
+def test_values_of_more_codes_than_are_read_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = (3, 97)  # ten blocks of 32 and codes of five blocks at a time, with a nibble and a short block at the end
+    random = torch.Generator().manual_seed(0)
+    state = {
+        "m.weight": torch.randint(0, 256, (146,), generator=random).to(torch.uint8),
+        "m.weight.absmax": torch.arange(10) + 1.0,
+        "m.weight.quant_state.bitsandbytes__nf4": json_tensor({**STATE, "blocksize": 32, "shape": shape}),
+    }
+    codes = torch.stack([state["m.weight"] >> 4, state["m.weight"] & 15], 1).flatten()[:291].int()
+    expected = torch.tensor(formats.NF4)[codes] * state["m.weight.absmax"].repeat_interleave(32)[:291]
+    entry = load_checkpoint(write(tmp_path, {**BY_HAND, **state})).entries["m"]
+    for count in (1 << 20, 160, 32):
+        monkeypatch.setattr("cutlass_ops.checkpoints.bitsandbytes._CODES_AT_A_TIME", count)
+        assert torch.equal(entry.values(), expected.view(shape))
 
 
 def test_nested_absmax_by_hand(tmp_path: Path) -> None:

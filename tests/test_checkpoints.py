@@ -14,6 +14,7 @@ import numpy.typing as npt
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reference
@@ -286,7 +287,7 @@ def test_the_rows_of_q_and_k_are_put_back(tmp_path: Path, kind: Type) -> None:
 
 
 def test_the_rows_agree_with_transformers(tmp_path: Path) -> None:
-    loader = pytest.importorskip("transformers.modeling_gguf_pytorch_utils")
+    loader = import_or_skip("transformers.modeling_gguf_pytorch_utils")
     processor = loader.LlamaTensorProcessor({"num_attention_heads": 6, "num_key_value_heads": 3})
     raw = {name: RANDOM.standard_normal((96, 8)).astype(np.float32) for name in ("attn_q", "attn_k", "attn_v")}
     path = write_gguf(
@@ -327,7 +328,7 @@ def test_other_architectures_keep_their_rows_and_names(tmp_path: Path) -> None:
 
 
 def test_names_are_those_of_transformers(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2, attention_bias=True
     )

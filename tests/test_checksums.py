@@ -113,6 +113,28 @@ def test_version_1_is_read_and_has_no_checksums(tmp_path: Path) -> None:
     assert "has layout version 1, which has no checksums" in shown.stdout
 
 
+@pytest.mark.parametrize("old", [0, -1])
+def test_one_shard_of_version_1_leaves_the_directory_without_checksums(tmp_path: Path, old: int) -> None:
+    checkpoint = load_checkpoint(save_model(tmp_path / "source", float_tensors(1)))
+    path = tmp_path / "packed"
+    done = reorder_model(checkpoint, path, OPTIONS, shard_bytes=60_000)
+    assert len(done.files) == 2
+    assert packed_info(path).checksums is not None
+    before = load_packed(path)
+    as_version_1(done.files[old])
+    info = packed_info(path)
+    assert (info.layout[1], info.checksums) == ("1", None)
+    found = verify_packed(path, checkpoint)
+    assert found.problems == []
+    assert found.notes == [f"{path}: has layout version 1, which has no checksums"]
+    for name, value in load_packed(path).items():
+        same = before[name]
+        if isinstance(value, PackedWeight) and isinstance(same, PackedWeight):
+            assert torch.equal(value.codes, same.codes)
+        else:
+            assert torch.equal(value, same)  # type: ignore[arg-type]
+
+
 def test_the_header_is_written_last_and_recognised_again(tmp_path: Path) -> None:
     specs = {"x": (torch.float32, (4,)), "y": (torch.int8, (3,))}
     path = tmp_path / "w.safetensors"
@@ -281,6 +303,25 @@ def test_sizes_that_only_bias_and_act_order_tell(tmp_path: Path) -> None:
     assert verify_packed(tmp_path).problems == ["w: codes has padding that is not zero"]
 
 
+@pytest.mark.parametrize(("part", "size"), [("bias", 65), ("bias", 0), ("perm", 129), ("perm", 0)])
+def test_sizes_that_the_padding_contradicts(tmp_path: Path, part: str, size: int) -> None:
+    """N of 3 is padded to 64 and K of 40 to 128: a bias or an act order of other sizes says neither N nor K."""
+    packed_file(tmp_path)
+    config = quantization_config({"w": weight_format_of(load_packed(tmp_path / "p.safetensors")["w"])})  # type: ignore[arg-type]
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": config}))
+    tensors = load_file(tmp_path / "p.safetensors")
+    tensors[f"w.{part}"] = torch.zeros(size, dtype=tensors[f"w.{part}"].dtype)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    n, k = (64, 40) if part == "bias" else (3, 128)
+    with pytest.raises(CheckpointError, match=rf"'w\.{part}': has shape \[{size}\]; n={n}, k={k}, "):
+        packed_info(tmp_path)
+    # A weight without them has the sizes of its padding.
+    del tensors[f"w.{part}"]
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    assert packed_info(tmp_path).weights["w"] == (n, k, 4, 32)
+    assert packed_info(tmp_path).rounded == ("w",)
+
+
 def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
     """Directories that were saved before the sizes were kept."""
     _, target = saved
@@ -291,6 +332,23 @@ def test_sizes_that_are_rounded_up(saved: tuple[Path, Path]) -> None:
     found = verify_packed(target)
     assert found.problems == []
     assert found.notes[1] == f"{target}: keeps no N and K of 7 weights; their padding cannot be distinguished from their values"
+
+
+def test_a_config_may_leave_out_that_a_layer_has_a_bias(saved: tuple[Path, Path]) -> None:
+    """The model's own configuration tells it; a dtype that is stated must be the bias's."""
+    packed, _ = saved
+    config = json.loads((packed / "config.json").read_text())
+    quantization = config["quantization_config"]
+    form = quantization["modules"].get(Q, {key: quantization[key] for key in ("bits", "group_size", "tensors")})
+    dtype = form["tensors"].pop("bias")
+    for stated, problems in (
+        ({}, []),
+        ({"bias": dtype}, []),
+        ({"bias": "float32"}, [f"config.json: does not describe {Q} as the files have it"]),
+    ):
+        quantization["modules"][Q] = {**form, "tensors": form["tensors"] | stated}
+        (packed / "config.json").write_text(json.dumps(config))
+        assert verify_packed(packed).problems == problems
 
 
 def test_a_config_that_does_not_describe_its_files(saved: tuple[Path, Path]) -> None:

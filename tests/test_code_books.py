@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
@@ -31,7 +32,7 @@ def bnb() -> Any:
     """bitsandbytes.functional, whose CPU path is compared with."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHDYNAMO_DISABLE", "1")  # it compiles plain torch at every new shape
-        return pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+        return import_or_skip("bitsandbytes.functional")
 
 
 # ---- by hand
@@ -144,6 +145,27 @@ def test_nothing_that_is_not_a_number_becomes_one() -> None:
         assert absmax.isfinite().tolist() == [False, False, True]
         y = co.dequantize_4bit(packed, absmax, (3, 64), 64, quant_type)
         assert y.isfinite().any(1).tolist() == [False, False, True]
+        # As in the kernels, NaN is above no limit: the first code of the ascending values, of FP4's magnitudes zero.
+        codes = codes_of(packed, 3 * 64).view(3, 64)
+        assert codes[0].tolist() == [0] * 64
+        assert codes[1, 6] == 0
+
+
+@pytest.mark.parametrize("quant_type", ["nf4", "fp4"])
+def test_tensors_larger_than_what_is_worked_on_at_a_time(quant_type: str) -> None:
+    """More than 2^20 elements: codes and absmax are those of their place from the first to the last."""
+    codes = torch.randint(0, 16, ((1 << 20) + 2 * 4096 + 7,), generator=torch.Generator().manual_seed(0))
+    codes[::32] = formats.CODE_BOOKS[quant_type].index(1.0)  # each block has its absmax
+    count = len(codes)
+    absmax = 1.0 + torch.arange(-(-count // 32)) % 97
+    values = torch.tensor(formats.CODE_BOOKS[quant_type])[codes] * absmax.repeat_interleave(32)[:count]
+    packed, found = co.quantize_4bit(values, 32, quant_type)
+    assert torch.equal(found, absmax)
+    assert torch.equal(co.dequantize_4bit(packed, absmax, (count,), 32, quant_type, FLOAT), values)
+    both = torch.nn.functional.pad(codes, (0, 1)).view(-1, 2)
+    assert torch.equal(
+        co.dequantize_4bit((both[:, 0] << 4 | both[:, 1]).byte(), absmax, (count,), 32, quant_type, FLOAT), values
+    )
 
 
 def test_an_empty_tensor() -> None:
@@ -207,6 +229,28 @@ def test_double_quantisation_by_hand() -> None:
     assert nested.codes[-1] == 255
     assert torch.equal(nested.dequantize()[-1], (absmax[-1] - nested.offset) + nested.offset)
     assert (nested.dequantize() - absmax).abs().max() < 1e-3
+
+
+def test_double_quantisation_of_any_magnitude() -> None:
+    absmax = torch.rand(600, generator=torch.Generator().manual_seed(0)) + 0.5
+    codes, largest, _, offset = reference.quantize_absmax(absmax)
+    for scale in (2.0**-60, 2.0**-20, 2.0**40):
+        found = reference.quantize_absmax(absmax * scale)
+        assert torch.equal(found[0], codes)
+        assert torch.equal(found[1], largest * scale)
+        assert torch.equal(found[3], offset * scale)
+    # Equal values have no differences: the code of 0.
+    assert reference.quantize_absmax(torch.full((300,), 0.5))[0].tolist() == [127] * 300
+
+
+def test_double_quantisation_halfway_takes_the_smaller_value() -> None:
+    book = reference.dynamic_map()
+    cuts = (book[:-1] + book[1:]) / 2
+    for code, cut in enumerate(cuts.tolist()):
+        # The mean is 0 and the largest difference 1: a value is looked up as it is.
+        codes, largest, _, offset = reference.quantize_absmax(torch.tensor([1.0, -1.0, cut, -cut]))
+        assert (offset, largest.item()) == (0, 1)
+        assert codes[:3].tolist() == [255, 0, code]
 
 
 # ---- the straight line
@@ -371,5 +415,4 @@ def test_what_is_refused() -> None:
     with pytest.raises(ValueError, match=r"multiplied by floats .*act_quant is 'token' and x a number of rows"):
         co.explain(1, co.reorder(qw), act_quant="token", device="sm_90")
     for m in (1, 300):
-        with pytest.raises(ValueError, match="x is float32 with act_quant"):
-            co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90")
+        assert co.explain(m, co.reorder(qw), dtype=torch.float32, device="sm_90").launches == ("dequantize",)

@@ -12,9 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import conv, formats, library
-from cutlass_ops.reference import conv as reference_conv
-from cutlass_ops.reference.conv import Geometry
+from cutlass_ops import formats, library
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MIXED: dict[int, Callable[..., Tensor]] = {1: co.mixed_conv1d, 2: co.mixed_conv2d, 3: co.mixed_conv3d}
@@ -209,8 +207,6 @@ def test_no_images() -> None:
     packed = co.reorder(weight(10, 33, (2, 3)))
     for act_quant in ("none", "token", "block", "tensor"):
         assert co.mixed_conv2d(torch.zeros(0, 33, 6, 7), packed, act_quant=act_quant).shape == (0, 10, 5, 5)
-        geometry = Geometry((1, 1), (0, 0), (1, 1), 1)
-        assert by_products(torch.zeros(0, 33, 6, 7), packed, geometry, act_quant, True).shape == (0, 10, 5, 5)
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
@@ -227,36 +223,6 @@ def test_what_is_not_finite_makes_the_pixels_that_see_it_nan(bad: float, act_qua
     assert y[..., 1:4, 3:6].isnan().all()
     y[..., 1:4, 3:6] = clean[..., 1:4, 3:6].relu()
     assert torch.equal(y, clean.relu())
-
-
-# ---- by products, as on a GPU
-
-
-def by_products(x: Tensor, packed: co.PackedWeight, geometry: Geometry, act_quant: str, symmetric: bool) -> Tensor:
-    options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric, "activation": "relu", "out_dtype": x.dtype}
-    bias = torch.arange(packed.n).float()
-    return conv.by_products(x, packed, geometry, bias=bias, residual=None, **options).movedim(-1, 1)
-
-
-@pytest.mark.parametrize("dims", [1, 2, 3])
-@pytest.mark.parametrize("groups", [1, 2])
-@pytest.mark.parametrize(("act_quant", "symmetric"), QUANTISED)
-@pytest.mark.parametrize("group_size", [32, 128, 256, -1])
-def test_products_of_gathered_pixels(dims: int, groups: int, act_quant: str, symmetric: bool, group_size: int) -> None:
-    qw = weight(128, 140, KERNELS[dims], group_size=group_size)
-    geometry = Geometry((2, 1, 3)[:dims], (1, 0, 2)[:dims], (1, 2, 1)[:dims], groups)
-    x = image(2, 140 * groups, *(9, 8, 7)[:dims])
-    y = by_products(x, co.reorder(qw), geometry, act_quant, symmetric)
-    expected = reference_conv.mixed_conv(
-        x,
-        qw,
-        geometry,
-        bias=torch.arange(128).float(),
-        activation="relu",
-        act_quant=act_quant,
-        act_symmetric=symmetric,
-    )
-    assert_close(y, expected.movedim(-1, 1).double())
 
 
 # ---- refusals

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
@@ -123,8 +124,21 @@ def test_codes_end_where_their_dtype_and_the_activation_end() -> None:
     assert limits(activation="relu6", y_zero_point=-20) == (-20, 4)
     assert limits(activation=("clamp", -1.0, 1.5), y_zero_point=3) == (-1, 9)
     assert limits(activation=("clamp", -1e30, 1e30)) == (-128, 127)
+    assert limits(activation=("clamp", 1.5, 1.5), y_zero_point=3) == (9, 9)
+    # Bounds between two codes are at the nearest one, halfway at the even one.
+    assert limits(activation=("clamp", -1.1, 1.1)) == (-4, 4)
+    assert limits(activation=("clamp", -1.2, 1.2), y_zero_point=1) == (-4, 6)
+    assert limits(activation=("clamp", -0.625, 0.875), y_zero_point=1) == (-1, 5)
+    assert limits(activation="relu6", y_scale=0.45) == (0, 13)
     # Products beyond every integer.
     assert limits(y_scale=1e-30) == (-128, 127)
+
+
+@pytest.mark.parametrize("scale", [torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max])
+def test_scales_are_all_normal_numbers_of_fp32(scale: float) -> None:
+    x = torch.arange(-9, 10, dtype=torch.int8).view(-1, 1)
+    weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
+    assert torch.equal(co.linear_int8(x, weight, x_scale=scale, y_scale=scale), x)
 
 
 def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
@@ -137,6 +151,22 @@ def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
     y = co.conv2d_int8(x, packed(w, scales), bias, **options)
     assert torch.equal(y, co.conv2d_int8(x, packed(w, scales), steps, **options))
     assert torch.equal(y, co.conv2d_int8(x, packed(w, scales, bias), **options))
+
+
+def test_a_factor_beyond_fp32_saturates_and_leaves_zero() -> None:
+    weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
+    x = torch.tensor([[-2], [0], [2]], dtype=torch.int8)
+    y = co.linear_int8(x, weight, x_scale=1e38, y_scale=1.2e-38, y_zero_point=3)  # 0 x infinity counts as 0
+    assert y.flatten().tolist() == [-128, 3, 127]
+
+
+def test_biases_without_a_number_of_steps() -> None:
+    x = torch.zeros(1, 1, dtype=torch.int8)
+    bias = torch.tensor([float("nan"), float("inf"), -float("inf"), 0.0, -0.0])
+    for scale in (1.0, 1e-30):  # the steps of the second are 0 in fp32
+        weight = packed(torch.ones(5, 1, dtype=torch.int8), torch.full((5,), scale))
+        y = co.linear_int8(x, weight, bias, x_scale=scale, out_dtype=torch.int32)
+        assert y.tolist() == [[0, 2**31 - 1, -(2**31), 0, 0]]
 
 
 def test_a_product_of_any_shape() -> None:
@@ -165,6 +195,9 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=-1, symmetric=False))}, ValueError, "scales, zeros"),
         ({"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))}, ValueError, r"a kernel of \(3,\)"),
         ({"x_scale": 0.0}, ValueError, "x_scale is 0.0"),
+        ({"x_scale": 1.17549e-38}, ValueError, r"x_scale is 1\.17549e-38; a number from 1\.17549e-38 to 3\.40282e\+38"),
+        ({"x_scale": 3.5e38}, ValueError, r"x_scale is 3\.5e\+38"),
+        ({"y_scale": 1e-45}, ValueError, "y_scale is 1e-45"),
         ({"x_scale": float("nan")}, ValueError, "x_scale is nan"),
         ({"x_scale": torch.ones(1)}, TypeError, "x_scale is a Tensor"),
         ({"x_zero_point": 128}, ValueError, "x_zero_point is 128; an integer from -128 to 127"),
@@ -226,8 +259,8 @@ def onnx_weight(w: Tensor, x_dtype: torch.dtype) -> dict[str, np.ndarray]:
 
 def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
     """The result of a model of one operator, whose first input is its own; the others are constants."""
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
-    runtime = pytest.importorskip("onnxruntime", reason="onnxruntime is not installed")
+    onnx = import_or_skip("onnx")
+    runtime = import_or_skip("onnxruntime")
     helper = onnx.helper
     (name, x), *constants = inputs.items()
     kind = helper.np_dtype_to_tensor_dtype(x.dtype)

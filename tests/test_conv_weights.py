@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops import formats
 from cutlass_ops.cli import app
+from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.safetensors_files import read_header
 from cutlass_ops.weight import PARTS
 
@@ -184,6 +185,16 @@ def test_the_command_line_packs_and_shows_convolutions(tmp_path: Path) -> None:
     assert "kernel 3x3" in " ".join(run(app, ["inspect", str(packed)]).output.split())
     checked = run(app, ["verify", str(packed), "--against", str(source)])
     assert checked.exit_code == 0, checked.output
+
+
+def test_a_convolution_is_packed_where_that_is_smaller(tmp_path: Path) -> None:
+    """A tap of 64 channels is padded to 128 codes: at 8 bits as many bytes as fp16 has, and so it stays."""
+    kernels = {f"c{channels}.weight": torch.randn(64, channels, 3, 3).half() for channels in (63, 64, 65)}
+    save_file(kernels, tmp_path / "m.safetensors")
+    done = reorder_checkpoint(co.load_checkpoint(tmp_path / "m.safetensors"), tmp_path / "p.safetensors", bits=8, group_size=-1)
+    assert list(done.weights) == ["c65"]
+    assert list(done.kept) == ["c63", "c64"]
+    assert done.kept["c64"] == "its 9 taps of 64 channels take 73728 bytes packed, and 73728 as they are"
 
 
 def test_dequantize_compiles() -> None:

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from rich.console import Console
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -26,9 +27,6 @@ from torch import Tensor, nn
 import cutlass_ops as co
 from cutlass_ops import _C, demo, reference
 from cutlass_ops.packed_file import load_packed
-
-# Python's own parts of transformers, torch and gguf warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 MATRICES = 210  # of SmolLM2-135M: 30 layers of q, k, v, o, gate, up and down
 TOKENS = 32
@@ -43,7 +41,7 @@ W4A8_BOUND = {True: 0.05, False: 0.04}
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> SimpleNamespace:
     """A random Llama with a tied embedding: its config, its packed file, and the model of the dequantised weights."""
-    transformers = pytest.importorskip("transformers", reason="the demo extra is not installed")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
         hidden_size=64,
         intermediate_size=96,
@@ -255,7 +253,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def model_path(pytestconfig: pytest.Config) -> Path:
-    pytest.importorskip("accelerate", reason="the demo extra is not installed")
+    import_or_skip("accelerate")
     if given := os.environ.get("CUTLASS_OPS_DEMO_MODEL"):
         return Path(given)
     try:

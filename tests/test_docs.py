@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from imports import import_or_skip
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -38,7 +39,7 @@ def test_the_readme_is_short() -> None:
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_examples_run(example: Path) -> None:
     if "transformers" in example.read_text():
-        pytest.importorskip("transformers", reason="the example needs transformers")
+        import_or_skip("transformers")
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, example], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path}

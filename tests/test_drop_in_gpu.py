@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
@@ -113,7 +114,7 @@ def test_views_streams_and_graphs() -> None:
 @pytest.fixture
 def bnb() -> Any:
     """bitsandbytes.functional with its CUDA library."""
-    module = pytest.importorskip("bitsandbytes.functional", reason="bitsandbytes is not installed")
+    module = import_or_skip("bitsandbytes.functional")
     try:
         module.quantize_4bit(torch.ones(64, device="cuda").half(), quant_type="nf4")
     except Exception as error:

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -484,6 +485,15 @@ def test_experts_in_a_file(tmp_path: Path) -> None:
     assert all("[1] " in text for text in changed["a.experts"])
 
 
+def test_experts_of_other_sizes_in_as_many_rows_differ(tmp_path: Path) -> None:
+    for name, experts, n in (("a", 3, 128), ("b", 6, 64), ("c", 3, 127)):
+        packed = co.PackedExperts(co.reorder(weights(1, 384, 96)[0]), experts, n)
+        co.save_packed(tmp_path / f"{name}.safetensors", {"e": packed})
+    for other, sizes in (("b", "(6, 64)"), ("c", "(3, 127)")):
+        found = diff_packed(tmp_path / "a.safetensors", tmp_path / f"{other}.safetensors")
+        assert (found.same, found.changed) == (0, {"e": [f"experts and their rows are (3, 128) and {sizes}"]})
+
+
 def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
     save_file({"m.weight": torch.randn(64, 128)}, tmp_path / "floats.safetensors")
     co.save_packed(tmp_path / "m.safetensors", {"m": co.reorder_experts(weights(2, 64, 128))})
@@ -492,7 +502,7 @@ def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
 
 
 def test_a_model_is_not_loaded_with_packed_experts(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32)
     co.save_packed(
         tmp_path / "m.safetensors", {"model.layers.0.mlp.experts.down_proj": co.reorder_experts(weights(2, 64, 128))}
@@ -533,6 +543,18 @@ def test_a_file_that_lies_of_its_experts_is_refused(tmp_path: Path, value: Any, 
     rewritten(path, lambda metadata, _: metadata.update(experts=json.dumps(value)))
     with pytest.raises(co.CheckpointError, match=message):
         co.load_packed(path)
+
+
+@pytest.mark.parametrize(("row", "padding"), [(0, False), (69, False), (70, True), (127, True), (128, False), (198, True)])
+def test_padding_of_a_bias_is_rows_from_n_on(tmp_path: Path, row: int, padding: bool) -> None:
+    path = tmp_path / "m.safetensors"
+    co.save_packed(path, {"e": co.reorder_experts([replace(w, bias=torch.ones(70)) for w in weights(2, 70, 96)])})
+
+    def change(_: Any, tensors: dict[str, Tensor]) -> None:
+        tensors["e.bias"][row] = 3
+
+    rewritten(path, change)
+    assert ("e: bias has padding that is not zero" in verify_packed(path).problems) == padding
 
 
 def test_an_act_order_and_padding_that_are_wrong_are_found(tmp_path: Path) -> None:

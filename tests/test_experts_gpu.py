@@ -66,6 +66,16 @@ def test_a_layer_is_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
             check(found, expected, dtype)
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
+    for m in (0, 1, 33):
+        gate_up, down, x, ids, w = layer(m, torch.float32, **FORMATS[kind])
+        expected = co.mixed_moe(x, gate_up, down, ids, w)
+        found = co.mixed_moe(*[value.to("cuda") for value in (x, gate_up, down, ids, w)])  # type: ignore[arg-type]
+        assert found.dtype == torch.float32
+        assert bool((found.cpu() - expected).norm() <= 1e-5 * expected.norm())
+
+
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 @pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int8"])

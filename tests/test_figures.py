@@ -9,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from imports import import_or_skip
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -81,7 +82,7 @@ def test_an_unknown_table_is_refused(figures: ModuleType) -> None:
 
 
 def test_the_site_draws_its_pictures(figures: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib, which draws, is not installed")
+    import_or_skip("matplotlib")
     monkeypatch.delitem(figures.PICTURES, "h200.svg")  # takes seconds
     (tmp_path / "results").mkdir()
     figures.on_post_build(config={"site_dir": str(tmp_path)})

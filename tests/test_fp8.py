@@ -207,6 +207,15 @@ def test_deepseek(tmp_path: Path, n: int, k: int, block: int, dtype: torch.dtype
     assert list(co.load_checkpoint(path).others) == ["norm.weight"]
 
 
+@pytest.mark.parametrize("block", [[1 << 40, 128], [24, 128], [1, 1 << 40], [1 << 40, 1 << 40]])
+def test_blocks_beyond_the_matrix_end_with_it(tmp_path: Path, block: list[int]) -> None:
+    rows, columns = min(block[0], 24), min(block[1], 256)
+    codes, scales = random_codes(24, 256), randn(24 // rows, 256 // columns).abs()
+    tensors = {"m.weight": codes.view(E4M3), "m.weight_scale_inv": scales}
+    path = write(tmp_path / "source", tensors, DEEPSEEK | {"weight_block_size": block})
+    check(path, "fp8", expected(codes, scales, rows, columns), tmp_path)
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (24,), (24, 1)])
 def test_one_scale_for_all_or_for_a_row(tmp_path: Path, shape: tuple[int, ...]) -> None:
     codes, scales = random_codes(24, 100), randn(24, 1).abs() if 24 in shape else randn(1, 1).abs()

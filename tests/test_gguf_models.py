@@ -5,8 +5,8 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from imports import import_or_skip
+from test_model_directory import flip
 from torch import nn
 from typer.testing import CliRunner
 
@@ -26,11 +28,7 @@ from cutlass_ops.packed_file import packed_info
 from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.verify import verify_packed
 
-# Python's own parts of transformers, torch and gguf warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers, which makes the models, is not installed")
+transformers = import_or_skip("transformers")
 
 TOKENS = torch.arange(24).view(2, 12) * 7 % 150
 WORDS = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "b", "c", "▁a", "ab", "▁ab", "<|user|>"]
@@ -226,6 +224,12 @@ def assert_same_logits(found: Any, expected: Any, tolerance: float = 5e-5) -> No
     assert (a - b).abs().max() <= tolerance * b.square().mean().sqrt()
 
 
+def exact(path: Path) -> co.checkpoints.Checkpoint:
+    """A checkpoint whose embedding is packed in fp32."""
+    checkpoint = co.load_checkpoint(path)
+    return replace(checkpoint, config={**checkpoint.config, "dtype": "float32"})
+
+
 def mixed(model: nn.Module) -> set[str]:
     return {name for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
 
@@ -235,7 +239,7 @@ def test_every_architecture(case: str, tmp_path: Path) -> None:
     source = tmp_path / "source" / "model.gguf"
     source.parent.mkdir()
     expected = write_model(source, case)
-    checkpoint = co.load_checkpoint(source)
+    checkpoint = exact(source)
     done = reorder_model(checkpoint, tmp_path / "packed")
     assert [warning[:24] for warning in done.warnings] == ["no tokenizer was written"]
     linears = {name for name, module in expected.named_modules() if isinstance(module, nn.Linear)}
@@ -265,7 +269,7 @@ LEFT_OUT = {
 
 @pytest.mark.parametrize("case", [case for case in MODELS if case != "gemma"])  # which transformers does not read
 def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate, with which transformers reads GGUF, is not installed")
+    import_or_skip("accelerate")
     expected = write_model(tmp_path / "model.gguf", case, add_sentencepiece)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, gguf_file="model.gguf", dtype=torch.float32, config=expected.config if case in LEFT_OUT else None
@@ -314,7 +318,7 @@ def test_without_transformers_there_is_no_tokenizer(tmp_path: Path, monkeypatch:
     expected = write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
     with monkeypatch.context() as context:
         context.setitem(sys.modules, "transformers", None)
-        done = reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed")
+        done = reorder_model(exact(tmp_path / "model.gguf"), tmp_path / "packed")
     assert re.match("no tokenizer was written: ModuleNotFoundError", done.warnings[0])
     assert done.copied == ("generation_config.json",)
     assert_same_logits(co.load_model(tmp_path / "packed", dtype=torch.float32), expected)
@@ -345,7 +349,7 @@ def test_divisors_of_rotary_frequencies(tmp_path: Path) -> None:
     scaled.load_state_dict(expected.state_dict())
     assert torch.allclose(scaled.model.rotary_emb.inv_freq * torch.tensor(FACTORS), expected.model.rotary_emb.inv_freq)
     assert (logits(scaled) - plain).abs().max() > 0.1
-    checkpoint = co.load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = exact(tmp_path / "model.gguf")
     reorder_model(checkpoint, tmp_path / "packed")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", dtype=torch.float32)
     assert_same_logits(model, scaled)
@@ -424,9 +428,25 @@ def test_a_model_that_transformers_could_not_load_is_refused(
     assert not (tmp_path / "packed").exists()
 
 
+def test_a_tied_embedding_is_compared_and_counted_once(tmp_path: Path) -> None:
+    write_model(tmp_path / "model.gguf", "llama tied")
+    checkpoint, out = co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed"
+    seen: list[tuple[str, int]] = []
+    reorder_model(checkpoint, out, progress=lambda *args: seen.append(args))
+    assert sum(nbytes for _, nbytes in seen[1:]) == sum(entry.nbytes for entry in checkpoint.entries.values())
+    assert dict(seen)["lm_head"] == checkpoint.entries["lm_head"].nbytes
+    assert dict(seen)["model.embed_tokens.weight"] == 0
+    assert verify_packed(out, checkpoint).problems == []
+    flip(out / "model.safetensors", "model.embed_tokens.weight")
+    assert verify_packed(out, checkpoint).problems == [
+        "model.embed_tokens.weight: the tensor does not have its checksum",
+        "model.embed_tokens.weight: differs from the checkpoint's",
+    ]
+
+
 def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     expected = write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
-    checkpoint = co.load_checkpoint(tmp_path / "model.gguf")
+    checkpoint = exact(tmp_path / "model.gguf")
     seen: list[str] = []
 
     def stop(name: str, nbytes: int) -> None:
@@ -443,7 +463,7 @@ def test_an_interrupted_run_is_taken_up(tmp_path: Path) -> None:
     (tmp_path / "model.gguf").unlink()
     write_model(tmp_path / "model.gguf", "llama tied", add_sentencepiece)
     with pytest.raises(ValueError, match="is of another checkpoint"):
-        reorder_model(co.load_checkpoint(tmp_path / "model.gguf"), tmp_path / "packed", shard_bytes=30_000)
+        reorder_model(exact(tmp_path / "model.gguf"), tmp_path / "packed", shard_bytes=30_000)
 
 
 def test_a_config_beside_a_packed_file_goes_first(tmp_path: Path) -> None:
@@ -459,3 +479,59 @@ def test_a_config_beside_a_packed_file_goes_first(tmp_path: Path) -> None:
 def test_importing_the_package_imports_no_gguf() -> None:
     code = "import sys, cutlass_ops; print('gguf' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+def write_gemma(path: Path, half: bool) -> Path:
+    """A Gemma 3 whose residual stream exceeds fp16, its embedding in F16 or F32."""
+    writer = gguf.GGUFWriter(path, "gemma3")
+    writer.add_context_length(128)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(2)
+    writer.add_head_count_kv(1)
+    writer.add_key_length(32)
+    writer.add_layer_norm_rms_eps(1e-6)
+    random = np.random.default_rng(0)
+    writer.add_tensor("token_embd.weight", random.standard_normal((96, 64)).astype(np.float16 if half else np.float32))
+    norms = dict.fromkeys(("attn_norm", "post_attention_norm", "ffn_norm", "attn_q_norm", "attn_k_norm"), 1.0)
+    for name, value in (norms | {"post_ffw_norm": 3e4}).items():
+        writer.add_tensor(f"blk.0.{name}.weight", np.full(32 if name.endswith(("q_norm", "k_norm")) else 64, value, np.float32))
+    writer.add_tensor("output_norm.weight", np.ones(64, np.float32))
+    rows = {"attn_k": 32, "attn_v": 32}
+    for name in ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down"):
+        values = random.standard_normal((rows.get(name, 64), 64)).astype(np.float32)
+        writer.add_tensor(f"blk.0.{name}.weight", gguf.quants.quantize(values, Type.Q8_0), raw_dtype=Type.Q8_0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_a_model_that_exceeds_fp16_is_bf16_whatever_its_embedding_is(half: bool, tmp_path: Path) -> None:
+    path = write_gemma(tmp_path / "model.gguf", half)
+    assert co.load_checkpoint(path).config["dtype"] == "bfloat16"
+    model = co.load_model(path)
+    assert model.dtype == torch.bfloat16
+    assert bool(model(TOKENS % 96).logits.isfinite().all())
+
+
+def test_fp16_of_a_model_that_exceeds_it_is_warned_of(tmp_path: Path) -> None:
+    path = write_gemma(tmp_path / "model.gguf", True)
+    reorder_model(co.load_checkpoint(path), tmp_path / "packed")
+    for source in (path, tmp_path / "packed"):
+        with pytest.warns(UserWarning, match="Gemma3ForCausalLM exceeds the range of float16"):
+            co.load_model(source, dtype=torch.float16)
+
+
+def test_a_configuration_that_says_fp16_of_such_a_model_is_not_believed(tmp_path: Path) -> None:
+    checkpoint = co.load_checkpoint(write_gemma(tmp_path / "model.gguf", True))
+    stated = replace(checkpoint, config={**checkpoint.config, "dtype": "float16"})
+    reorder_model(stated, tmp_path / "packed")
+    assert json.loads((tmp_path / "packed" / "config.json").read_text())["dtype"] == "bfloat16"
+    (tmp_path / "config.json").write_text(json.dumps(stated.config))
+    reorder_checkpoint(stated, tmp_path / "p.safetensors")
+    config = transformers.AutoConfig.for_model(**stated.config)
+    assert co.load_model(tmp_path / "p.safetensors", config=config).dtype == torch.bfloat16

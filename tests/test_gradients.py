@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -89,7 +90,7 @@ def test_the_gradient_of_x_is_a_product_with_the_dequantised_weight(kind: str, d
 def test_gradients_through_the_epilogue(activation: str, act_quant: str, symmetric: bool, device: str) -> None:
     """Straight through the quantisation of x, at the z that the product has with it."""
     name, function = ACTIVATIONS[activation]
-    dtype = torch.float32 if device == "cpu" or act_quant != "none" else torch.float16
+    dtype = torch.float32
     packed = weight(device=device)
     x = values(M, K, dtype=dtype, device=device).requires_grad_()
     bias = values(N, seed=3, device=device).requires_grad_()
@@ -117,6 +118,16 @@ def test_only_what_is_wanted_gets_a_gradient(device: str) -> None:
         y = co.mixed_gemm(x, packed, activation="silu", **given)
         y.sum().backward()
         assert {name: t.grad is not None for name, t in given.items()} == {name: name == wanted for name in given}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("activation", [None, "relu"])
+def test_the_gradient_of_a_bias_is_summed_in_fp32(activation: str | None, device: str) -> None:
+    packed = weight(n=3, k=32, device=device)
+    x = torch.zeros(4099, 32, dtype=torch.float16, device=device)
+    bias = torch.ones(3, device=device).requires_grad_()
+    co.mixed_gemm(x, packed, bias, activation).sum().backward()
+    assert bias.grad.tolist() == [4099.0] * 3  # fp16 has multiples of 4 there
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -164,6 +175,53 @@ def test_shapes_of_x(shape: tuple[int, ...], device: str) -> None:
         assert_product(x.grad[None], torch.ones(1, N, device=device), packed, torch.float16)
 
 
+@pytest.mark.parametrize(
+    ("activation", "bounds"),
+    [
+        ("relu", [0.0]),
+        ("relu6", [0.0, 6.0]),
+        ("gelu", [0.0]),
+        ("silu", [0.0]),
+        (("clamp", -3.0, 5.0), [-3.0, 5.0]),
+        (("clamp", 2.0, 2.0), [2.0]),
+    ],
+    ids=str,
+)
+def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[float]) -> None:
+    at = torch.tensor(bounds)
+    near = [at.nextafter(torch.tensor(side)) for side in (-math.inf, math.inf)]
+    z = torch.cat([at, *near, torch.tensor([-100.0, 100.0])]).requires_grad_()
+    name, *limits = activation if isinstance(activation, tuple) else (activation, 0.0, 0.0)
+    function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
+    grad = values(len(z))
+    (expected,) = torch.autograd.grad(function(z), z, grad)
+    assert torch.equal(gradients.through_activation(grad, z.detach(), name, *limits), expected)
+    # The same by way of a product: an identity in fp32 whose z are these values.
+    eye = co.reorder(co.QuantizedWeight(8 + torch.eye(len(z), dtype=torch.uint8), torch.ones(len(z), 1), group_size=-1))
+    x = z.detach()[None].clone().requires_grad_()
+    co.mixed_gemm(x, eye, activation=activation).backward(grad[None])
+    assert torch.equal(x.grad, expected[None])
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_result_of_the_largest_number_has_its_gradient(dtype: torch.dtype, device: str) -> None:
+    """Saturating changes what is beyond it, and nothing at it."""
+    largest = torch.finfo(dtype).max
+    beyond = largest * (1 + 2**-20)
+    residual = torch.tensor([[largest, -largest, beyond, -beyond, 1.0]], device=device)
+    codes = torch.full((5, 32), 8, dtype=torch.uint8)
+    codes[:, 0] = 9  # each result is x[0, 0] and the residual
+    packed = co.reorder(co.QuantizedWeight(codes, torch.ones(5, 1), group_size=32)).to(device)
+    x = torch.zeros(1, 32, dtype=dtype, device=device).requires_grad_()
+    residual.requires_grad_()
+    y = co.mixed_gemm(x, packed, residual=residual, saturate=True)
+    assert y.abs().tolist() == [[largest] * 4 + [1.0]]
+    y.backward(torch.tensor([[1.0, 2.0, 4.0, 8.0, 16.0]], dtype=dtype, device=device))
+    assert residual.grad.tolist() == [[1.0, 2.0, 0.0, 0.0, 16.0]]
+    assert x.grad[0, 0].item() == 1 + 2 + 16
+
+
 # ---- memory
 
 
@@ -180,16 +238,40 @@ def test_panels_of_rows_add_up(kind: str, dtype: torch.dtype, device: str, monke
 
     whole = ops.run_dequantize
     monkeypatch.setattr(ops, "run_dequantize", dequantize)
-    monkeypatch.setattr(gradients, "_PANEL_VALUES", 70 * K)
+    monkeypatch.setattr(ops, "_PANEL_VALUES", 70 * K)
     act_quant = "none" if dtype == torch.float16 or kind == "book" else "block"
-    if device == "cuda" and dtype == torch.float32 and kind == "book":
-        pytest.skip("a code book takes no fp32 on a GPU")
     x = values(M, K, dtype=dtype, device=device).requires_grad_()
     grad = values(M, N, seed=2, dtype=dtype, device=device)
-    co.mixed_gemm(x, packed, act_quant=act_quant).backward(grad)
+    y = co.mixed_gemm(x, packed, act_quant=act_quant)
+    panels.clear()
+    y.backward(grad)
     assert panels == [(0, 64), (64, 128), (128, 192), (192, 200)]
     monkeypatch.undo()
     assert_product(x.grad, grad, packed, dtype)
+
+
+@pytest.mark.parametrize("fp32_results", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_panels_of_16_bits_add_up_in_fp32(dtype: torch.dtype, fp32_results: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU, where ``torch.mm`` has fp32 results; with a torch that lacks them the panels are fp32."""
+    panels: list[int] = []
+
+    def mm(a: Tensor, b: Tensor, *, out_dtype: torch.dtype) -> Tensor:
+        assert a.dtype == b.dtype == dtype
+        panels.append(len(b))
+        return (a.double() @ b.double()).to(out_dtype)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    monkeypatch.setattr(gradients, "_FP32_RESULTS", fp32_results)
+    monkeypatch.setattr(ops, "_PANEL_VALUES", 64 * K)
+    codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
+    packed = co.reorder(co.QuantizedWeight(codes, torch.ones(N, 1), group_size=-1))
+    grad = (values(M, N) * 60).round().to(dtype)
+    exact = grad.double() @ (codes.double() - 8)
+    assert (exact != exact.to(dtype)).any()  # so are the sums of a panel: rounded to 16 bits they would show
+    assert torch.equal(gradients._times_weight(grad, packed, dtype), exact.to(dtype))
+    assert torch.equal(gradients._times_weight(grad, packed, torch.float32), exact.float())
+    assert panels == ([64, 64, 64, 8] * 2 if fp32_results else [])
 
 
 @pytest.mark.parametrize("activation", [None, "silu"])
@@ -336,6 +418,26 @@ def test_compiles_into_one_graph(activation: str | None, device: str) -> None:
         grad = values(m, N, seed=2, dtype=torch.float16, device=device)
         for a, b in zip(torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad), strict=True):
             torch.testing.assert_close(a, b, rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("saturate", [False, True])
+@pytest.mark.parametrize("activation", [None, "silu"])
+def test_the_operator_has_the_gradients_of_the_function(activation: str | None, saturate: bool) -> None:
+    packed = weight()
+    grad = values(M, N, seed=2)
+    found = []
+    for registered in (False, True):
+        x, bias, residual = values(M, K), values(N, seed=3), values(M, N, seed=4)
+        residual[::2, ::3] = torch.finfo(torch.float16).max * 2
+        given = [tensor.requires_grad_() for tensor in (x, bias, residual)]
+        if registered:
+            end = (bias, activation, 0.0, 0.0, residual, torch.float16, saturate, "none", True, False, 0, False)
+            y = torch.ops.cutlass_ops.mixed_gemm(x, *library.weight_fields(packed), *end)
+        else:
+            y = co.mixed_gemm(x, packed, bias, activation, residual=residual, out_dtype=torch.float16, saturate=saturate)
+        found.append([y, *torch.autograd.grad(y, given, grad.half())])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert bool((found[0][3][::2, ::3] == 0).all()) == saturate
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 import subprocess
 import sys
 import warnings
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
@@ -25,9 +27,7 @@ from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import Options
 from cutlass_ops.verify import verify_packed
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-# Python's own parts of transformers, torch and gguf warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+transformers = import_or_skip("transformers")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 SIZES = {
@@ -110,6 +110,14 @@ def test_a_packed_directory_through_from_pretrained(family: tuple[Any, Path, Pat
     assert not model.training
     assert_same_logits(model, expected)
     assert_same_text(model, expected)
+
+
+def test_an_index_without_metadata_is_refused(family: tuple[Any, Path, Path], tmp_path: Path) -> None:
+    shutil.copytree(family[2], tmp_path / "packed")
+    index = tmp_path / "packed" / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": json.loads(index.read_text())["weight_map"]}))
+    with pytest.raises(co.CheckpointError, match='has no object "metadata", which transformers expects'):
+        co.load_model(tmp_path / "packed")
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored(family: tuple[Any, Path, Path]) -> None:
@@ -368,7 +376,7 @@ def halves(model: Any) -> dict[str, str]:
 @pytest.mark.parametrize("offload_buffers", [True, False])
 @pytest.mark.parametrize("tied", [True, False])
 def test_layers_on_the_disk(offload_buffers: bool, tied: bool, tmp_path: Path) -> None:
-    pytest.importorskip("accelerate", reason="accelerate is not installed")
+    import_or_skip("accelerate")
     tiny("qwen2", tie_word_embeddings=tied).save_pretrained(tmp_path / "float")
     reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32, False), shard_bytes=60_000)
     expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
@@ -774,9 +782,7 @@ def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_
 def test_torchao(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        torchao = pytest.importorskip(
-            "torchao.quantization", reason="the package torchao, which writes these files, is not installed"
-        )
+        torchao = import_or_skip("torchao.quantization")
         from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
     model = tiny()
     source = copy.deepcopy(model)

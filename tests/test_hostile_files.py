@@ -501,3 +501,21 @@ def test_messages_stay_short(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as raised:
         load_packed(path)
     assert len(str(raised.value)) < 2000
+
+
+def test_more_tensors_than_any_model_has_are_refused(tmp_path: Path) -> None:
+    names = [f"layers.{i}.w" for i in range(500_001)]
+    header = json.dumps({name: {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for name in names}).encode()
+    path = tmp_path / "m.safetensors"
+    path.write_bytes(struct.pack("<Q", len(header)) + header)
+    for read in (load_checkpoint, packed_info):
+        with pytest.raises(CheckpointError, match=r"m\.safetensors: has 500001 tensors; at most 500000 are read"):
+            read(path)
+    index = tmp_path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(names, "m.safetensors")}))
+    with pytest.raises(CheckpointError, match="has 500001 tensors"):
+        load_checkpoint(index)
+    empty = tmp_path / "m.gguf"
+    empty.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(names), 0) + bytes(32 * len(names)))
+    with pytest.raises(CheckpointError, match="has 500001 tensors"):
+        load_checkpoint(empty)

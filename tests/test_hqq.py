@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
@@ -18,9 +18,7 @@ from cutlass_ops.verify import verify_packed
 
 @pytest.fixture(scope="module")
 def hqq() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's own, for the package compiles functions when it is imported
-        return pytest.importorskip("hqq.core.quantize", reason="the package hqq, which writes these files, is not installed")
+    return import_or_skip("hqq.core.quantize")
 
 
 def text(value: str) -> torch.Tensor:
@@ -120,10 +118,12 @@ def test_half_scales_are_kept(tmp_path: Path, hqq: Any, dtype: torch.dtype) -> N
     assert torch.equal(weight.codes, codes)
 
 
-def test_groups_across_output_features(tmp_path: Path, hqq: Any) -> None:
-    config = hqq.BaseQuantizeConfig(nbits=4, group_size=32, axis=0)
+@pytest.mark.parametrize(("group", "stored"), [(32, True), (None, True), (None, False)])
+def test_groups_across_output_features(tmp_path: Path, hqq: Any, group: int | None, stored: bool) -> None:
+    config = hqq.BaseQuantizeConfig(nbits=4, group_size=group, axis=0)
     layer = hqq.HQQLinear(torch.nn.Linear(64, 32, bias=False), config, compute_dtype=torch.float32, device="cpu")
-    save_file({f"m.{key}": value for key, value in layer.state_dict().items()}, tmp_path / "m.safetensors")
+    tensors = {f"m.{key}": value for key, value in layer.state_dict().items() if stored or key != "group_size"}
+    save_file(tensors, tmp_path / "m.safetensors")
     checkpoint = load_checkpoint(tmp_path / "m.safetensors")
     with pytest.raises(CheckpointError, match=r"tensor 'm\.W_q': has groups that run across output features \(axis 0\)"):
         checkpoint["m"]

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from imports import import_or_skip
 
 import cutlass_ops as co
 from cutlass_ops.hub import local_path
 
-constants = pytest.importorskip("huggingface_hub.constants", reason="huggingface_hub is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+constants = import_or_skip("huggingface_hub.constants")
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_an_id_that_is_not_there_is_refused(snapshot: Path) -> None:
 
 
 def test_load_model_takes_an_id(snapshot: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(
         vocab_size=32, hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4
     )

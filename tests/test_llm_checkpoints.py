@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor
 from typer.testing import CliRunner
@@ -400,11 +401,27 @@ def test_gptq_order_of_whole_groups_needs_no_permutation(tmp_path: Path) -> None
     assert check(checkpoint, "m", values).perm is None
 
 
+@pytest.mark.parametrize("size", [64, -1])
+def test_gptq_needs_an_index_of_more_than_one_group_only(tmp_path: Path, size: int) -> None:
+    codes, scales = randint(16, 16, 64), randn(16, 1).half()
+    config = gptq_config(sym=True, desc_act=True, group_size=size, checkpoint_format="gptq_v2")
+    tensors = gptq(codes, torch.full((16, 1), 8), scales, 4, 2)
+    assert check(load_checkpoint(save(tmp_path, tensors, config)), "m", expected(codes, scales, 8, 64)).perm is None
+    two = gptq(codes, torch.full((16, 2), 8), randn(16, 2).half(), 4, 2)
+    with pytest.raises(CheckpointError, match=r"m\.g_idx': is missing; the config says desc_act"):
+        load_checkpoint(save(tmp_path, two, {**config, "group_size": 32}))
+
+
 def test_gptq_groups_of_other_lengths(tmp_path: Path) -> None:
     # 64, 32 and 96 inputs: groups of 32 say it.
     index = torch.tensor([0] * 64 + [1] * 32 + [2] * 96)[torch.randperm(192, generator=torch.Generator().manual_seed(4))]
     checkpoint, values = act_order(tmp_path, index, 64)
     assert check(checkpoint, "m", values).group_size == 32
+    # 64 and 192 inputs: the size that is stated, if it serves.
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 32)
+    assert check(checkpoint, "m", values).group_size == 32
+    checkpoint, values = act_order(tmp_path, (torch.arange(256) >= 64).long(), 128)
+    assert check(checkpoint, "m", values).group_size == 64
     # 63 and 65 inputs: nothing does.
     checkpoint, values = act_order(tmp_path, (torch.arange(128) >= 63).long(), 64)
     assert "groups of inputs that are not multiples of 32" in checkpoint.entries["m"].problem
@@ -434,11 +451,15 @@ def test_auto_round(tmp_path: Path) -> None:
     checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | extra))
     assert check(checkpoint, "m", expected(codes, scales, 8, 32)).symmetric
     zeros = randint(16, 8, 2)
+    for packing, offset in {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}.items():
+        tensors = gptq(codes, zeros, scales, 4, offset)
+        checkpoint = load_checkpoint(save(tmp_path / "gptq", tensors, config | {"packing_format": packing, "sym": False}))
+        check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:auto_awq"
     checkpoint = load_checkpoint(save(tmp_path / "awq", awq(codes, zeros, scales), config))
     check(checkpoint, "m", expected(codes, scales, zeros, 32))
     config["packing_format"] = "auto_round:llm_compressor"
-    with pytest.raises(CheckpointError, match="is quantised by 'auto-round'"):
+    with pytest.raises(CheckpointError, match="is quantised by 'auto-round' in the packing_format 'auto_round:llm_compressor'"):
         load_checkpoint(save(tmp_path / "other", awq(codes, zeros, scales), config))
 
 
@@ -515,7 +536,7 @@ def test_compressed_tensors_golden_word(tmp_path: Path) -> None:
 
 
 def scheme(weights: dict[str, Any], **more: Any) -> Any:
-    ct = pytest.importorskip("compressed_tensors.quantization", reason="needs the package compressed-tensors")
+    ct = import_or_skip("compressed_tensors.quantization")
     return ct.QuantizationScheme(targets=["Linear"], weights=ct.QuantizationArgs(**weights), **more)
 
 
@@ -635,7 +656,7 @@ def test_compressed_tensors_refuses_what_is_not_mxfp4(tmp_path: Path, change: di
 
 def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
     """Groups of targets by name, expression and class; the head is ignored and stays a float."""
-    pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    import_or_skip("compressed_tensors")
     kinds = {
         "model.layers.0.q": ("int-quantized", ct_weights(num_bits=8, strategy="channel", group_size=None)),
         "model.layers.0.k": ("int-quantized", ct_weights(strategy="channel", group_size=None)),
@@ -667,7 +688,7 @@ def test_compressed_tensors_of_mixed_precision(tmp_path: Path) -> None:
 
 def test_compressed_tensors_as_a_whole_model_is_saved(tmp_path: Path) -> None:
     """A model that the package quantises and compresses itself, with its own config."""
-    ct = pytest.importorskip("compressed_tensors", reason="needs the package compressed-tensors")
+    ct = import_or_skip("compressed_tensors")
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
 
     model = torch.nn.Sequential()
@@ -803,7 +824,20 @@ def test_compressed_tensors_without_a_kernel(tmp_path: Path, tensors: dict[str, 
         checkpoint.entries["m"].values()
 
 
-@pytest.mark.parametrize("target", ["re:(a+)+$", "re:.*.*.*.*x", "re:" + "a" * 2000, "re:(", "re:[b-a]", "re:a{99999999999}"])
+@pytest.mark.parametrize(
+    "target",
+    [
+        "re:(a+)+$",
+        "re:.*.*.*.*x",
+        "re:" + "(?:a|aa)" * 38,
+        "re:" + "a?" * 38 + "a" * 180 + "b",
+        "re:(?x)(?:a|aa) *b",
+        "re:" + "a" * 2000,
+        "re:(",
+        "re:[b-a]",
+        "re:a{99999999999}",
+    ],
+)
 def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     """A file's own expressions run on its own names; none of them may run for ever."""
     module = "a" * 200
@@ -811,6 +845,23 @@ def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
     config = ct_config({"targets": [target], "weights": ct_weights()}, {"weights": ct_weights(num_bits=8)})
     with pytest.raises(CheckpointError, match=r"the target"):
         load_checkpoint(save(tmp_path, tensors, config))
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        r"re:model\.layers\.\d+\.self_attn\.(q|k|v|o)_proj$",
+        r"re:.*layers\.(0|1|2|3|4|5|6|7|8|9|10|11|12|13|14|15)\..*\.(q|k|v|o|gate|up|down)_proj.*",
+        r"re:(?!.*lm_head).*\.layers\..*self_attn.*",
+    ],
+)
+def test_expressions_as_models_have_them(tmp_path: Path, target: str) -> None:
+    module = "model.layers.11.self_attn.q_proj"
+    tensors = {f"{module}.weight": torch.full((4, 32), 7, dtype=torch.int8), f"{module}.weight_scale": randn(4, 1)}
+    config = ct_config(
+        {"targets": [target], "weights": ct_weights()}, {"targets": ["Linear"], "weights": ct_weights(num_bits=8)}
+    )
+    assert load_checkpoint(save(tmp_path, tensors, config))[module].bits == 4
 
 
 # ---- through the command line

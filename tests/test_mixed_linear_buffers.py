@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor, nn
 
 import cutlass_ops as co
@@ -47,7 +48,7 @@ def write(module: co.MixedLinear, tensors: dict[str, Tensor]) -> None:
 
 
 def through_accelerate(module: co.MixedLinear, tensors: dict[str, Tensor]) -> None:
-    utils = pytest.importorskip("accelerate.utils", reason="accelerate is not installed")
+    utils = import_or_skip("accelerate.utils")
     for name, tensor in tensors.items():
         utils.set_module_tensor_to_device(module, name, "cpu", value=tensor)
 
@@ -92,7 +93,7 @@ def test_a_new_tensor_is_seen_by_kernels(way: str) -> None:
 
 @pytest.mark.gpu
 def test_weights_offloaded_to_the_cpu_are_brought_to_the_gpu() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model, x = nn.Sequential(layer(0), nn.ReLU(), nn.Linear(N, K).half(), layer(1)), activations().cuda().half()
     expected = copy.deepcopy(model).cuda()(x).detach()
     accelerate.cpu_offload(model, execution_device=torch.device("cuda", 0), offload_buffers=True)
@@ -167,7 +168,7 @@ def test_a_parameter_in_a_buffers_place_is_not_trained_in_silence(part: str) -> 
 
 @pytest.mark.parametrize("partly", [False, True])
 def test_offloaded_weights_are_brought_for_a_call_and_not_kept(partly: bool) -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model, x = nn.Sequential(layer(0), nn.Linear(N, K), layer(1)), activations()
     expected = model(x).detach()
     if partly:

@@ -176,26 +176,56 @@ def test_values_that_are_no_range(tmp_path: Path) -> None:
     expected = torch.tensor(sorted(values))[codes.int()].float()
     weight = check(one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0), expected)
     assert weight.bits == 8
-    codes[1, 1] = 12
-    with pytest.raises(CheckpointError, match="holds index 12 of 10 values"):
-        load_checkpoint(one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0))[NAME]
+    codes[0, 0] = 9  # the last value there is
+    check(one(tmp_path, codes, torch.ones(2, 1), values=values, readType=0), torch.tensor(sorted(values))[codes.int()].float())
     # -7 .. 7: fifteen values in four bits.
     codes = torch.randint(0, 15, (2, 32), generator=RANDOM, dtype=torch.uint8)
     check(one(tmp_path, codes, torch.ones(2, 1), values=range(-7, 8), readType=0), codes.float() - 7)
 
 
+@pytest.mark.parametrize("index", [0, 1])
+@pytest.mark.parametrize(
+    ("values", "bits"),
+    [
+        ([-100, -8, 0, 3, -1, 1, 2, -2, 5, 99], 4),
+        (range(-7, 8), 4),
+        (range(-4, 5), 4),
+        (range(-127, 128), 8),
+        ([*range(-128, 0), 9], 8),
+    ],
+)
+def test_an_index_beyond_the_values_is_refused(tmp_path: Path, values: range | list[int], bits: int, index: int) -> None:
+    count = len(values)
+    codes = torch.zeros(2, 32, dtype=torch.uint8)
+    codes[1, 31] = min(count + index, (1 << bits) - 1)
+    path = one(tmp_path, codes, torch.ones(2, 1), bits=bits, values=values, readType=0)
+    with pytest.raises(CheckpointError, match=f"holds index {int(codes.max())} of {count} values"):
+        load_checkpoint(path)[NAME]
+    with pytest.raises(CheckpointError, match=f"holds index {int(codes.max())} of {count} values"):
+        load_checkpoint(path).entries[NAME].values()
+    codes[1, 31] = count - 1
+    check(
+        one(tmp_path, codes, torch.ones(2, 1), bits=bits, values=values, readType=0),
+        torch.tensor(sorted(values))[codes.int()].float(),
+    )
+
+
 def test_the_other_tensors(tmp_path: Path) -> None:
     gamma, beta, half, full = torch.randn(6), torch.randn(6), torch.randn(3, 4).half(), torch.randn(2, 5)
-    bias = torch.randn(2)
-    blob = b"".join(value.numpy().tobytes() for value in (gamma, beta, half, full, bias))
+    bias, other = torch.randn(2), torch.randn(3)
+    blob = b"".join(value.numpy().tobytes() for value in (gamma, beta, half, full, bias, half, other, half, other))
     operators = [
         {"type": "LayerNorm", "name": "norm", "main": {"external": [0, 24, 24]}},
         {"type": "LayerNorm", "name": "inside", "main": {"gamma": [1.0]}},
         convolution("fp16", 3, 4, [48, 24, 0, 0, 0], {"type": 3}),
         convolution("fp32", 2, 5, [72, 40, 8], None),
+        # The bias is behind an alpha, which is empty, or without one in its place.
+        convolution("biased", 3, 4, [120, 24, 0, 12, 0], {"type": 3}),
+        convolution("without", 3, 4, [156, 24, 12], {"type": 3}),
     ]
     plain = dict(load_checkpoint(write(tmp_path, operators, blob)).plain())
     expected = {"norm.gamma": gamma, "norm.beta": beta, "fp16.weight": half, "fp32.weight": full, "fp32.bias": bias}
+    expected |= {"biased.weight": half, "biased.bias": other, "without.weight": half, "without.bias": other}
     assert plain.keys() == expected.keys()
     assert all(torch.equal(plain[name], value) and plain[name].dtype == value.dtype for name, value in expected.items())
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import re
 import signal
 import struct
 import subprocess
 import sys
 import textwrap
+import threading
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +20,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops import (
+    CheckpointError,
+    PackedWeight,
+    dequantize,
+    formats,
+    load_checkpoint,
+    load_packed,
+    model_directory,
+    packing,
+    quantize,
+    reorder,
+)
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
 from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.plan import Options
-from cutlass_ops.tensor_parallel import parse_overrides, slice_weight, sliced_format, split_style
+from cutlass_ops.safetensors_files import opened
+from cutlass_ops.tensor_parallel import check_heads, parse_overrides, slice_tensor, slice_weight, sliced_format, split_style
 from cutlass_ops.verify import diff_packed, verify_packed
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
@@ -65,7 +82,7 @@ LINEARS = {
     "mlp.down_proj": (128, 192),
 }
 CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
+    "architectures": ["ToyForCausalLM"],  # of which transformers knows no tensors
     "model_type": "llama",
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
@@ -172,6 +189,29 @@ def test_config_says_what_the_directory_holds(source: Path, tmp_path: Path) -> N
             assert found is not None
             assert (found.bits, found.group_size, dict(found.tensors)) == (4, 32, expected)
     assert weight_format(quantization, "model.layers.1.mlp.up_proj") is None
+
+
+def test_checksums_of_the_source_are_in_the_order_of_its_files(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever is read first: another order would be another header, and a run that goes on would write it all again."""
+    checkpoint = load_checkpoint(source)
+    first, second = checkpoint.files
+    second_is_read = threading.Event()
+
+    def sha256(path: Path) -> str:
+        if path == first:
+            assert second_is_read.wait(10)
+        return path.name
+
+    monkeypatch.setattr(packing, "sha256", sha256)
+    seen: list[str] = []
+
+    def progress(name: str, nbytes: int) -> None:
+        assert nbytes == (source / name).stat().st_size
+        seen.append(name)
+        second_is_read.set()
+
+    assert list(packing.source_checksums(checkpoint, 2, progress)) == [first.name, second.name]
+    assert seen == [second.name, first.name]
 
 
 def test_the_card_names_the_base_model_and_the_formats(tmp_path: Path) -> None:
@@ -443,10 +483,44 @@ def test_verify_misses_no_rank(source: Path, tmp_path: Path) -> None:
     (tmp_path / "kept").rename(out / "rank-1-of-2")
     for name in listing(out / "rank-0-of-2"):
         (out / "rank-1-of-2" / name).write_bytes((out / "rank-0-of-2" / name).read_bytes())
-    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: holds rank 0"]
+    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: holds rank 0 of 2"]
     (out / "rank-0-of-3").mkdir()
     with pytest.raises(CheckpointError, match="ranks of 2 and of 3"):
         verify_packed(out)
+
+
+def test_verify_sees_ranks_of_another_size(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    reorder_model(checkpoint, out, OPTIONS, ranks=2)
+    for name in ("rank-0-of-1", "rank-0-of-3", "rank-1-of-3", "rank-2-of-3"):
+        folder = tmp_path / name[-4:]
+        folder.mkdir(exist_ok=True)
+        (folder / name).symlink_to(out / f"rank-{name[5] if name[5] != '2' else 0}-of-2")
+    assert verify_packed(tmp_path / "of-1", checkpoint).problems == ["rank-0-of-1: holds rank 0 of 2"]
+    problems = [f"rank-{rank}-of-3: holds rank {rank % 2} of 2" for rank in range(3)]
+    assert verify_packed(tmp_path / "of-3", checkpoint).problems == problems
+    reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
+    (tmp_path / "none").mkdir()
+    (tmp_path / "none" / "rank-0-of-1").symlink_to(tmp_path / "whole")
+    assert verify_packed(tmp_path / "none", checkpoint).problems == ["rank-0-of-1: holds no rank"]
+
+
+def test_ranks_of_two_sources_are_not_of_the_same(source: Path, tmp_path: Path) -> None:
+    out, other = tmp_path / "out", tmp_path / "other"
+    reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
+    shard = source / "model-00001-of-00002.safetensors"
+    save_file(load_file(shard), shard, {"format": "pt"})  # other bytes of the same tensors
+    checkpoint = load_checkpoint(source)
+    reorder_model(checkpoint, other, OPTIONS, ranks=2)
+    for path, same in ((other, True), (out, False)):
+        found = verify_packed(path, checkpoint)
+        assert (found.problems, found.same_source) == ([], same)
+    for rank in (0, 1):  # whichever of the two it is
+        mixed = tmp_path / f"mixed-{rank}"
+        mixed.mkdir()
+        for name, folder in ((f"rank-{rank}-of-2", out), (f"rank-{1 - rank}-of-2", other)):
+            (mixed / name).symlink_to(folder / name)
+        assert verify_packed(mixed, checkpoint).same_source is False
 
 
 def test_diff_of_different_files(source: Path, tmp_path: Path) -> None:
@@ -491,14 +565,28 @@ def test_which_layer_is_split_how() -> None:
 
 @pytest.mark.parametrize(
     ("k", "group_size", "size", "expected"),
-    [(512, 128, 2, 128), (576, 128, 2, 32), (11008, 128, 4, 64), (1024, 256, 8, 128), (96, -1, 3, -1), (384, 384, 1, 384)],
+    [
+        (512, 128, 2, 128),
+        (576, 128, 2, 32),
+        (11008, 128, 4, 64),
+        (1024, 256, 8, 128),
+        (96, -1, 3, -1),
+        (384, 384, 1, 384),
+        (1152, 384, 2, 64),  # 192 divides 384 and 576, and is no size of a group
+        (768, 384, 4, 64),
+        (3072, 384, 4, 384),
+        (1536, 768, 4, 384),
+        (640, 640, 2, 64),
+        (480, 480, 3, 32),
+    ],
 )
 def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:
+    formats.check_group_size(expected)
     assert sliced_format(8, k, group_size, "rowwise", size) == (8, k // size, expected)
 
 
 @pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book"])
-@pytest.mark.parametrize(("k", "group_size"), [(192, 32), (576, 128), (320, -1)])
+@pytest.mark.parametrize(("k", "group_size"), [(192, 32), (576, 128), (320, -1), (1152, 384)])
 def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> None:
     random = torch.Generator().manual_seed(k)
     weight = quantize(torch.randn(24, k, generator=random), 4, group_size, symmetric=kind != "zeros")
@@ -518,6 +606,50 @@ def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> 
     assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
     for part in (*rows, *columns):
         assert torch.equal(reorder(part).unpack().codes, part.codes)
+
+
+def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path) -> None:
+    checkpoint, out = load_checkpoint(source), tmp_path / "out"
+    done = reorder_model(checkpoint, out, Options(bits=4, group_size=32, exclude="q_proj|o_proj"), ranks=2)
+    parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
+    plain = dict(checkpoint.plain())
+    o0 = "model.layers.0.self_attn.o_proj"
+    assert (done.styles[f"{Q0}.bias"], done.styles[f"{o0}.bias"]) == ("colwise", "rowwise")
+    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])  # type: ignore[misc]
+    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
+    assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
+    assert verify_packed(out, checkpoint).problems == []
+
+
+def test_no_rank_has_a_part_of_an_attention_head() -> None:
+    config = {"num_attention_heads": 12, "num_key_value_heads": 4}
+    for name, key in (
+        ("q_proj", "num_attention_heads 12"),
+        ("k_proj", "num_key_value_heads 4"),
+        ("v_proj", "num_key_value_heads 4"),
+    ):
+        heads = int(key.split()[1])
+        for size in range(1, 13):
+            if heads % size == 0:
+                check_heads(f"layers.0.{name}", config, size)
+                continue
+            with pytest.raises(ValueError, match=f"over {size} ranks: config.json has {key}; say replicate"):
+                check_heads(f"layers.0.{name}", config, size)
+    check_heads("layers.0.o_proj", config, 5)
+    check_heads("layers.0.q_proj", {"num_attention_heads": "12"}, 5)
+
+
+def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:
+    """-0.0 changes no sum, and 0.0 would turn a bias of -0.0 into 0.0."""
+    bias = torch.tensor([-0.0, 0.0, 1.5, -2.0])
+    weight = replace(quantize(torch.randn(4, 96), 4, 32), bias=bias)
+    slices = [slice_weight(weight, "rowwise", rank, 3).bias for rank in range(3)]
+    floats = [slice_tensor(bias, "rowwise", rank, 3) for rank in range(3)]
+    for parts in (slices, floats):
+        total = parts[0] + parts[1] + parts[2]  # type: ignore[operator]
+        assert torch.equal(total.view(torch.int32), bias.view(torch.int32))
+        assert torch.equal(parts[0], bias)  # type: ignore[arg-type]
+        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2  # type: ignore[union-attr]
 
 
 def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) -> None:
@@ -565,6 +697,48 @@ def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) ->
         assert slices is not None
         assert (slices.rank, slices.size, slices.styles) == (rank, 2, done.styles)
         assert (out / f"rank-{rank}-of-2" / "tokenizer.json").is_file()
+
+
+def test_the_advice_to_replicate_holds(source: Path, tmp_path: Path) -> None:
+    checkpoint, splits, advice = load_checkpoint(source), [], []
+    for _ in range(3):
+        try:
+            reorder_model(checkpoint, tmp_path / "out", OPTIONS, ranks=4, splits=parse_overrides(splits), dry_run=True)
+            break
+        except ValueError as error:
+            advice += re.findall(r"--tp-split '(.*?)'", str(error))
+            splits = [*advice, "down=replicate"]
+    else:
+        pytest.fail(str(advice))
+    assert advice == ["k_proj|v_proj=replicate"]
+    with pytest.raises(ValueError, match="--tp-split 'qkv_proj=replicate'"):
+        split_style("h.0.qkv_proj")
+    with pytest.raises(ValueError, match="--tp-split 'q_proj=replicate'"):
+        check_heads("q_proj", {"num_attention_heads": 3}, 2)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
+def test_a_full_disk_is_named(name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    out = tmp_path / "out"
+    if name == "config.json":
+        monkeypatch.setattr(model_directory, "_config", lambda *_: monkeypatch.setattr(os, "fsync", full) or {})
+    else:
+        monkeypatch.setattr(os, "pwrite", full)
+    with pytest.raises(OSError, match=rf"No space left on device: '{out / name}'"):
+        reorder_model(load_checkpoint(source), out, OPTIONS)
+
+
+def test_a_file_that_may_not_be_read_is_said_to_be_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path, *_: object) -> None:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    shard = min(source.glob("*.safetensors"))
+    monkeypatch.setattr(Path, "open", refuse)  # tests may run as root, whom no mode keeps out
+    with pytest.raises(CheckpointError, match=rf"{shard}: Permission denied"), opened(shard):
+        pass
 
 
 def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:

@@ -102,23 +102,42 @@ def test_transformers_mxfp4(tmp_path: Path, n: int, k: int) -> None:
     assert weight.scales.dtype == BFLOAT
 
 
+def test_the_weight_of_a_linear_layer(tmp_path: Path) -> None:
+    """Its blocks are named after the parameter, and the module is what is packed, with its bias."""
+    codes, exponents, bias = randint(16, 40, 96), randint(10, 40, 3, seed=1) + 115, randn(40)
+    tensors = {"m.weight_blocks": pairs(codes).view(40, 3, 16), "m.weight_scales": exponents, "m.bias": bias}
+    path = write(tmp_path / "source", tensors, {"quant_method": "mxfp4"})
+    weight = check(path, "mxfp4", values(codes, exponents), tmp_path)
+    assert weight.bias is not None
+    assert torch.equal(weight.bias, bias)
+    assert list(co.load_packed(tmp_path / "packed.safetensors")) == ["m"]
+
+
 @pytest.mark.parametrize("biases", [True, False])
-def test_stacked_experts_are_named_and_refused(tmp_path: Path, biases: bool) -> None:
+def test_stacked_experts_are_given_as_values(tmp_path: Path, biases: bool) -> None:
     name = "mlp.experts.down_proj"
-    tensors = {f"{name}_blocks": randint(255, 4, 64, 2, 16), f"{name}_scales": randint(200, 4, 64, 2)}
-    match = "stack of 4 experts; matrices"
-    if biases:
-        tensors[f"{name}_bias"] = randn(4, 64)
-        match = r"stack of 4 experts with biases \(mlp.experts.down_proj_bias\)"
+    codes, exponents = randint(16, 3 * 8, 64), randint(252, 3 * 8, 2, seed=1)
+    exponents[0] = 0
+    tensors = {f"{name}_blocks": pairs(codes).view(3, 8, 2, 16), f"{name}_scales": exponents.view(3, 8, 2)}
+    tensors |= {f"{name}_bias": randn(3, 8)} if biases else {}
     checkpoint = co.load_checkpoint(write(tmp_path, tensors, {"quant_method": "mxfp4"}))
+    entry = checkpoint.entries[name]
     assert list(checkpoint) == []
-    assert checkpoint.entries[name].shape == (4, 64, 64)
-    for read in (lambda: checkpoint[name], checkpoint.entries[name].values):
-        with pytest.raises(CheckpointError, match=match):
-            read()
+    assert (entry.shape, entry.dtype) == ((3, 64, 8), BFLOAT)
+    assert torch.equal(entry.values().float(), values(codes, exponents).view(3, 8, 64).transpose(1, 2))
+    inspected = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
+    assert "stacked experts have no packed form" in " ".join(inspected.output.split())
     done = CliRunner().invoke(cli.app, ["reorder", str(tmp_path), "-o", str(tmp_path / "out.safetensors")])
     assert done.exit_code == 2
-    assert "stack of 4 experts" in " ".join(done.output.split())
+    assert "stacked experts have no packed form" in " ".join(done.output.split())
+
+
+@pytest.mark.parametrize("exponent", [254, 255])
+def test_stacked_experts_beyond_bf16_are_refused(tmp_path: Path, exponent: int) -> None:
+    tensors = {"m_blocks": randint(255, 2, 4, 1, 16) | 7, "m_scales": torch.full((2, 4, 1), exponent, dtype=torch.uint8)}
+    entry = co.load_checkpoint(write(tmp_path, tensors, {"quant_method": "mxfp4"})).entries["m"]
+    with pytest.raises(CheckpointError, match="'m_scales': holds scales of expert 0 that are no numbers, or too large"):
+        entry.values()
 
 
 @pytest.mark.parametrize(

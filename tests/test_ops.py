@@ -79,7 +79,7 @@ def close(y: Tensor, exact: Tensor) -> bool:
 
 def same(a: Tensor, b: Tensor) -> bool:
     """Equal in dtype, shape and value, NaN equal to NaN."""
-    return a.dtype == b.dtype and a.shape == b.shape and torch.equal(a.nan_to_num(7e7), b.nan_to_num(7e7))
+    return a.dtype == b.dtype and a.shape == b.shape and bool(((a == b) | (a.isnan() & b.isnan())).all())
 
 
 # ---- values
@@ -152,6 +152,7 @@ STRIDED: dict[str, Callable[[Tensor], Tensor]] = {
     "transposed": lambda x: x.t().contiguous().t(),
     "every other row": lambda x: x.repeat_interleave(2, 0)[::2],
     "one row expanded": lambda x: x[:1].expand(5, -1),
+    "overlapping rows": lambda x: torch.cat([x, x]).view(-1).as_strided((5, K), (K // 2, 1)),
 }
 
 
@@ -177,6 +178,7 @@ ACTIVATIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     "gelu": lambda v: v * 0.5 * (1 + torch.erf(v / math.sqrt(2))),
     "silu": lambda v: v / (1 + torch.exp(-v)),
     ("clamp", -40.0, 24.5): lambda v: torch.where(v > 24.5, 24.5, torch.where(v < -40, -40.0, v)),
+    ("clamp", 1.5, 1.5): lambda v: torch.full_like(v, 1.5),
 }
 
 
@@ -495,8 +497,9 @@ def test_fused_quantisers_are_the_reference_and_the_plain_one(dtype: torch.dtype
         ({"weight": None}, TypeError, ["weight", "NoneType"]),
         ({"weight": torch.zeros(K, device="meta")}, TypeError, ["weight", "meta", "cpu"]),
         ({"eps": 0.0}, ValueError, ["eps", "0.0", "1e-15 to 1"]),
+        ({"eps": math.nextafter(1e-15, 0.0)}, ValueError, ["eps", "9.99"]),
         ({"eps": NAN}, ValueError, ["eps", "nan"]),
-        ({"eps": 2}, ValueError, ["eps", "2"]),
+        ({"eps": math.nextafter(1.0, 2.0)}, ValueError, ["eps", "1.0000000000000002"]),
         ({"residual": torch.zeros(3, K)}, ValueError, ["residual", "(3, 200)", "(2, 200)"]),
         ({"residual": torch.zeros(2, K).half()}, TypeError, ["residual", "float16", "float32"]),
         ({"block": 16}, ValueError, ["block", "16"]),
@@ -510,6 +513,15 @@ def test_rms_norm_quantize_refuses(change: Change, error: type[Exception], words
         co.rms_norm_quantize(**arguments)
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize("eps", [1e-15, 1.0])
+def test_a_norm_takes_the_least_and_the_largest_eps(eps: float) -> None:
+    x, gain = torch.full((1, K), 1e-7), torch.ones(K)
+    expected = reference.rms_norm(x, gain, eps)[0]
+    assert torch.equal(co.rms_norm_quantize(x, gain, eps).codes, co.quantize_activations(expected).codes)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + eps).sqrt()
+    torch.testing.assert_close(expected.double(), exact, rtol=1e-6, atol=0)
 
 
 def test_silu_mul_quantize_refuses() -> None:
@@ -688,7 +700,8 @@ def test_explain_a_gpu_that_is_not_there(bits: int, act_quant: str, device: str)
     [
         ({"act_quant": "row"}, ValueError, ["act_quant", "'row'", "'token'"]),
         ({"dtype": torch.int8}, TypeError, ["dtype", "int8", "float16"]),
-        ({"dtype": torch.float32}, ValueError, ["float32", "none", "float16 or bfloat16"]),
+        ({"dtype": torch.float32, "x": -1}, ValueError, ["m is -1", "16777216"]),
+        ({"dtype": torch.float32, "x": (1 << 24) + 1}, ValueError, ["m is 16777217", "16777216"]),
         ({"x": -1}, ValueError, ["m is -1", "16777216"]),
         ({"x": (1 << 24) + 1}, ValueError, ["m is 16777217", "16777216"]),
         ({"device": "sm_75"}, ValueError, ["'sm_75'", "sm_80", "sm_120"]),
@@ -757,6 +770,8 @@ def test_explain_sees_how_x_lies_in_memory() -> None:
     assert not upcasts(aligned(64, 1, 1024)[:, :, 4:516].transpose(0, 1).expand(2, 64, 512))  # so is what is no matrix
     assert not upcasts(wide[:, 4:516], batch_invariant=True)
     assert upcasts(wide.view(4, 16, 1024)[..., 4:516])
+    assert not upcasts(wide[:1, 4:516].expand(64, 512))  # rows that overlap are copied, too
+    assert not upcasts(wide[:2, 4:516].expand(32, 2, 512).transpose(0, 1))
     # One row of three dimensions keeps its stride without other options, and has none as a matrix.
     row, large = aligned(1, 1, 28673)[..., :28672], sized(8192, 28672, 4)
     assert co.explain(row, large, device="sm_90").kernel == "decode_gemm"
@@ -768,8 +783,60 @@ def test_explain_casts_as_autocast_does() -> None:
     x = aligned(40, K, dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
         assert co.explain(x, packed, device="sm_90") == co.explain(40, packed, dtype=torch.bfloat16, device="sm_90")
-    with pytest.raises(ValueError, match="x is float32"):
-        co.explain(x, packed, device="sm_90")
+    assert co.explain(x, packed, device="sm_90").kernel == "torch.matmul"
+
+
+def test_explain_says_that_fp32_is_multiplied_by_torch() -> None:
+    packed = sized(28672, 4096, 4)
+    found = co.explain(5, packed, dtype=torch.float32, device="sm_90")
+    assert (found.kernel, found.launches, found.exact) == ("torch.matmul", ("dequantize",), True)
+    assert found.workspace == 4 * (1 << 26)
+    assert str(found).startswith("sm_90: torch.matmul (no kernel takes an fp32 x")
+    assert co.explain(0, packed, dtype=torch.float32, device="sm_90").launches == ()
+    for act_quant in ("token", "block"):
+        assert co.explain(5, packed, act_quant, torch.float32, "sm_90").launches[-1] != "dequantize"
+    with pytest.raises(ValueError, match="batch_invariant is True and x is float32 with act_quant='none'"):
+        co.explain(5, packed, dtype=torch.float32, device="sm_90", batch_invariant=True)
+    quantized = co.quantize_activations(torch.zeros(5, 4096))
+    assert co.explain(quantized, packed, device="sm_90").kernel != "torch.matmul"
+    assert co.explain(quantized, packed, device="sm_90", batch_invariant=True).kernel != "torch.matmul"
+
+
+# What a GPU does with an fp32 x that is not quantised, on the CPU.
+
+
+@pytest.mark.parametrize("values", [70 * K, 1 << 26])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
+    packed, x = co.reorder(qw), activations(6, K)
+    monkeypatch.setattr(ops, "_PANEL_VALUES", values)
+    assert [rows.stop - rows.start for rows, _ in ops.panels(packed, torch.float16)] == (
+        [64, 64, 64, 8] if values < 1 << 26 else [200]
+    )
+    exact = product(x, qw)
+    found = ops.panel_gemm(x, packed, (2, 3, 200), (None, None, 0.0, 0.0, None, torch.float32, False, False, 0, False))
+    assert torch.equal(found.double().view(6, 200), exact)
+    bias, residual = activations(200), activations(6, 200)
+    end = (bias, "clamp", -40.0, 24.5, residual, torch.float16, True, False, 0, True)
+    found = ops.panel_gemm(x, packed, (6, 200), end)
+    expected = (exact + bias).clamp(-40, 24.5) + residual
+    assert found.dtype == torch.float16
+    assert torch.equal(found.double(), expected.half().double())
+
+
+def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
+    packed = co.reorder(weight(n=200))
+    end = (None, "relu", 0.0, 0.0, None, torch.float32, False, False, 0, False)
+    x = activations(3, K)
+    x[0, 3], x[2, 5] = NAN, INF
+    y = ops.panel_gemm(x, packed, (3, 200), end)
+    assert y[[0, 2]].isnan().all()
+    assert y[1].isfinite().all()
+    assert ops.panel_gemm(x[:0], packed, (0, 200), end).shape == (0, 200)
+    with pytest.raises(ValueError, match="batch_invariant is True"):
+        ops.panel_gemm(x, packed, (3, 200), (*end[:7], True, 0, False))
 
 
 @pytest.mark.skipif(_C.built_with_cuda, reason="this build has CUDA kernels")

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats, reference
+from cutlass_ops import _C, formats, ops, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -1058,7 +1058,8 @@ SHAPED = {
     "ones among them": (lambda x: x.view(1, 2, 1, 4, 1, -1), True),
     "every other row": (lambda x: x.view(2, 4, -1)[:, ::2], True),
     "last rows": (lambda x: x.view(2, 4, -1)[:, -1:], True),
-    "the same row": (lambda x: x[2].expand(3, -1), True),
+    "the same row": (lambda x: x[2].expand(3, -1), False),
+    "overlapping rows": (lambda x: x.view(-1).as_strided((3, x.shape[1]), (x.shape[1] // 2, 1)), False),
     "part of both dimensions": (lambda x: x.view(2, 4, -1)[:, :3], False),
     "transposed": (lambda x: x.view(2, 4, -1).transpose(0, 1), False),
     "columns apart": (lambda x: x.t().contiguous().t(), False),
@@ -1291,6 +1292,49 @@ def test_never_synchronizes(activations: str) -> None:
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("group_size", [32, 128, -1])
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_fp32_as_it_is(bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In panels, with the epilogue of every other product, captured in a CUDA graph, and with gradients."""
+    n, k = 200, 576
+    monkeypatch.setattr(ops, "_PANEL_VALUES", 70 * k)
+    for perm in (False, True):
+        qw = make_weight(Format(bits, kind, group_size), n, k, exact=False, bias=True, perm=perm)
+        packed = co.reorder(qw)
+        for m in (0, 1, 17, 300):
+            x = make_floats(m, k, FLOAT)
+            y = multiply(x, packed)
+            assert y.dtype == FLOAT
+            assert qw.bias is not None
+            if m:
+                assert_close(y, oracle(x, qw) + qw.bias.double())
+    residual = make_floats(300, n, HALF)
+    y = co.mixed_gemm(x, packed, activation="silu", residual=residual, out_dtype=BFLOAT)
+    z = oracle(x, qw) + qw.bias.double()
+    assert_close(y, z * z.sigmoid() + residual.double())
+    x[3, 5] = NAN
+    assert co.mixed_gemm(x, packed).isnan().all(1).nonzero().tolist() == [[3]]
+    wide = torch.zeros(7, 2 * k, device=GPU)
+    wide[:, :k] = make_floats(7, k, FLOAT)
+    assert same_bits(co.mixed_gemm(wide[:, :k], packed), co.mixed_gemm(wide[:, :k].contiguous(), packed))
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = co.mixed_gemm(x, packed)
+    x.copy_(make_floats(300, k, FLOAT) * 2)
+    graph.replay()
+    assert same_bits(captured, co.mixed_gemm(x, packed))
+    assert co.explain(x, packed).launches == ("dequantize",)
+
+
+@pytest.mark.parametrize("book", ["nf4", "mxfp4"])
+def test_fp32_as_it_is_with_a_code_book(book: str) -> None:
+    qw = co.quantize(torch.randn(200, 576, generator=generator(3), device=GPU), 4, 32, book=book)
+    x = make_floats(17, 576, FLOAT)
+    assert_close(multiply(x, co.reorder(qw)), oracle(x, qw))
+
+
 @pytest.mark.parametrize("m", [1, 300])
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 def test_graph_capture_and_replay_with_new_inputs(activations: str, m: int) -> None:
@@ -1519,10 +1563,10 @@ def test_workspace_is_torchs_and_as_large_as_explain_says() -> None:
 
 
 REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exception], str]] = {
-    "fp32 as it is": (
-        lambda x, w: co.mixed_gemm(x.float(), w),
-        TypeError,
-        "x is float32 with act_quant='none'; on a GPU that takes float16 or bfloat16",
+    "fp32 as it is, batch_invariant": (
+        lambda x, w: co.mixed_gemm(x.float(), w, batch_invariant=True),
+        ValueError,
+        "batch_invariant is True and x is float32 with act_quant='none'",
     ),
     "x on the CPU": (lambda x, w: co.mixed_gemm(x.cpu(), w), ValueError, "x is on cpu; the weight is on cuda:0"),
     "weight on the CPU": (lambda x, w: co.mixed_gemm(x, w.to("cpu")), ValueError, "x is on cuda:0; the weight is on cpu"),
@@ -1567,7 +1611,6 @@ REFUSED: dict[str, tuple[Callable[[Tensor, co.PackedWeight], Any], type[Exceptio
         ValueError,
         "scales starts at an address that is no multiple of 16 bytes",
     ),
-    "explain fp32": (lambda x, w: co.explain(5, w, dtype=FLOAT), ValueError, "x is float32"),
 }
 
 

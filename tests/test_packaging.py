@@ -9,10 +9,15 @@ import os
 import re
 import subprocess
 import sys
+import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
+from conftest import moved
+from imports import import_or_skip
 
 import cutlass_ops
 from cutlass_ops import _C
@@ -110,6 +115,35 @@ def test_import_loads_little_beyond_torch() -> None:
     """What only the command line, a dialect or an integration needs is imported where it is used."""
     new = imported("import torch, cutlass_ops")[0] - imported("import torch, numpy.typing, safetensors")[0]
     assert {name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")} == set()
+
+
+# --- the tests themselves --------------------------------------------------------------------------------------
+
+
+def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "half_installed.py").write_text("import its_own_dependency")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(pytest.skip.Exception, match=r"half_installed cannot be imported.*'its_own_dependency'"):
+        import_or_skip("half_installed")
+
+
+@pytest.mark.parametrize(
+    ("module", "category", "fails"),
+    [
+        ("cutlass_ops.hf", DeprecationWarning, True),
+        ("test_hf", UserWarning, True),
+        ("test_hf", DeprecationWarning, False),
+        ("transformers.utils", UserWarning, False),
+    ],
+)
+def test_which_warnings_fail_a_test(module: str, category: type[Warning], fails: bool) -> None:
+    with warnings.catch_warnings(record=True), pytest.raises(category) if fails else nullcontext():
+        warnings.warn_explicit("text", category, "file.py", 1, module, {})
+
+
+def test_versions_other_than_the_constraints_are_told() -> None:
+    lines = ["# a comment", "pytest==0.1", f"numpy=={np.__version__}", "absent==1", "torch==0.1 ; python_version < '3'"]
+    assert list(moved("\n".join(lines))) == [f"pytest {pytest.__version__}, not 0.1"]
 
 
 def configure(tmp_path: Path, *options: str) -> subprocess.CompletedProcess[str]:

@@ -11,15 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
-peft = pytest.importorskip("peft", reason="peft is not installed")
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+transformers = import_or_skip("transformers")
+peft = import_or_skip("peft")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 SIZES = {
@@ -199,7 +199,7 @@ def test_other_methods_say_that_they_do_not_know_packed_layers(models: tuple[Any
 
 
 def test_transformers_trains_adapters_and_nothing_else(models: tuple[Any, Path]) -> None:
-    trainer_utils = pytest.importorskip("transformers.trainer_utils", reason="transformers has no trainer")
+    trainer_utils = import_or_skip("transformers.trainer_utils")
     model = transformers.AutoModelForCausalLM.from_pretrained(models[1])
     assert model.hf_quantizer.is_trainable
     with pytest.raises(ValueError, match="purely quantized models"):

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from imports import import_or_skip
 
-pytest.importorskip("matplotlib", reason="matplotlib, which tools/plot.py draws with, is not installed")
+import_or_skip("matplotlib")
 
 SCRIPT = Path(__file__).parent.parent / "tools/plot.py"
 

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
+import cutlass_ops as co
+from cutlass_ops import reference
 from cutlass_ops.quantize import quantize
 from cutlass_ops.reference import dequantize_weight
 from cutlass_ops.weight import QuantizedWeight
@@ -61,6 +64,18 @@ def test_clipping_by_hand() -> None:
     # Ten of the large ones make that too dear, 10 * 0.875^2, and 38/40 best: 10 * 0.35^2 + 22 * 0.3^2, against 22 / 4.
     w[0, :10] = 7
     assert quantize(w, group_size=32, clip="mse").scales.item() == pytest.approx(0.95)
+
+
+def test_of_ranges_with_equal_errors_the_widest_is_taken() -> None:
+    # 38/40 and 37/40 of a step of 12 / 15 have the same error to the last bit, and all others a larger one.
+    w = torch.tensor([[-5.0, -2.0, -2.0, -0.5, 3.5, 6.0, 6.5, 7.0]])
+    found = quantize(w, group_size=32, symmetric=False, clip="mse")
+    assert found.scales.item() == pytest.approx(0.76, rel=1e-6)
+    assert found.codes.tolist() == [[0, 3, 3, 5, 11, 14, 15, 15]]
+    # Squares beyond fp32 are infinite whatever the range is: nothing is known to be better than all of it.
+    for symmetric in (True, False):
+        w = torch.tensor([[7e25, 0.4e25]])
+        assert equal(quantize(w, 4, 32, symmetric, clip="mse"), quantize(w, 4, 32, symmetric))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
@@ -176,3 +191,38 @@ def test_wrong_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=message):
         quantize(weight, **options)
+
+
+# ---- groups longer than K
+
+
+@pytest.mark.parametrize("group_size", [1024, 1 << 24, 1 << 40])
+@pytest.mark.parametrize("k", [64, 576])
+def test_a_group_beyond_k_is_all_of_k_and_takes_no_more(k: int, group_size: int, tmp_path: Path) -> None:
+    weight = torch.randn(64, k, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(5, k, generator=torch.Generator().manual_seed(1))
+    for options in ({}, {"symmetric": False}, {"clip": "mse"}, {"book": "nf4"}, {"bits": 8}, {"bits": 8, "book": "e4m3"}):
+        found, whole = (co.quantize(weight, **{"group_size": size, **options}) for size in (group_size, -1))  # type: ignore[arg-type]
+        assert found.group_size == group_size
+        assert equal(found, whole)
+        assert torch.equal(co.dequantize(found), co.dequantize(whole))
+        packed, expected = co.reorder(found), co.reorder(whole)
+        assert packed.nbytes == expected.nbytes
+        co.save_packed(tmp_path / "packed.safetensors", {"m": packed})
+        packed = co.load_packed(tmp_path / "packed.safetensors")["m"]  # type: ignore[assignment]
+        assert packed.group_size == group_size
+        for mode in ("none",) if "book" in options else ("none", "token", "block"):
+            y = co.mixed_gemm(x, packed, act_quant=mode)
+            assert torch.equal(y, co.mixed_gemm(x, expected, act_quant=mode))
+            exact = reference.mixed_gemm(x, found, act_quant=mode)
+            assert torch.equal(exact, reference.mixed_gemm(x, whole, act_quant=mode))
+            assert str(co.explain(300, packed, mode, device="sm_90")) == str(co.explain(300, expected, mode, device="sm_90"))
+
+
+def test_a_group_beyond_a_taps_channels_takes_no_more() -> None:
+    weight = torch.randn(8, 32, 3, generator=torch.Generator().manual_seed(0))
+    x = torch.randn(2, 32, 9, generator=torch.Generator().manual_seed(1))
+    long, own = (co.reorder(co.quantize(weight, 4, size)) for size in (1 << 24, 32))
+    assert long.scales.shape == (3, 64)  # a group for each tap
+    for mode in ("none", "token", "tensor"):
+        assert torch.equal(co.mixed_conv1d(x, long, act_quant=mode), co.mixed_conv1d(x, own, act_quant=mode))

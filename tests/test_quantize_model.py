@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, weight_norm
@@ -23,7 +24,6 @@ from cutlass_ops.model_directory import reorder_model
 
 module = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
 # Parts of transformers, torch and accelerate warn of each other.
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 
 def randn(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -185,7 +185,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, tuple[str, ...]]] = {
 
 
 def tiny(family: str, **options: Any) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(
@@ -242,7 +242,7 @@ def test_a_model_of_experts_is_not_saved(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon", "GPT2"])
 def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     model = tiny(family)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -254,7 +254,7 @@ def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
 
 
 def test_what_was_done_before_an_error_can_be_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     model = tiny("Llama")
     layers = iter(range(14))
     monkeypatch.setattr(module, "reorder", lambda weight: co.reorder(weight) if next(layers) < 5 else fail(MemoryError))
@@ -400,10 +400,13 @@ def normed() -> nn.Module:
         return weight_norm(nn.Linear(32, 32))  # type: ignore[no-any-return]
 
 
-def hooked() -> nn.Module:
-    linear = nn.Linear(32, 32)
-    linear.register_forward_hook(lambda layer, args, y: y + layer.weight.sum())
-    return linear
+def hooked(register: str, hook: Callable[..., Any]) -> Callable[[], nn.Module]:
+    def make() -> nn.Module:
+        linear = nn.Linear(32, 32)
+        getattr(linear, register)(hook)
+        return linear
+
+    return make
 
 
 def patched() -> nn.Module:
@@ -422,7 +425,10 @@ class Subclass(nn.Linear):
     [
         (parametrized, "ParametrizedLinear is a subclass of torch.nn.Linear: 1"),
         (normed, "the parameters are bias, weight_g, weight_v, not weight and bias: 1"),
-        (hooked, "hooks are registered: 1"),
+        (hooked("register_forward_hook", lambda layer, args, y: y + layer.weight.sum()), "hooks are registered: 1"),
+        (hooked("register_forward_pre_hook", lambda layer, args: (2 * args[0],)), "hooks are registered: 1"),
+        (hooked("register_full_backward_hook", lambda layer, of_x, of_y: (2 * of_x[0],)), "hooks are registered: 1"),
+        (hooked("register_full_backward_pre_hook", lambda layer, of_y: (2 * of_y[0],)), "hooks are registered: 1"),
         (patched, "the layer's forward was replaced: 1"),
         (lambda: Subclass(32, 32), "Subclass is a subclass of torch.nn.Linear: 1"),
         (lambda: nn.Linear(32, 32).double(), "the weight is float64: 1"),
@@ -461,7 +467,7 @@ def test_parameters_of_two_modules_stay(part: str, one_object: bool) -> None:
 
 
 def test_layers_of_bitsandbytes_are_left() -> None:
-    bnb = pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    bnb = import_or_skip("bitsandbytes")
     model = nn.Sequential(nn.Linear(32, 32), bnb.nn.Linear4bit(32, 32), bnb.nn.Linear8bitLt(32, 32))
     with said("Linear4bit is a subclass of torch.nn.Linear: 1", "Linear8bitLt is a subclass of torch.nn.Linear: 2"):
         co.quantize_model(model)
@@ -585,7 +591,7 @@ def test_progress(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 
 
 def test_hooks_of_accelerate_are_kept() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model = mlp()
     expected = model(randn(2, 96))
     accelerate.dispatch_model(model, {"0": "cpu", "1": "cpu", "2": "cpu", "3": "cpu"}, main_device="cpu", force_hooks=True)
@@ -598,7 +604,7 @@ def test_hooks_of_accelerate_are_kept() -> None:
 
 
 def test_offloaded_weights_are_refused() -> None:
-    accelerate = pytest.importorskip("accelerate", reason="accelerate is not installed")
+    accelerate = import_or_skip("accelerate")
     model = accelerate.cpu_offload(mlp(), torch.device("cpu"))
     with pytest.raises(ValueError, match=r"'0': the weight is on the meta device \(not loaded, or offloaded\)"):
         co.quantize_model(model)

@@ -586,18 +586,29 @@ def test_products_are_exact_in_integers(
         assert np.array_equal(y32.numpy(), expected)
 
 
-def test_sums_beyond_fp32_are_still_exact() -> None:
-    # 1023 products of 255 * 255 and one of 1: odd, and above 2^24, where fp32 has even numbers only.
-    codes = torch.full((1, 1024), 127, dtype=torch.int8)
-    codes[0, -1] = -127
-    w = torch.full((1, 1024), 255, dtype=torch.uint8)
-    w[0, -1] = 1
-    qw = QuantizedWeight(w, torch.ones(1, 1), zeros=torch.zeros(1, 1, dtype=torch.uint8), bits=8, group_size=-1)
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("w_zeros", [False, True])
+@pytest.mark.parametrize("x_zeros", [False, True])
+def test_sums_beyond_fp32_are_still_exact(x_zeros: bool, w_zeros: bool, bits: int) -> None:
+    # The fewest products of extreme codes that are above 2^24 together, and products of 1 that make their sum odd: fp32
+    # has only even numbers there.
+    x, x_one, zero = (127, -127, -128) if x_zeros else (-128, -1, 0)
+    w, w_one, w_zero = (2**bits - 1, 1, 0) if w_zeros else (0, 2 ** (bits - 1) - 1, 2 ** (bits - 1))
+    largest, one = (x - zero) * (w - w_zero), (x_one - zero) * (w_one - w_zero)
+    assert one == math.copysign(1, largest)
+    count = 2**24 // abs(largest) + 1
+    ones = 2 if count * largest % 2 else 1
+    codes, matrix = (torch.tensor([[code] * count + [unit] * ones]) for code, unit in ((x, x_one), (w, w_one)))
+    zeros = torch.tensor([[w_zero]], dtype=torch.uint8) if w_zeros else None
+    qw = QuantizedWeight(matrix.to(torch.uint8), torch.ones(1, 1), zeros=zeros, bits=bits, group_size=-1)
+    expected = count * largest + ones * one
+    assert abs(expected) > 2**24
+    assert expected % 2
+    args = codes.to(torch.int8), torch.ones(1, 1), int8([zero]) if x_zeros else None, -1, qw
     kwargs = {"compute_dtype": torch.float64, "out_dtype": torch.float64}
-    expected = 1023 * 255 * 255 + 1
-    assert gemm_quantized(codes, torch.ones(1, 1), int8([-128]), -1, qw, **kwargs).item() == expected
-    # In fp32 the exact integer is rounded once: 66520576 is a multiple of 4, the step of fp32 there.
-    assert gemm_quantized(codes, torch.ones(1, 1), int8([-128]), -1, qw).item() == float(np.float32(expected))
+    assert gemm_quantized(*args, **kwargs).item() == expected
+    # In fp32 the exact integer is rounded once.
+    assert gemm_quantized(*args).item() == float(np.float32(expected))
 
 
 @pytest.mark.parametrize("act_quant", ["none", "block", "token"])
@@ -681,6 +692,7 @@ def test_no_rows(act_quant: str) -> None:
         ("relu", [0.0, 0.0, 0.0, 1.0, 8.0]),
         ("relu6", [0.0, 0.0, 0.0, 1.0, 6.0]),
         (("clamp", -2.0, 0.5), [-2.0, -1.0, 0.0, 0.5, 0.5]),
+        (("clamp", 0.5, 0.5), [0.5] * 5),
         # x * Phi(x), from a table of the normal distribution: Phi(1) = 0.8413447461, Phi(-7) = 1.27981e-12
         ("gelu", [-8.95868780e-12, -0.1586552539, 0.0, 0.8413447461, 8.0]),
         # x / (1 + exp(-x)): e = 2.718281828, exp(7) = 1096.633158, exp(8) = 2980.957987
@@ -767,6 +779,9 @@ def test_rms_norm_by_hand() -> None:
 
 
 def test_rms_norm_rounds_the_sum_and_the_quotient_to_the_dtype() -> None:
+    # r is 0.4: 3 r in fp16 is 1.2001953125, and 1.5 of it is halfway between 1843 and 1844 steps; 1.5 of 1.2 is nearer to 1843.
+    y, _ = rms_norm(torch.tensor([[3.0, -4.0, 0.0, 0.0]]).half(), torch.full((4,), 1.5).half(), 1e-15)
+    assert y[0, 0].item() == 1844 / 1024
     # 2048 + 1 is no fp16: the residual that goes on is 2048, and its norm is taken.
     x = torch.full((1, 8), 2048.0).half()
     y, total = rms_norm(x, torch.ones(8).half(), 1e-6, torch.ones_like(x))
@@ -787,6 +802,12 @@ def test_squares_are_summed_in_the_order_that_is_specified() -> None:
     runs[0, 0] = 4096.0
     runs[0, 512 * 32] = runs[0, 512 * 64] = 1.0
     assert _sum_of_squares(runs).item() == 2**24
+    # Which runs share a lane: those 32 apart and no others. Beside 2^24 in lane 0 two ones of another lane are a 2.
+    for first, second, total in ((16, 48, 2**24 + 2), (32, 96, 2**24), (31, 63, 2**24 + 2), (33, 65, 2**24 + 2)):
+        runs = torch.zeros(1, 512 * 97)
+        runs[0, 0] = 4096.0
+        runs[0, 512 * first] = runs[0, 512 * second] = 1.0
+        assert _sum_of_squares(runs).item() == total, (first, second)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])

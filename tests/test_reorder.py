@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import signal
 import stat
@@ -28,6 +29,7 @@ from cutlass_ops import (
     formats,
     load_packed,
     mixed_gemm,
+    packing,
     reorder,
     save_packed,
 )
@@ -36,7 +38,7 @@ from cutlass_ops.packed_file import is_packed, packed_info
 from cutlass_ops.packing import reorder_checkpoint
 from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
 from cutlass_ops.safetensors_files import stream_safetensors
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.verify import diff_packed, verify_packed
 
 PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
@@ -385,6 +387,9 @@ def test_a_link_is_followed(tmp_path: Path) -> None:
 # ---- whole checkpoints
 
 
+UP = "model.layers.0.mlp.up_proj"
+
+
 def float_checkpoint(path: Path, **more: torch.Tensor) -> Path:
     random = torch.Generator().manual_seed(1)
     tensors = {
@@ -483,6 +488,54 @@ def test_a_checkpoint_does_not_overwrite_itself(tmp_path: Path) -> None:
     assert path.read_bytes() == before
 
 
+@pytest.mark.parametrize("link", ["symbolic", "hard", "through a directory", "dangling"])
+def test_a_link_to_the_checkpoint_does_not_overwrite_it(tmp_path: Path, link: str) -> None:
+    path = float_checkpoint(tmp_path / "m.safetensors")
+    before = path.read_bytes()
+    out = tmp_path / "p.safetensors"
+    if link == "symbolic":
+        out.symlink_to(path)
+    elif link == "hard":
+        out.hardlink_to(path)
+    elif link == "through a directory":
+        (tmp_path / "d").symlink_to(tmp_path)
+        out = tmp_path / "d" / path.name
+    else:
+        out.symlink_to(tmp_path / "new")
+    if link == "dangling":
+        reorder_checkpoint(load_checkpoint(path), out, bits=4)
+        assert packed_info(tmp_path / "new").weights
+    else:
+        for dry_run in (False, True):
+            with pytest.raises(ValueError, match="is a file of the checkpoint itself"):
+                reorder_checkpoint(load_checkpoint(path), out, bits=4, dry_run=dry_run)
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("bias", [torch.zeros(71), torch.zeros(69), torch.zeros(70, 1), torch.zeros(70, dtype=torch.int32)])
+def test_a_bias_that_does_not_fit_its_weight_is_named(tmp_path: Path, bias: torch.Tensor) -> None:
+    path = float_checkpoint(tmp_path / "m.safetensors", **{f"{UP}.bias": bias})
+    with pytest.raises(CheckpointError, match=rf"tensor '{UP}\.bias' cannot keep its name"):
+        reorder_checkpoint(load_checkpoint(path), tmp_path / "p.safetensors", bits=4)
+    assert not (tmp_path / "p.safetensors").exists()
+    # It is not the weight's: with the weight left as it is, so is the bias.
+    source = load_checkpoint(path)
+    reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, exclude="up_proj")
+    assert torch.equal(load_packed(tmp_path / "p.safetensors")[f"{UP}.bias"], bias)  # type: ignore[arg-type]
+    assert verify_packed(tmp_path / "p.safetensors", source).problems == []
+
+
+def test_matrices_without_elements_stay_as_they_are(tmp_path: Path) -> None:
+    empty = {"a.weight": torch.zeros(0, 32), "b.weight": torch.zeros(4, 0), "c.weight": torch.zeros(4, 0, 3)}
+    source = load_checkpoint(float_checkpoint(tmp_path / "m.safetensors", **empty))
+    for include in (None, "."):
+        done = reorder_checkpoint(source, tmp_path / "p.safetensors", bits=4, include=include)
+        assert not empty.keys() & {f"{name}.weight" for name in done.weights}
+        loaded = load_packed(tmp_path / "p.safetensors")
+        assert all(loaded[name].shape == value.shape for name, value in empty.items())
+        assert verify_packed(tmp_path / "p.safetensors", source).problems == []
+
+
 def test_a_weight_that_cannot_be_quantised_is_named(tmp_path: Path) -> None:
     bad = torch.zeros(4, 32)
     bad[2, 3] = torch.nan
@@ -512,6 +565,22 @@ def test_what_is_no_linear_layer_by_name(name: str) -> None:
         assert not re.search(DEFAULT_EXCLUDE, linear)
 
 
+def test_the_first_error_leaves_the_other_tensors_alone() -> None:
+    started = []
+
+    def run(item: int) -> None:
+        started.append(item)
+        if item == 0:
+            raise CheckpointError("m.safetensors", "broken")
+        time.sleep(0.05)
+
+    for jobs in (1, 2):
+        started.clear()
+        with pytest.raises(CheckpointError, match="broken"):
+            packing._each(run, range(40), jobs, lambda item, result: None)
+        assert len(started) < 20
+
+
 # ---- verify
 
 
@@ -523,12 +592,17 @@ def packed_pair(tmp_path: Path) -> tuple[Path, Path]:
     return source, packed
 
 
+def metadata_of(path: Path) -> dict[str, str]:
+    raw = path.read_bytes()
+    (length,) = struct.unpack("<Q", raw[:8])
+    metadata: dict[str, str] = json.loads(raw[8 : 8 + length])["__metadata__"]
+    return metadata
+
+
 def rewrite(path: Path, name: str, position: int | None) -> None:
     """Flip a bit of byte ``position`` of a tensor, or drop the tensor."""
     tensors = {key: value.clone() for key, value in load_file(path).items()}
-    raw = path.read_bytes()
-    (length,) = struct.unpack("<Q", raw[:8])
-    metadata = json.loads(raw[8 : 8 + length])["__metadata__"]
+    metadata = metadata_of(path)
     metadata["layout_version"] = "1"  # without checksums, what else verify compares has to find it
     if position is None:
         del tensors[name]
@@ -536,9 +610,6 @@ def rewrite(path: Path, name: str, position: int | None) -> None:
         flat = tensors[name].reshape(-1).view(torch.uint8)
         flat[position] ^= 1
     save_file(tensors, path, metadata)
-
-
-UP = "model.layers.0.mlp.up_proj"
 
 
 @pytest.mark.parametrize(
@@ -567,6 +638,16 @@ def test_verify_sees_padding(packed_pair: tuple[Path, Path]) -> None:
     assert verify_packed(packed).problems == [f"{UP}: codes has padding that is not zero"]
 
 
+def test_diff_sees_padding(packed_pair: tuple[Path, Path], tmp_path: Path) -> None:
+    _, packed = packed_pair
+    other = tmp_path / "other.safetensors"
+    other.write_bytes(packed.read_bytes())
+    assert diff_packed(packed, other).changed == {}
+    rewrite(other, f"{UP}.codes", -1)
+    for pair in ((packed, other), (other, packed)):
+        assert diff_packed(*pair).changed == {UP: ["the padding differs"]}
+
+
 def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: Path) -> None:
     source, packed = packed_pair
     other = tmp_path / "other.safetensors"
@@ -576,6 +657,28 @@ def test_verify_sees_what_is_too_much(packed_pair: tuple[Path, Path], tmp_path: 
     found = verify_packed(packed, load_checkpoint(other))
     assert found.problems == ["positions: not in the checkpoint"]
     assert found.same_source is False
+
+
+def test_the_first_difference_that_is_no_number_stays_the_largest(packed_pair: tuple[Path, Path]) -> None:
+    """Names in order: down_proj before up_proj."""
+    source, packed = packed_pair
+    checkpoint = load_checkpoint(source)
+    down, whole = "model.layers.0.mlp.down_proj", verify_packed(packed, checkpoint)
+    assert list(packed_info(packed).weights) == [down, UP]
+    rewrite(packed, f"{UP}.codes", 0)
+    facts, tensors = metadata_of(packed), load_file(packed)
+    for damaged, largest_at in (([UP], UP), ([down], down), ([down, UP], down)):
+        changed = {name: value.clone() for name, value in tensors.items()}
+        for name in damaged:
+            changed[f"{name}.scales"][0, 0] = torch.nan
+        save_file(changed, packed, facts)
+        found = verify_packed(packed, checkpoint)
+        assert found.largest_difference is not None
+        assert math.isnan(found.largest_difference)
+        assert found.largest_at == largest_at
+        assert [p for p in found.problems if p.endswith("is nan")] == [f"{name}: scales[0, 0] is nan" for name in damaged]
+    assert whole.largest_difference is not None
+    assert not math.isnan(whole.largest_difference)
 
 
 # ---- memory and time

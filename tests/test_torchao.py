@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
@@ -23,9 +23,7 @@ RANDOM = torch.Generator().manual_seed(11)
 def torchao() -> Any:
     logging.disable(logging.WARNING)  # it tells which of its GPU libraries do not load
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            return pytest.importorskip("torchao", reason="the package torchao, which writes these files, is not installed")
+        return import_or_skip("torchao")
     finally:
         logging.disable(logging.NOTSET)
 
@@ -309,15 +307,29 @@ def test_parts_without_codes(tmp_path: Path, part: str) -> None:
         load_checkpoint(path)
 
 
-@pytest.mark.parametrize("value", [9, -9])
+@pytest.mark.parametrize("bits", range(1, 9))
 @pytest.mark.parametrize("part", ["qdata", "zero_point"])
-def test_values_beyond_their_bits(tmp_path: Path, part: str, value: int) -> None:
-    parts = {**PLAIN, part: PLAIN[part].clone()}
-    parts[part][1, 1] = value
-    target = {"_type": "torch.dtype", "_data": "int4"}
-    path = save_by_hand(tmp_path / "m.safetensors", parts, "IntxUnpackedToInt8Tensor", target_dtype=target, **INT8)
-    with pytest.raises(CheckpointError, match=rf"{part} has values from .*; with 4 bits -8 \.\. 7"):
-        load_checkpoint(path)["m"]
+def test_values_reach_the_limits_of_their_bits_and_no_further(tmp_path: Path, part: str, bits: int) -> None:
+    limit = 1 << (bits - 1)
+    for value in (-limit, limit - 1, -limit - 1, limit):
+        if not -128 <= value <= 127:
+            continue
+        parts = {**PLAIN, part: PLAIN[part].clone()}
+        parts[part][1, 1] = value
+        target = {"_type": "torch.dtype", "_data": f"int{bits}"}
+        path = save_by_hand(tmp_path / "m.safetensors", parts, "IntxUnpackedToInt8Tensor", target_dtype=target, **INT8)
+        entry = load_checkpoint(path).entries["m"]
+        if -limit <= value < limit:
+            expected = torch.zeros(4, 64)
+            if part == "qdata":
+                expected[1, 1] = value
+            else:
+                expected[1, 32:] = -value
+            assert torch.equal(entry.values(), expected)
+            assert torch.equal(reference.dequantize_weight(load_checkpoint(path)["m"], torch.float32), expected)
+            continue
+        with pytest.raises(CheckpointError, match=rf"{part} has values from .*; with {bits} bits -{limit} \.\. {limit - 1} "):
+            entry.values()
 
 
 @pytest.mark.parametrize(

@@ -33,6 +33,15 @@ def test_unsupported_bits(bits: int) -> None:
         formats.check_bits(bits)
 
 
+@pytest.mark.parametrize("value", [[7] * 100_000, "7" * 100_000, (10**4000,) * 3])
+def test_a_message_does_not_hold_all_of_a_value(value: Any) -> None:
+    checks: list[Any] = [formats.check_bits, formats.check_group_size, formats.check_flat_block_size, formats.check_quant_type]
+    for check in (*checks, lambda size: formats.check_kernel_size(size, 64)):
+        with pytest.raises(ValueError, match=r"supported are|expected|does not divide") as error:
+            check(value if check is not formats.check_quant_type else str(value)[:4000])
+        assert len(str(error.value)) < 400
+
+
 @pytest.mark.parametrize("group_size", [0, 1, 16, 48, 96, 192, -2, -128])
 def test_unsupported_group_sizes(group_size: int) -> None:
     with pytest.raises(ValueError, match=f"group_size is {group_size}; supported are 32, 64, multiples of 128"):

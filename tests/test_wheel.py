@@ -16,6 +16,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from imports import import_or_skip
 
 import cutlass_ops
 
@@ -32,7 +33,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if given := os.environ.get("CUTLASS_OPS_WHEEL"):
         return Path(given)
     for needed in ("scikit_build_core", "pybind11", "auditwheel"):
-        pytest.importorskip(needed, reason="building a wheel without build isolation needs it")
+        import_or_skip(needed)
     folder = tmp_path_factory.mktemp("wheel")
     command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-build-isolation", "--no-deps", "--no-index"]
     # The long option: pip 22 and 23.0, which Debian has, know no -C.
@@ -69,7 +70,7 @@ def test_it_holds_the_package_and_nothing_else(archive: zipfile.ZipFile) -> None
 
 def test_it_runs_on_any_linux_of_its_tag(wheel: Path, archive: zipfile.ZipFile) -> None:
     """The module needs no library of CUDA or torch, so that none had to be put into the wheel either."""
-    elffile = pytest.importorskip("elftools.elf.elffile", reason="auditwheel's reader of modules is not installed")
+    elffile = import_or_skip("elftools.elf.elffile")
     assert re.search(r"-cp3\d+-manylinux_2_\d+_\w+\.whl$", wheel.name), wheel.name
     module = elffile.ELFFile(io.BytesIO(archive.read(module_of(archive))))
     needed = {tag.needed for tag in module.get_section_by_name(".dynamic").iter_tags("DT_NEEDED")}

@@ -91,16 +91,9 @@ __device__ __forceinline__ void activate(float (&v)[kCount], P const& p) {
   }
 }
 
-// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
+// What comes after the bias.
 template <int kCount>
-__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
-#pragma unroll
-  for (float& x : v) x = nan_unless_finite(x);
-  if (p.bias) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i)
-      if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
-  }
+__device__ __forceinline__ void finish_biased(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
   activate(v, p);
   if (p.residual) {
 #pragma unroll
@@ -111,6 +104,19 @@ __device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n,
 #pragma unroll
     for (float& x : v) x = clamp_keeping_nan(x, -p.limit, p.limit);
   }
+}
+
+// Neighbouring sums of row m, the first at column n, become outputs. Every choice is made once for all of them.
+template <int kCount>
+__device__ __forceinline__ void finish_outputs(float (&v)[kCount], int m, int n, EpilogueParams const& p) {
+#pragma unroll
+  for (float& x : v) x = nan_unless_finite(x);
+  if (p.bias) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i)
+      if (n + i < p.n) v[i] += load_float(p.bias, p.bias_type, n + i);
+  }
+  finish_biased(v, m, n, p);
 }
 
 // Two neighbouring outputs of 16 bits.

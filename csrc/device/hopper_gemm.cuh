@@ -142,7 +142,8 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
            size_of(w.scale_type),
            size_of(w.offset_type),
            half_x_rows<C>(problem.m),
-           false};
+           false,
+           ImageTiles(problem)};
   int const tiles = p.row_pairs * p.m_tiles;
   if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
   p.whole_tiles = tiles - p.split_tiles;
@@ -164,6 +165,10 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                                   C::kBlockM / C::kCluster, &compensated.zero_values);
     if (!status.ok()) return status;
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, compensated);
+  } else if constexpr (std::is_same_v<typename C::Params, ImageParams>) {
+    ImageParams image{p, {}};
+    if (Status status = encode_x_scales(problem, C::kBlockM / C::kCluster, &image.x_scales); !status.ok()) return status;
+    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, image);
   } else {
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
   }

@@ -94,8 +94,12 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int m0 = work.m_tile * C::kBlockM, end = work.end_k(p);
-    int scaled = C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
-    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+    constexpr bool kPixelScales = C::kImages && C::kLoadTokenScales;
+    int scaled = kPixelScales ? C::kCluster * half : C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
+    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (kPixelScales         ? 16
+                                                                                     : C::kLoadTokenZeros ? 5
+                                                                                                          : 4);
+    XRows<C::kPanelColumns, kEveryBlock, C::kImages> x_rows(p.image, m0 + rank * half, work.first_k(p));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -114,18 +118,20 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
           cute::SM90_BULK_COPY_G2S::copy((compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
                                          stage + C::kTokenScales, scaled * 4);
         }
-      } else if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, bytes);
-#pragma unroll
-        for (int panel = 0; panel < C::kColumnPanels; ++panel) {
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(
-              &map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-              stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
-              k * kKPerTile + panel * C::kPanelColumns, m0 + rank * half);
+      } else {
+        if (leader) TransactionBarrier::arrive_and_expect_tx(full, bytes);
+        if constexpr (kPixelScales) {
+          if (leader) x_rows.copy_scales(p.x_scales, full, stage + C::kTokenScales + rank * half * 16);
         }
-        int64_t vector = int64_t(k) * p.x.stride + m0;
-        if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
-        if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
+#pragma unroll
+        for (int panel = 0; panel < C::kColumnPanels; ++panel)
+          x_rows.copy_next(leader, map, full, stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
+                           k * kKPerTile + panel * C::kPanelColumns);
+        if (leader && !kPixelScales) {
+          int64_t vector = int64_t(k) * p.x.stride + m0;
+          if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
+          if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
+        }
       }
     }
   }
@@ -148,8 +154,15 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
       for (int first = 0; first < C::kBlockM / 4; first += 32) {
         int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
         if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
-          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
-          float2 low = scales[0], high = scales[4];
+          float2 low, high;
+          if constexpr (C::kImages) {
+            int const element = k % (p.image.columns / kKPerTile) % 4 * p.image.scale_step;
+            auto* scales = reinterpret_cast<float const*>(stage + C::kTokenScales) + x_row * 4 + element;
+            low = make_float2(scales[0], scales[4]), high = make_float2(scales[32], scales[36]);
+          } else {
+            auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
+            low = scales[0], high = scales[4];
+          }
           auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
           factors[0] = make_float4(low.x, low.y, high.x, high.y);
           if constexpr (C::kLoadTokenZeros) {

@@ -7,6 +7,7 @@
 #include "device/epilogue.cuh"
 #include "device/grouped.cuh"
 #include "device/hopper.cuh"
+#include "device/hopper_x_rows.cuh"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
 
@@ -16,20 +17,22 @@ struct Work;
 struct Params;
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
-//   kElementBytes: of an activation; kScales, kTokenScales: whether every stage brings them; kZeros: whether it brings the weights' zero points
+//   kElementBytes: of an activation; kScales: whether every stage brings the weights' scales; kZeros: and their zero points
+//   kXScaleBytes: those of a row of x that every stage brings: 4, 16 of a pixel's next four blocks, or 0
 //   kTokenZeros: whether activations have zero points, which come with their scales
-template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
+template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, int kXScaleBytes, bool kTokenZeros_, bool kZeros_,
           int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kLoadScales = kScales_;
-  static constexpr bool kLoadTokenScales = kTokenScales_;
-  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kTokenScales_;
+  static constexpr bool kLoadTokenScales = kXScaleBytes > 0;
+  static constexpr bool kLoadTokenZeros = kTokenZeros_ && kLoadTokenScales;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares the weights' too
   static constexpr bool kGrouped = false;        // whether rows of x and weights are experts' (GroupedWork)
+  static constexpr bool kImages = false;         // whether x may be an image
   static constexpr bool kShortTiles =
       false;                              // whether a block loads less than half a tile where there are not as many rows of x
   using Work = hopper::Work;              // how clusters share tiles
@@ -51,7 +54,7 @@ struct TileConfig {
   static constexpr int kActivations = 0;
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * k_tile_bytes(kBits);
-  static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kBlockM * 4 : 0);
+  static constexpr int kTokenZeros = kTokenScales + kBlockM * kXScaleBytes;
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);  // what prepare_x_rows() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
   static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
@@ -99,6 +102,7 @@ struct Params {
   int offset_bytes;              // of one offset
   int half_x_rows;               // that a block loads of a tile
   bool store_halves;             // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+  ImageTiles image;              // whose pixels are the rows of x, if they are
 };
 
 // Of kernels whose stages of K are its tiles and, after each window of these, a compensation (zero_compensation.h).
@@ -106,6 +110,11 @@ struct Params {
 struct CompensatedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
+};
+
+// Of an image's pixels that are int8: their scales, seen as an image of four channels or more.
+struct ImageParams : Params {
+  CUtensorMap x_scales;
 };
 
 // Of experts' rows and weights; row_pairs are of one expert.

@@ -3,36 +3,35 @@
 
 #include <cudaTypedefs.h>
 
+#include <algorithm>
+
 #include "cutlass_ops/ops.h"
 #include "device/launch.cuh"
+#include "dispatch/problem.h"
 
 namespace cutlass_ops::hopper {
 
-// The driver's function that makes tensor maps, or why there is none; looked up once.
+// A function of the driver's that makes tensor maps, or why there is none.
+template <class Function>
 struct Encoder {
-  PFN_cuTensorMapEncodeTiled_v12000 encode = nullptr;
+  Function encode = nullptr;
   Status status;
 
-  Encoder() {
-    constexpr char const* kCall = "cudaGetDriverEntryPointByVersion(cuTensorMapEncodeTiled)";
+  explicit Encoder(char const* name) {
+    std::string const call = std::string("cudaGetDriverEntryPointByVersion(") + name + ")";
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    cudaError_t const error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    cudaError_t const error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
     if (error != cudaSuccess) {
-      status = cuda_error(kCall, error);
+      status = cuda_error(call.c_str(), error);
     } else if (found != cudaDriverEntryPointSuccess || !function) {
-      status = {Status::kCuda, std::string(kCall) + ": the driver has no such function (" + std::to_string(int(found)) +
+      status = {Status::kCuda, call + ": the driver has no such function (" + std::to_string(int(found)) +
                                    "); one of CUDA 12.0 or later is needed"};
     } else {
-      encode = reinterpret_cast<PFN_cuTensorMapEncodeTiled_v12000>(function);
+      encode = reinterpret_cast<Function>(function);
     }
   }
 };
-inline Encoder const& tensor_map_encoder() {
-  static Encoder const encoder;
-  return encoder;
-}
 
 // A tensor map of boxes, innermost dimension first; strides are bytes. Loads bring zeros from beyond the dimensions, stores
 // write nothing there.
@@ -40,7 +39,7 @@ template <int kRank>
 Status encode(CUtensorMapDataType type, void const* data, cuuint64_t const (&dims)[kRank],
               cuuint64_t const (&strides)[kRank - 1], cuuint32_t const (&box)[kRank], CUtensorMapSwizzle swizzle,
               CUtensorMapL2promotion promotion, CUtensorMap* map) {
-  Encoder const& encoder = tensor_map_encoder();
+  static Encoder<PFN_cuTensorMapEncodeTiled_v12000> const encoder("cuTensorMapEncodeTiled");  // looked up once
   if (!encoder.status.ok()) return encoder.status;
   cuuint32_t steps[kRank];
   std::fill_n(steps, kRank, 1);
@@ -57,6 +56,54 @@ inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns
                    {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(stride_bytes)},
                    {cuuint32_t(128 / element_bytes), cuuint32_t(box_x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+}
+
+// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of `box_channels` of a pixel's
+// `channels` x `box_pixels`. Pixels are `pixel_bytes` apart. The image is one that im2col_rank() takes.
+inline Status encode_image(CUtensorMapDataType type, void const* x, int channels, int64_t pixel_bytes, ImageRows const& image,
+                           int box_channels, int box_pixels, CUtensorMapSwizzle swizzle, CUtensorMap* map) {
+  static Encoder<PFN_cuTensorMapEncodeIm2col_v12000> const encoder("cuTensorMapEncodeIm2col");
+  if (!encoder.status.ok()) return encoder.status;
+  int const rank = im2col_rank(image);
+  // Innermost first: channels, width, height, with rank 5 depth, and images.
+  cuuint64_t dims[5] = {cuuint64_t(channels)}, strides[4] = {cuuint64_t(pixel_bytes)};
+  cuuint32_t steps[5] = {1};
+  int lower[3], upper[3];  // where the first tap is, from the first place to the last
+  for (int i = 0; i < rank - 2; ++i) {
+    int const axis = 2 - i;
+    dims[1 + i] = cuuint64_t(image.size[axis]), steps[1 + i] = cuuint32_t(image.stride[axis]);
+    strides[1 + i] = strides[i] * dims[1 + i];
+    lower[i] = -image.padding[axis], upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
+  }
+  dims[rank - 1] = cuuint64_t(image.batch), steps[rank - 1] = 1;
+  CUresult const result = encoder.encode(map, type, cuuint32_t(rank), const_cast<void*>(x), dims, strides, lower, upper,
+                                         cuuint32_t(box_channels), cuuint32_t(box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
+  return {};
+}
+
+// The same in boxes of 128 bytes of a pixel's channels and the 128-byte swizzle.
+inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes, ImageRows const& image,
+                            int box_pixels, CUtensorMap* map) {
+  return encode_image(element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, x, channels,
+                      pixel_bytes, image, 128 / element_bytes, box_pixels, CU_TENSOR_MAP_SWIZZLE_128B, map);
+}
+
+// Of a product's 16-bit x; and of its codes, and their scales where they are an image's.
+inline Status encode_x(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
+  if (is_image(p)) return encode_pixels(p.x, 2, p.image.channels, p.x_stride * 2, p.image, box_x_rows, map);
+  return encode_x_rows(p.x, 2, p.m, p.weight.k, p.x_stride * 2, box_x_rows, map);
+}
+inline Status encode_codes(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
+  int const columns = int(padded_k(stored_columns(p)));
+  if (is_image(p)) return encode_pixels(p.quantized.codes, 1, columns, columns, p.image, box_x_rows, map);
+  return encode_x_rows(p.quantized.codes, 1, std::max(p.m, p.quantized.rows), columns, columns, box_x_rows, map);
+}
+inline Status encode_x_scales(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
+  int const columns = p.quantized.scale_columns;
+  return encode_image(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, p.quantized.scales, columns, columns * 4, p.image, 4, box_x_rows,
+                      CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
 }  // namespace cutlass_ops::hopper

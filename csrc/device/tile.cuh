@@ -5,6 +5,7 @@
 
 #include "cutlass_ops/layout.h"
 #include "device/epilogue.cuh"
+#include "device/image_tiles.cuh"
 #include "device/launch.cuh"
 #include "device/mma.cuh"
 
@@ -282,6 +283,25 @@ struct XRowCopy {
     copy_16_if(place(i) + stage, source[i / kTurns] + i % kTurns * kRowThreads * 16, tile_wanted && wanted[i / kTurns], inside);
   }
 
+  // Copy the pixels of an image under the tap of a tile of K instead, zeros where there are none. A pixel's channels are
+  // `bytes` long, and the pixels stride_bytes apart.
+  __device__ __forceinline__ void copy_pixels(int stage, ImageTiles const& image, int k_tile, void const* x,
+                                              int64_t stride_bytes, int bytes, int m0) const {
+    ImageTap const tap(image, k_tile);
+    int const first = tap.tile * kRowBytes;
+#pragma unroll 1
+    for (int row = 0; row < kRows; ++row) {
+      int const x_row = m0 + first_x_row() + row * kRowsAtOnce, pixel = x_row < image.rows ? tap.pixel(image, x_row) : -1;
+      uint8_t const* const from = static_cast<uint8_t const*>(x) + max(pixel, 0) * stride_bytes;
+#pragma unroll
+      for (int turn = 0; turn < kTurns; ++turn) {
+        int const byte = first + piece(turn) * 16;
+        bool const inside = pixel >= 0 && byte < bytes;
+        copy_16_if(place(row * kTurns + turn) + stage, from + (inside ? byte : 0), true, inside);
+      }
+    }
+  }
+
   __device__ __forceinline__ void next() {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) source[i] += kRowBytes;
@@ -322,6 +342,7 @@ struct TileParams {
   int row_tiles, m_tiles, k_tiles, n_pad, splits;
   int log_scale_bytes, log_offset_bytes;
   bool plain;  // as store_sums has it
+  ImageTiles image;
 
   TileParams(GemmProblem const& problem, Plan const& plan, float* splitk_workspace_, int rows, int x_rows)
       : weight(problem.weight),
@@ -336,7 +357,8 @@ struct TileParams {
         log_scale_bytes(log2_size_of(weight.scale_type)),
         log_offset_bytes(log2_size_of(weight.offset_type)),
         plain(!problem.bias && !problem.residual && problem.activation == Activation::kNone && !problem.saturate &&
-              problem.out_type != DataType::kFloat32 && epilogue.vector_store) {}
+              problem.out_type != DataType::kFloat32 && epilogue.vector_store),
+        image(problem) {}
 };
 
 // Epilogue store: a block's sums to the output or the slice's partial sums, through shared memory that nothing else uses any

@@ -1,5 +1,5 @@
 // int8 activations as 16-bit floats, for wgmma_fold16, in the order of columns: scale * (code - zero point), rounded once; or,
-// where a row has one scale, code - zero point, which is exact: the scale is applied to the sums.
+// where a row of x has one scale, code - zero point, which is exact: the scale is applied to the sums.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_upcast(void* to, int64_t piece, uint4 cons
 
 __device__ __forceinline__ void store_upcast(QuantizedActivations const& out, int64_t piece, uint4 const& codes, float zero,
                                              float scale) {
-  if (out.block == -1 && scale == scale) scale = 1.0f;  // that of a row with NaN or infinity is NaN
+  if (!out.upcast_scaled && scale == scale) scale = 1.0f;  // that of a row with NaN or infinity is NaN
   if (out.upcast_type == DataType::kFloat16) {
     store_upcast<__half>(out.upcast, piece, codes, zero, scale);
   } else {

@@ -7,12 +7,62 @@
 namespace cutlass_ops {
 namespace {
 
-bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+// Bytes of an element of a float type.
+int bytes_of(DataType type) { return type == DataType::kFloat32 ? 4 : 2; }
 
 }  // namespace
 
+bool is_float(DataType type) { return type == DataType::kFloat32 || type == DataType::kFloat16 || type == DataType::kBFloat16; }
+
 Status unsupported(std::string text) { return {Status::kUnsupported, std::move(text)}; }
 Status invalid(std::string text) { return {Status::kInvalid, std::move(text)}; }
+
+Status check_addresses(std::initializer_list<Address> addresses) {
+  for (Address const& a : addresses) {
+    if (!a.pointer && a.required) return invalid(std::string(a.name) + " is a null pointer");
+    if (reinterpret_cast<uintptr_t>(a.pointer) % a.alignment) {
+      return invalid(std::string(a.name) + " starts at an address that is no multiple of " + std::to_string(a.alignment) +
+                     " bytes");
+    }
+  }
+  return {};
+}
+
+Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows) {
+  if (rows <= 1 || stride >= columns) return {};
+  return invalid(std::string(name) + " is " + std::to_string(stride) + "; at least " + std::to_string(columns) +
+                 ", the elements of a row, is expected for " + std::to_string(rows) + " rows");
+}
+
+Status check_activation(Activation activation, float clamp_low, float clamp_high) {
+  switch (activation) {
+    case Activation::kNone:
+    case Activation::kRelu:
+    case Activation::kRelu6:
+    case Activation::kGelu:
+    case Activation::kSilu:
+      return {};
+    case Activation::kClamp:
+      if (clamp_low <= clamp_high) return {};
+      return invalid("clamp_low is " + std::to_string(clamp_low) + " and clamp_high " + std::to_string(clamp_high) +
+                     "; the first must be at most the second");
+  }
+  return invalid("activation is " + std::to_string(int(activation)) +
+                 "; supported are none, relu, relu6, gelu, silu and clamp");
+}
+
+Status check_act_quant(ActQuant act_quant, bool of_image) {
+  switch (act_quant) {
+    case ActQuant::kNone:
+    case ActQuant::kToken:
+    case ActQuant::kBlock:
+      return {};
+    case ActQuant::kTensor:
+      if (of_image) return {};
+  }
+  return invalid("act_quant is " + std::to_string(int(act_quant)) + "; supported are none, token and block" +
+                 (of_image ? ", and tensor" : ""));
+}
 
 Status check_weight(PackedWeight const& w) {
   if (w.bits != 4 && w.bits != 8) {
@@ -44,6 +94,56 @@ Status check_weight(PackedWeight const& w) {
                                                : "a code book") +
                        "; e4m3 codes are of 8 bits, without zero points, offsets or a code book");
   }
+  return check_addresses({{"codes", w.codes, kLoadBytes},
+                          {"scales", w.scales, kLoadBytes},
+                          {"zeros", w.zeros, kLoadBytes, false},
+                          {"offsets", w.offsets, kLoadBytes, false},
+                          {"perm", w.perm, kLoadBytes, false},
+                          {"book", w.book, kLoadBytes, false},
+                          {"sums", w.sums, kLoadBytes, false}});
+}
+
+// Of an image's sizes and those of the result, which the caller allocated. `tap_columns`: of the weight, for each tap.
+static Status check_sizes(GemmProblem const& problem, int64_t tap_columns) {
+  ImageRows const& image = problem.image;
+  int64_t places = image.batch, taps = 1;
+  for (int axis = 0; axis < 3; ++axis) {
+    int64_t const span = int64_t(image.dilation[axis]) * (image.taps[axis] - 1) + 1;
+    int64_t const room = image.size[axis] + 2 * int64_t(image.padding[axis]) - span;
+    bool const valid = image.size[axis] > 0 && image.taps[axis] > 0 && image.stride[axis] > 0 && image.dilation[axis] > 0 &&
+                       image.padding[axis] >= 0 && room >= 0;
+    if (!valid || image.out[axis] != room / image.stride[axis] + 1) {
+      return invalid("the image has size " + std::to_string(image.size[axis]) + ", " + std::to_string(image.taps[axis]) +
+                     " taps, stride " + std::to_string(image.stride[axis]) + ", padding " +
+                     std::to_string(image.padding[axis]) + ", dilation " + std::to_string(image.dilation[axis]) +
+                     " and a result of " + std::to_string(image.out[axis]) + " along axis " + std::to_string(axis));
+    }
+    places *= image.out[axis], taps *= image.taps[axis];
+  }
+  if (places != problem.m || taps * tap_columns != problem.weight.k) {
+    return invalid("the image has " + std::to_string(places) + " places of a kernel of " + std::to_string(taps) + " taps and " +
+                   std::to_string(image.channels) + " channels; m is " + std::to_string(problem.m) + " and k " +
+                   std::to_string(problem.weight.k));
+  }
+  return {};
+}
+
+// Of what a product takes of an image.
+static Status check_image(GemmProblem const& problem) {
+  ImageRows const& image = problem.image;
+  // A weight of one tap is a matrix as it is.
+  bool const whole = padded_k(problem.weight.k) == padded_k(image.channels);
+  if (Status status = check_sizes(problem, whole ? problem.weight.k : padded_k(image.channels)); !status.ok()) return status;
+  if (problem.quantized.codes) return unsupported("the image is quantised already; one of floats is expected");
+  if (problem.weight.perm) return unsupported("the image's weight has an act order; it has one for matrices alone");
+  if (!multiplies_int8(problem) && is_irregular(problem)) {
+    return unsupported("the image's pixels do not start on 16 bytes, or x_stride is " + std::to_string(problem.x_stride) +
+                       "; at least channels = " + std::to_string(image.channels) + " and a multiple of 8 is supported");
+  }
+  if (stored_rows(problem) > kMaxM) {
+    return unsupported("the image has " + std::to_string(stored_rows(problem)) + " pixels; at most " + std::to_string(kMaxM) +
+                       " are supported");
+  }
   return {};
 }
 
@@ -52,6 +152,10 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
   if (Status status = check_weight(w); !status.ok()) return status;
   if (problem.m < 0 || problem.m > kMaxM) {
     return invalid("m is " + std::to_string(problem.m) + "; 0 to " + std::to_string(kMaxM) + " is supported");
+  }
+  if (Status status = check_act_quant(problem.act_quant, is_image(problem)); !status.ok()) return status;
+  if (is_image(problem)) {
+    if (Status status = check_image(problem); !status.ok()) return status;
   }
   bool quantized = problem.quantized.codes != nullptr;
   if (quantized) {
@@ -81,6 +185,68 @@ Status check_gemm(GemmProblem const& problem, Device const& device) {
     return unsupported("the weight has " + std::string(w.book ? "a code book" : "e4m3 codes") +
                        " and the activations are int8; that takes fp16 or bf16 activations");
   }
+  if (Status status = check_activation(problem.activation, problem.clamp_low, problem.clamp_high); !status.ok()) return status;
+  if (problem.m == 0) return {};
+  if (quantized) {
+    QuantizedActivations const& q = problem.quantized;
+    Status status = check_addresses({{"the activations' codes", q.codes, kLoadBytes},
+                                     {"the activations' scales", q.scales, kLoadBytes},
+                                     {"the activations' zeros", q.zeros, kLoadBytes, false}});
+    if (!status.ok()) return status;
+  } else {
+    Status status = check_addresses({{"x", problem.x, bytes_of(problem.x_type)}});
+    if (status.ok()) status = check_stride("x_stride", problem.x_stride, stored_columns(problem), problem.m);
+    if (!status.ok()) return status;
+  }
+  Status status = check_addresses({{"bias", problem.bias, bytes_of(problem.bias_type), false},
+                                   {"residual", problem.residual, bytes_of(problem.residual_type), false}});
+  if (!status.ok() || !problem.residual) return status;
+  return check_stride("residual_stride", problem.residual_stride, w.n, problem.m);
+}
+
+Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace) {
+  if (workspace.bytes < plan.workspace) {
+    return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
+                   " are needed");
+  }
+  if (plan.compensates && !plan.layout.sums && !problem.weight.sums) {
+    return invalid("the plan is for a weight that has its column sums; this one has none");
+  }
+  return check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
+                          {"out", problem.out, bytes_of(problem.out_type)}});
+}
+
+Status check_depthwise(GemmProblem const& problem, float const* taps) {
+  ImageRows const& image = problem.image;
+  if (Status status = check_sizes(problem, 1); !status.ok()) return status;
+  for (int axis = 0; axis < 3; ++axis) {
+    for (int extent : {image.size[axis], image.stride[axis], image.padding[axis], image.dilation[axis]}) {
+      if (extent > kMaxM) {
+        return unsupported("the image has a size, stride, padding or dilation of " + std::to_string(extent) + "; at most " +
+                           std::to_string(kMaxM) + " is supported");
+      }
+    }
+  }
+  if (image.channels != 1 || problem.x_stride < 1 || problem.x_stride > problem.weight.n ||
+      problem.weight.n % problem.x_stride != 0) {
+    return invalid("the image has " + std::to_string(image.channels) + " channels a group and " +
+                   std::to_string(problem.x_stride) + " groups, the weight " + std::to_string(problem.weight.n) +
+                   " rows; one channel, and a divisor of the rows, are expected");
+  }
+  if (problem.m > kMaxM || stored_rows(problem) > std::numeric_limits<int32_t>::max()) {
+    return unsupported("the image has " + std::to_string(stored_rows(problem)) + " pixels and the result " +
+                       std::to_string(problem.m) + "; at most 2^31 - 1 and " + std::to_string(kMaxM) + " are supported");
+  }
+  if (problem.act_quant != ActQuant::kNone || problem.quantized.codes) {
+    return unsupported("the activations of a depthwise convolution are quantised; floats are supported");
+  }
+  if (!is_float(problem.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (reinterpret_cast<uintptr_t>(taps) % 16) {
+    return invalid("the weight's values start at an address that is no multiple of 16 bytes");
+  }
   return {};
 }
 
@@ -108,12 +274,26 @@ Status check_quantize(QuantizeProblem const& p) {
     return unsupported("k is " + std::to_string(p.k) + "; a norm of at most " + std::to_string(kMaxNormK) +
                        " columns is supported");
   }
-  return {};
+  if (p.m == 0) return {};
+  int const bytes = bytes_of(p.x_type);
+  Status status = check_addresses({{"x", p.x, bytes},
+                                   {"perm", p.perm, int(sizeof(int32_t)), false},
+                                   {"up", p.up, bytes, false},
+                                   {"norm_weight", p.norm_weight, bytes, false},
+                                   {"residual", p.residual, bytes, false},
+                                   {"sum", p.sum, bytes, false},
+                                   {"out.codes", p.out.codes, kLoadBytes},
+                                   {"out.scales", p.out.scales, kLoadBytes},
+                                   {"out.zeros", p.out.zeros, kLoadBytes, false}});
+  if (status.ok()) status = check_stride("x_stride", p.x_stride, p.k, p.m);
+  if (status.ok() && p.up) status = check_stride("up_stride", p.up_stride, p.k, p.m);
+  if (status.ok() && p.residual) status = check_stride("residual_stride", p.residual_stride, p.k, p.m);
+  return status;
 }
 
-Status check_sums(PackedWeight const& w) {
+Status check_sums(PackedWeight const& w, void const* colsums) {
   if (Status status = check_weight(w); !status.ok()) return status;
-  if (has_int8_products(w) && has_integer_codes(w)) return {};
+  if (has_int8_products(w) && has_integer_codes(w)) return check_addresses({{"colsums", colsums, kLoadBytes}});
   return unsupported("sums of codes are for integers in groups of 128 or more, without offsets or zero points of 8 bits");
 }
 
@@ -124,18 +304,30 @@ Status check_dequantize(DequantizeProblem const& p) {
     return invalid("rows are " + std::to_string(p.rows) + " from row " + std::to_string(p.first_row) + " of " +
                    std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerPanel));
   }
-  return is_float(p.out_type) ? Status{} : unsupported("out_type is not fp16, bf16 or fp32");
+  if (!is_float(p.out_type)) return unsupported("out_type is not fp16, bf16 or fp32");
+  return check_addresses({{"out", p.out, bytes_of(p.out_type)}});
 }
 
-Status check_flat(FlatProblem const& p) {
+Status check_flat(FlatProblem const& p, bool quantizes) {
   if (!is_float(p.type)) return unsupported("the floats have a type that is not fp16, bf16 or fp32");
   if (p.blocksize < 32 || p.blocksize > 4096 || (p.blocksize & (p.blocksize - 1))) {
     return unsupported("blocksize is " + std::to_string(p.blocksize) + "; supported are powers of two from 32 to 4096");
   }
-  return p.count >= 0 ? Status{} : invalid("count is " + std::to_string(p.count));
+  if (p.count < 0) return invalid("count is " + std::to_string(p.count) + "; at least 0 is expected");
+  if (p.count == 0) return {};
+  bool const nested = !quantizes && p.nested_codes;
+  return check_addresses({{"floats", p.floats, kLoadBytes},
+                          {"packed", p.packed, kLoadBytes},
+                          {"absmax", p.absmax, int(sizeof(float)), !nested},
+                          {"cuts", p.cuts, int(sizeof(float)), quantizes},
+                          {"codes", p.codes, 1, quantizes},
+                          {"book", p.book, int(sizeof(float)), !quantizes},
+                          {"nested_absmax", p.nested_absmax, int(sizeof(float)), nested},
+                          {"nested_book", p.nested_book, int(sizeof(float)), nested},
+                          {"nested_offset", p.nested_offset, int(sizeof(float)), nested}});
 }
 
-Status check_awq(AwqWeight const& w) {
+Status check_awq(AwqWeight const& w, void const* out) {
   if (w.type != DataType::kFloat16 && w.type != DataType::kBFloat16) {
     return unsupported("the scales have a type that is not fp16 or bf16");
   }
@@ -143,7 +335,25 @@ Status check_awq(AwqWeight const& w) {
     return invalid("the weight is k = " + std::to_string(w.k) + " by n = " + std::to_string(w.n) + " in " +
                    std::to_string(w.groups) + " groups; n must be a multiple of 8, and k of the groups");
   }
-  return {};
+  return check_addresses({{"codes", w.codes, kLoadBytes},
+                          {"scales", w.scales, kLoadBytes},
+                          {"zeros", w.zeros, kLoadBytes},
+                          {"out", out, kLoadBytes}});
+}
+
+Status check_awq_gemm(AwqWeight const& w, void const* x, int64_t x_stride, int m, void const* out) {
+  int const group = w.groups > 0 ? w.k / w.groups : 0;
+  if (m < 0 || m > kMaxAwqRows || group % 32) {
+    return unsupported("m is " + std::to_string(m) + " and groups are of " + std::to_string(group) + "; up to " +
+                       std::to_string(kMaxAwqRows) + " rows and groups of a multiple of 32 are supported");
+  }
+  if (m == 0) return {};
+  Status status = check_awq(w, out);
+  if (status.ok()) status = check_addresses({{"x", x, kLoadBytes}});
+  if (status.ok()) status = check_stride("x_stride", x_stride, w.k, m);
+  if (!status.ok() || m == 1 || x_stride % 8 == 0) return status;
+  return invalid("x_stride is " + std::to_string(x_stride) +
+                 "; a multiple of 8 is expected, as kernels load 16 bytes at a time");
 }
 
 Status check_pack(PackProblem const& p) {
@@ -153,10 +363,7 @@ Status check_pack(PackProblem const& p) {
     return invalid("the weight is n = " + std::to_string(p.n) + " by k = " + std::to_string(p.k) + "; accepted are 1 to " +
                    std::to_string(kLargest));
   }
-  if (reinterpret_cast<uintptr_t>(p.packed) % kLaneBytes) {
-    return invalid("the packed codes start at an address that is no multiple of 16 bytes");
-  }
-  return {};
+  return check_addresses({{"codes", p.codes, 1}, {"packed", p.packed, kLaneBytes}});
 }
 
 }  // namespace cutlass_ops

@@ -1,6 +1,8 @@
 // What the operators take, whichever kernel runs: limits, and a status that names the argument that does not fit.
 #pragma once
 
+#include <initializer_list>
+
 #include "cutlass_ops/ops.h"
 
 namespace cutlass_ops {
@@ -12,16 +14,39 @@ constexpr double kLeastNormEps = 1e-15;
 // clock. Among many tiles that is nothing, and takes less power.
 constexpr int kPaddedRows = 512;
 
+bool is_float(DataType type);
+
 Status unsupported(std::string text);
 Status invalid(std::string text);
 
+constexpr int kLoadBytes = 16;        // that kernels load at a time: where most of what they read starts
+constexpr int kWorkspaceBytes = 256;  // that the parts of a workspace start on
+
+// A pointer of a problem: where it must start, and whether it may be null.
+struct Address {
+  char const* name;
+  void const* pointer;
+  int alignment;
+  bool required = true;
+};
+Status check_addresses(std::initializer_list<Address> addresses);
+// Of `rows` rows, which lie `stride` elements apart; one row lies anywhere.
+Status check_stride(char const* name, int64_t stride, int64_t columns, int64_t rows);
+// That the epilogues know the activation, and that a clamp has bounds in order.
+Status check_activation(Activation activation, float clamp_low, float clamp_high);
+Status check_act_quant(ActQuant act_quant, bool of_image = false);
+
 Status check_weight(PackedWeight const& weight);
 Status check_gemm(GemmProblem const& problem, Device const& device);
+// What a plan does not say: the result's memory and the workspace, of one row or more.
+Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace);
+Status check_depthwise(GemmProblem const& problem, float const* taps);
 Status check_quantize(QuantizeProblem const& problem);
-Status check_sums(PackedWeight const& weight);
+Status check_sums(PackedWeight const& weight, void const* colsums);
 Status check_dequantize(DequantizeProblem const& problem);
-Status check_flat(FlatProblem const& problem);
-Status check_awq(AwqWeight const& weight);
+Status check_flat(FlatProblem const& problem, bool quantizes);
+Status check_awq(AwqWeight const& weight, void const* out);
+Status check_awq_gemm(AwqWeight const& weight, void const* x, int64_t x_stride, int m, void const* out);
 Status check_pack(PackProblem const& problem);
 
 }  // namespace cutlass_ops

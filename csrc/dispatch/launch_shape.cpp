@@ -77,8 +77,11 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candi
   bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
   plan->shared_bytes =
-      wgmma_gemm_shared_bytes({w.bits, tile.block_m, 1, !sums_whole_rows(problem), blocks, zeros,
-                               w.zeros && !compensates_weight_zeros(problem), tile.stages, tile.block_n / 128});
+      wgmma_gemm_shared_bytes({w.bits, tile.block_m, 1, !sums_whole_rows(problem),
+                               !blocks             ? 0
+                               : is_image(problem) ? 16
+                                                   : 4,
+                               zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, tile.block_n / 128});
   int tiles = int(k_tiles(w));
   if (candidate.compensates && blocks) tiles += compensation_windows(tiles, w.bits);
   persistent_grid(problem, device, candidate, tiles, plan);
@@ -89,8 +92,8 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device, Cand
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   plan->stages = tile.stages;
-  plan->shared_bytes = wgmma_gemm_shared_bytes(
-      {w.bits, tile.block_m, 2, true, false, false, w.zeros != nullptr, tile.stages, tile.block_n / 128});
+  plan->shared_bytes =
+      wgmma_gemm_shared_bytes({w.bits, tile.block_m, 2, true, 0, false, w.zeros != nullptr, tile.stages, tile.block_n / 128});
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }

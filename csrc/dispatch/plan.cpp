@@ -8,19 +8,22 @@ namespace cutlass_ops {
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   PackedWeight const& w = problem.weight;
   WorkspaceLayout layout;
-  int64_t const k_pad = padded_k(w.k);
+  int64_t const k_pad = padded_k(stored_columns(problem)), x_rows = stored_rows(problem);
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
     layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
-    layout.stride = int(ceil_div(problem.m, 16) * 16);
-    layout.rows = problem.m > kPaddedRows ? problem.m : int(ceil_div(problem.m, plan->block_m) * plan->block_m);
+    layout.stride = int(ceil_div(x_rows, 16) * 16);
+    layout.rows = int(x_rows > kPaddedRows ? x_rows : ceil_div(x_rows, plan->block_m) * plan->block_m);
     int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
     layout.scales = upcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
-    layout.zeros = layout.scales + align_256(size_t(blocks) * layout.stride * sizeof(float));
-    layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(size_t(blocks) * layout.stride));
+    layout.scale_columns = is_image(problem) ? int(ceil_div(blocks, 4) * 4) : 0;
+    size_t const vectors = is_image(problem) ? size_t(x_rows) * layout.scale_columns : size_t(blocks) * layout.stride;
+    layout.zeros = layout.scales + align_256(vectors * sizeof(float));
+    layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(vectors));
+    if (problem.act_quant == ActQuant::kTensor) layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;
   }
   if (upcasts && !plan->quantizes && (multiplies_int8(problem) || is_irregular(problem))) {
     layout.upcasts = true, layout.upcast = layout.splitk_workspace;
-    layout.splitk_workspace = layout.upcast + align_256(size_t(problem.m) * k_pad * 2);
+    layout.splitk_workspace = layout.upcast + align_256(size_t(x_rows) * k_pad * 2);
   }
   if (plan->compensates && activations_have_blocks(problem)) {
     int const stride = problem.quantized.codes ? problem.quantized.stride : layout.stride;

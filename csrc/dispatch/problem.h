@@ -22,6 +22,14 @@ inline int64_t k_tiles(PackedWeight const& w) { return ceil_div(w.k, kKPerTile);
 inline bool has_integer_codes(PackedWeight const& w) { return !w.book && !w.e4m3; }
 inline bool has_short_groups(PackedWeight const& w) { return w.group_size == 32 || w.group_size == 64; }
 
+// Whether x is an image, whose pixels are rows as they lie in memory; and how many rows and columns x has there.
+inline bool is_image(GemmProblem const& problem) { return problem.image.batch > 0; }
+inline int64_t stored_rows(GemmProblem const& problem) {
+  ImageRows const& image = problem.image;
+  return is_image(problem) ? int64_t(image.batch) * image.size[0] * image.size[1] * image.size[2] : problem.m;
+}
+inline int stored_columns(GemmProblem const& problem) { return is_image(problem) ? problem.image.channels : problem.weight.k; }
+
 // Whether activations are int8 where they are multiplied: quantised before, or on the way.
 inline bool multiplies_int8(GemmProblem const& problem) {
   return problem.act_quant != ActQuant::kNone || problem.quantized.codes;
@@ -30,8 +38,9 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether these have a scale a block.
+// Whether these have a scale a block. A pixel's is one of each tap that it is under.
 inline bool activations_have_blocks(GemmProblem const& problem) {
+  if (is_image(problem)) return multiplies_int8(problem);
   return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
 // Whether they are quantised as whole rows on the way.
@@ -53,9 +62,9 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
 // left to wgmma_fold16.
 inline bool compensates_weight_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return w.zeros && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) && multiplies_int8(problem) &&
-         activations_have_blocks(problem) && !activations_have_zeros(problem) && !problem.batch_invariant && !problem.exact &&
-         problem.out_type != DataType::kFloat32;
+  return w.zeros && !is_image(problem) && !has_short_groups(w) && problem.m >= (w.bits == 4 ? 129 : 65) &&
+         multiplies_int8(problem) && activations_have_blocks(problem) && !activations_have_zeros(problem) &&
+         !problem.batch_invariant && !problem.exact && problem.out_type != DataType::kFloat32;
 }
 
 // Whether wgmma_gemm_a8 takes the weight: a promotion for each 128 columns or more by the scales alone, and codes less zero
@@ -65,7 +74,21 @@ inline bool has_int8_products(PackedWeight const& w) { return !has_short_groups(
 // Whether a tensor map cannot describe x: it wants 16-byte boundaries and no gathering.
 inline bool is_irregular(GemmProblem const& problem) {
   return problem.weight.perm || reinterpret_cast<uintptr_t>(problem.x) % 16 != 0 || problem.x_stride % 8 != 0 ||
-         problem.x_stride < problem.weight.k;
+         problem.x_stride < stored_columns(problem);
+}
+
+// The rank of the tensor map by which TMA's im2col mode collects the pixels under a tap, channels and batch included; 0 if it
+// cannot: it takes strides up to 8, and offsets in a byte, or of volumes in five bits.
+inline int im2col_rank(ImageRows const& image) {
+  int const rank = image.size[0] == 1 && image.taps[0] == 1 && image.padding[0] == 0 ? 4 : 5;
+  int const limit = rank == 4 ? 128 : 16;
+  for (int axis = 5 - rank; axis < 3; ++axis) {
+    int const reach = image.dilation[axis] * (image.taps[axis] - 1);
+    if (image.stride[axis] > 8 || image.padding[axis] > limit || reach >= 2 * limit || image.padding[axis] - reach < -limit ||
+        image.padding[axis] - reach >= limit)
+      return 0;
+  }
+  return rank;
 }
 
 // Whether weights, and the values of int8 activations, may be rounded to 16 bits: the result is rounded to the type of x, and

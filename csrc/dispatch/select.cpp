@@ -14,7 +14,7 @@ Candidate const* best_candidate(GemmProblem const& problem, Device const& device
                                 int64_t* least) {
   Candidate const* best = nullptr;
   for (Candidate const& candidate : spec.candidates(problem)) {
-    bool const takes = (any_m || problem.m >= candidate.min_m) && problem.m <= candidate.max_m &&
+    bool const takes = (any_m || is_image(problem) || problem.m >= candidate.min_m) && problem.m <= candidate.max_m &&
                        (!problem.batch_invariant || candidate.max_m == kMaxM);
     if (!takes || (candidate.applies && !candidate.applies(problem))) continue;
     if (!spec.cost) return &candidate;

@@ -44,6 +44,7 @@ Field needs_ampere(GemmProblem const& problem, Device const& device) {
   return device.shared_memory < kPortableSharedBytes ? Field::kSharedMemory : Field::kNone;
 }
 Field needs_few_rows(GemmProblem const& problem, int most) {
+  if (is_image(problem)) return Field::kImage;
   if (problem.m > most) return Field::kRows;
   // Their order of sums depends on M.
   return problem.batch_invariant ? Field::kBatchInvariant : Field::kNone;
@@ -51,6 +52,10 @@ Field needs_few_rows(GemmProblem const& problem, int most) {
 Field needs_16_bit_x(GemmProblem const& problem) {
   if (multiplies_int8(problem)) return Field::kInt8X;
   return problem.x_type == DataType::kFloat32 ? Field::kFp32X : Field::kNone;
+}
+// Of an image, pixels that TMA's im2col mode collects.
+Field needs_tma_rows(GemmProblem const& problem) {
+  return is_image(problem) && im2col_rank(problem.image) == 0 ? Field::kImageGeometry : Field::kNone;
 }
 Field needs_int8_x(GemmProblem const& problem) { return multiplies_int8(problem) ? Field::kNone : Field::k16BitX; }
 
@@ -81,16 +86,17 @@ Field needs_long_groups(PackedWeight const& w) {
 }
 Field wgmma_gemm_a8_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return first_of(needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_int8_x(problem), needs_long_groups(w),
+                  is_image(problem) && activations_have_zeros(problem) ? Field::kXZeros : Field::kNone,
                   w.zeros && w.bits == 8 && !compensates_weight_zeros(problem) ? Field::kWeightZeros : Field::kNone);
 }
 Field wgmma_gemm_a16_can(GemmProblem const& problem, Device const& device) {
   PackedWeight const& w = problem.weight;
-  return first_of(needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), needs_16_bit_x(problem), needs_long_groups(w),
                   has_integer_codes(w) ? Field::kNone : Field::kCodebook);
 }
 Field wgmma_fold16_can(GemmProblem const& problem, Device const& device) {
-  return first_of(needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
+  return first_of(needs_tma_rows(problem), needs_hopper(problem, device), may_round(problem) ? Field::kNone : Field::kResult);
 }
 
 Field decode_gemm_can(GemmProblem const& problem, Device const& device) {
@@ -231,8 +237,8 @@ bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (compensates_weight_zeros(problem)) return true;
   bool const blocks = activations_have_blocks(problem) || w.group_size != -1 || w.zeros;
-  return problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) && !problem.batch_invariant &&
-         problem.out_type != DataType::kFloat32;
+  return !is_image(problem) && problem.m >= kCompensatedRows && blocks && activations_have_zeros(problem) &&
+         !problem.batch_invariant && problem.out_type != DataType::kFloat32;
 }
 bool no_x_zeros(GemmProblem const& problem) { return !activations_have_zeros(problem); }
 bool int4_without_x_zeros(GemmProblem const& problem) {
@@ -245,7 +251,8 @@ bool int4_with_scales_of_x(GemmProblem const& problem) {
 // wgmma_fold16 is the choice where wgmma_gemm_a8 or wgmma_gemm_a16, whose products are exact, cannot implement the problem.
 bool has_no_exact_kernel(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
-  return multiplies_int8(problem) ? !has_int8_products(w) : has_short_groups(w) || w.offsets || !has_integer_codes(w);
+  return multiplies_int8(problem) ? !has_int8_products(w) || (is_image(problem) && activations_have_zeros(problem))
+                                  : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
 // Measured costs of tiles, fitted by tools/fit_costs.py.
@@ -294,8 +301,13 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
 };
+// Of images. (Their stages are larger, by the scales of four blocks of a pixel.)
+template <int kBits>
+constexpr Candidate kImageTiles[] = {wgmma_gemm_a8_of<kBits>(176, 0, kMaxM), wgmma_gemm_a8_of<kBits>(128, 0, kMaxM),
+                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM)};
 template <int kBits>
 Candidates of_bits(GemmProblem const& problem) {
+  if (is_image(problem)) return all(kImageTiles<kBits>);
   return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
 }
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
@@ -332,8 +344,10 @@ template <int kBits>
 constexpr Candidate kMmaGemmA16[] = {
     {mma_gemm_a16_tile(kBits, 16), 0, 16}, {mma_gemm_a16_tile(kBits, 32), 0, 32}, {mma_gemm_a16_tile(kBits, 64)}};
 template <int kBits>
-constexpr Candidate kMmaGemmA8[] = {
-    {mma_gemm_a8_tile(kBits, 16), 0, 16}, {mma_gemm_a8_tile(kBits, 32), 0, 32}, {mma_gemm_a8_tile(kBits, 64)}};
+constexpr Candidate kMmaGemmA8[] = {{mma_gemm_a8_tile(kBits, 16), 0, 16},
+                                    {mma_gemm_a8_tile(kBits, 32), 0, 32},
+                                    {mma_gemm_a8_tile(kBits, 32), 0, kMaxM, {}, is_image},
+                                    {mma_gemm_a8_tile(kBits, 64)}};
 
 #define BY_BITS(candidates) \
   [](GemmProblem const& problem) { return problem.weight.bits == 8 ? all(candidates<8>) : all(candidates<4>); }
@@ -395,6 +409,12 @@ std::string forbidden_by(KernelSpec const& spec, GemmProblem const& problem, Dev
       return "16-bit x";
     case Field::kXLayout:
       return w.perm ? "act order" : "rows of x that do not start on 16 bytes";
+    case Field::kImage:
+      return "an image";
+    case Field::kXZeros:
+      return "zero points of an image's pixels";
+    case Field::kImageGeometry:
+      return "strides, padding or dilation of the image beyond those of TMA's im2col mode";
     case Field::kGroups:
       return "groups of " + std::to_string(w.group_size);
     case Field::kGroupVectors:

@@ -343,43 +343,16 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
 
 // ---- launch
 
-struct Im2colEncoder {
-  PFN_cuTensorMapEncodeIm2col_v12000 encode = nullptr;
-  Status status;
-
-  Im2colEncoder() {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-    cudaError_t const error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeIm2col", &function, 12000, cudaEnableDefault, &found);
-    if (error != cudaSuccess) {
-      status = cuda_error("cudaGetDriverEntryPointByVersion(cuTensorMapEncodeIm2col)", error);
-    } else if (found != cudaDriverEntryPointSuccess || !function) {
-      status = {Status::kCuda, "the driver has no cuTensorMapEncodeIm2col; one of CUDA 12.0 or later is needed"};
-    } else {
-      encode = reinterpret_cast<PFN_cuTensorMapEncodeIm2col_v12000>(function);
-    }
-  }
-};
-
 // The pixels under one tap, for each pixel of the result.
 Status encode_pixels(ConvProblem const& p, CUtensorMap* map) {
-  static Im2colEncoder const encoder;
-  if (!encoder.status.ok()) return encoder.status;
-  cuuint64_t const line = cuuint64_t(p.width) * p.channels;
-  cuuint64_t const dims[] = {cuuint64_t(p.channels), cuuint64_t(p.width), cuuint64_t(p.height), cuuint64_t(p.batch)};
-  cuuint64_t const strides[] = {cuuint64_t(p.channels), line, line * p.height};
-  // Where the first tap is, from the first pixel to the last.
-  int const lower[] = {-p.padding[1], -p.padding[0]};
-  int const upper[] = {p.padding[1] - p.dilation[1] * (p.weight.width - 1),
-                       p.padding[0] - p.dilation[0] * (p.weight.height - 1)};
-  cuuint32_t const steps[] = {1, cuuint32_t(p.stride[1]), cuuint32_t(p.stride[0]), 1};
-  CUresult const result =
-      encoder.encode(map, CU_TENSOR_MAP_DATA_TYPE_UINT8, 4, const_cast<void*>(p.x), dims, strides, lower, upper,
-                     ConvWgmmaTile::kBlockK, ConvWgmmaTile::kBlockM, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                     CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
-  return {};
+  ImageRows image;
+  image.batch = p.batch;
+  image.size[1] = p.height, image.size[2] = p.width, image.taps[1] = p.weight.height, image.taps[2] = p.weight.width;
+  for (int axis : {0, 1}) {
+    image.stride[axis + 1] = p.stride[axis], image.padding[axis + 1] = p.padding[axis];
+    image.dilation[axis + 1] = p.dilation[axis];
+  }
+  return hopper::encode_pixels(p.x, 1, p.channels, p.channels, image, ConvWgmmaTile::kBlockM, map);
 }
 
 template <class C>

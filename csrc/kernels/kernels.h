@@ -100,6 +100,9 @@ struct QuantizerStart {
 };
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 
+// The range of all x to problem.range, for the quantiser after it.
+Status launch_find_range(QuantizeProblem const& problem, Stream stream);
+
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);
 
@@ -107,6 +110,9 @@ Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);
 Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 
 // ---- other operators
+
+// conv_depthwise.cu: as depthwise_conv()
+Status launch_conv_depthwise(GemmProblem const& problem, float const* taps, Stream stream);
 
 // route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to
 // their slots, `rows` at most; and the weighted sums of rows [slots][n] to y.

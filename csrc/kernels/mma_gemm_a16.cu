@@ -114,9 +114,14 @@ struct Copies {
     }
   }
 
-  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns beyond it are zeros.
+  // Rows of x that cannot be copied 16 bytes at a time, and the tile in which K ends: columns beyond it are zeros. And an
+  // image's pixels.
   __device__ __forceinline__ bool special(int stage, int k_tile) const {
     if (p.whole_copies) return false;
+    if (p.image.columns) {
+      activations.copy_pixels(stage, p.image, k_tile, p.x, p.x_stride * 2, p.image.channels * 2, m0);
+      return true;
+    }
     int first = k_tile * kKPerTile;
     if (p.vector_loads && first + kKPerTile <= p.weight.k) return false;
     if (p.vector_loads) {
@@ -414,7 +419,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
   PackedWeight const& w = problem.weight;
   bool vector_loads = reinterpret_cast<uintptr_t>(problem.x) % 16 == 0 && problem.x_stride % 8 == 0 && w.k % 8 == 0 && !w.perm;
   Params p{TileParams(problem, plan, splitk_workspace, C::kRows, C::kBlockM), static_cast<uint16_t const*>(problem.x),
-           problem.x_stride, vector_loads, vector_loads && w.k % kKPerTile == 0};
+           problem.x_stride, vector_loads, vector_loads && w.k % kKPerTile == 0 && !is_image(problem)};
   static_assert(C::kSharedBytes == mma_gemm_a16_shared_bytes(C::kBits, C::kBlockM, C::kGeneral, C::kHasCodebook, C::kStages),
                 "the plan has other shared memory");
   return launch_plan(mma_gemm_a16<C>, plan, C::kThreads, C::kSharedBytes, stream, p);

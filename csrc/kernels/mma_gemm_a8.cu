@@ -55,6 +55,7 @@ struct Config : BlockTile<kBlockM> {
   static constexpr int kStages = mma_gemm_a8_tile(kBits, kBlockM).stages;
   static constexpr int kMinBlocks = kForm == Form::kSymmetric ? mma_gemm_a8_tile(kBits, kBlockM).min_ctas_per_sm : 2;
   static constexpr int kCopiesAtOnce = 1;
+  static constexpr bool kImages = kBlockM <= 32;  // whether x may be an image: 64 rows take all registers
   static constexpr bool kCopiesFirst = kForm == Form::kZeroPoints && kBlockM == 64;  // the multiplication takes all registers
   static constexpr int kSteps = kGeneral ? 4 : 1;                                    // steps in a tile of K, at most
   static constexpr bool kMinusZero = kForm != Form::kSymmetric && kBits == 4;
@@ -83,14 +84,20 @@ template <class C>
 struct Copies {
   static constexpr int kVectors = C::kGeneral ? 3 : 1;
   static constexpr int kAll = WeightCopy<C>::kPieces + XRowCopy<C>::kPieces + kVectors;
+  Params const& p;
+  uint8_t* shared;
   WeightCopy<C> weights;
   XRowCopy<C> activations;
   VectorCopy vectors[kVectors];
+  int m0;
 
-  __device__ __forceinline__ Copies(Params const& p, uint8_t const* shared, int n0, int m0, int k_tile)
-      : weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
-        activations(shared_address(shared) + C::kActivations, p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0, p.epilogue.m,
-                    k_tile) {
+  __device__ __forceinline__ Copies(Params const& p_, uint8_t* shared_, int n0, int m0_, int k_tile)
+      : p(p_),
+        shared(shared_),
+        weights(shared_address(shared) + C::kWeights, p.weight.codes, n0, p.n_pad, p.k_tiles, k_tile),
+        activations(shared_address(shared) + C::kActivations, p.x.codes, int64_t(p.k_tiles) * kKPerTile, m0_, p.epilogue.m,
+                    k_tile),
+        m0(m0_) {
     PackedWeight const& w = p.weight;
     // Threads from the first on copy vectors of weights, from the last on those of rows of x.
     int i = threadIdx.x, last = C::kThreads - 1 - i;
@@ -102,9 +109,11 @@ struct Copies {
       i -= C::kRows / 4;
     }
     VectorCopy& others = vectors[kVectors - 1];
+    if constexpr (C::kForm != Form::kSymmetric)
+      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
+    if (C::kImages && p.image.columns) return;  // special() copies what belongs to x
     if constexpr (C::kForm != Form::kSymmetric) {
       constexpr int kScalePieces = C::kSteps * C::kBlockM / 4;
-      others.take(VectorCopy(i, w.zeros, p.weight_rows, 0, C::kRows, n0, p.n_pad, at + C::kZeros));
       others.take(VectorCopy(last - kScalePieces, p.x.zeros, p.activation_rows, 0, C::kBlockM, m0, p.x.stride,
                              at + C::kActivationZeros));
     }
@@ -122,7 +131,22 @@ struct Copies {
     }
   }
 
-  __device__ __forceinline__ bool special(int, int) const { return false; }
+  // An image's pixels, and their scales and zero points: zeros where there are none.
+  __device__ __forceinline__ bool special(int stage, int k_tile) const {
+    if (!C::kImages || p.image.columns == 0) return false;
+    activations.copy_pixels(stage, p.image, k_tile, p.x.codes, p.image.columns, p.image.columns, m0);
+    ImageTap const tap(p.image, k_tile);
+    int const first = p.activation_rows.first(tap.tile);
+#pragma unroll 1
+    for (int i = threadIdx.x; i < p.activation_rows.count * C::kBlockM; i += C::kThreads) {
+      int const row = m0 + i % C::kBlockM, pixel = row < p.epilogue.m ? tap.pixel(p.image, row) : -1;
+      int64_t const from = int64_t(max(pixel, 0)) * p.x.scale_columns + first + i / C::kBlockM;
+      reinterpret_cast<float*>(shared + stage + C::kActivationScales)[i] = pixel < 0 ? 0.0f : __ldg(p.x.scales + from);
+      if (C::kForm != Form::kSymmetric && p.x.zeros)
+        reinterpret_cast<int8_t*>(shared + stage + C::kActivationZeros)[i] = pixel < 0 ? int8_t(0) : __ldg(p.x.zeros + from);
+    }
+    return true;
+  }
 };
 
 // What a step's rows have in common.

@@ -227,6 +227,21 @@ __device__ __forceinline__ void store_zero_values(Params const& p, Columns<T> co
   }
 }
 
+// The range of all x, as find_range() leaves it: the bits of -low and high.
+template <bool kSymmetric>
+__device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) {
+  return {kSymmetric ? 0.0f : -__uint_as_float(__ldg(range)), __uint_as_float(__ldg(range + 1))};
+}
+
+// A scale and a zero point of a row's block.
+template <bool kSymmetric>
+__device__ __forceinline__ void store_vectors(QuantizedActivations const& out, int row, int block,
+                                              Quantizer<kSymmetric> const& quantizer) {
+  int64_t const to = out.scale_columns ? int64_t(row) * out.scale_columns + block : int64_t(block) * out.stride + row;
+  out.scales[to] = quantizer.scale;
+  if (!kSymmetric) out.zeros[to] = int8_t(quantizer.zero);
+}
+
 template <class T, bool kSymmetric, Function kFunction>
 __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads : kZeroRowThreads)
     quantize_blocks(__grid_constant__ Params const p) {
@@ -257,13 +272,16 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
+  bool const first_of_block = (piece & ((1 << p.log2_lanes) - 1)) == 0;
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    Quantizer<kSymmetric> quantizer(spans[i].range());
+    Quantizer<kSymmetric> quantizer(q.range ? given_range<kSymmetric>(q.range) : spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
-    if (row + i < q.m) store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
+    if (row + i >= q.m) continue;
+    store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
+    if (q.out.scale_columns && first_of_block) store_vectors(q.out, row + i, piece >> p.log2_lanes, quantizer);
   }
-  if (piece & ((1 << p.log2_lanes) - 1)) return;
+  if (q.out.scale_columns || !first_of_block) return;
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
@@ -287,9 +305,7 @@ __device__ __forceinline__ void quantize_piece(Params const& p, int row, int pie
   Quantizer<kSymmetric> quantizer(span.range());
   store_codes<kMayUpcast>(p, row, piece, c, quantizer);
   if (piece & ((1u << p.log2_lanes) - 1)) return;
-  int64_t to = int64_t(piece >> p.log2_lanes) * out.stride + row;
-  out.scales[to] = quantizer.scale;
-  if (!kSymmetric) out.zeros[to] = int8_t(quantizer.zero);
+  store_vectors(out, row, piece >> p.log2_lanes, quantizer);
 }
 
 // The range of a row from those of its warps, by way of `parts`.
@@ -451,6 +467,29 @@ __global__ void __launch_bounds__(kAnyThreads, 4) quantize_any_rows(__grid_const
     quantize_piece<kFunction == Function::kNone>(p, row, piece, values(piece), x_row);
 }
 
+// ---- the range of all x
+
+template <class T, bool kSymmetric>
+__global__ void __launch_bounds__(kAnyThreads) find_range(__grid_constant__ Params const p) {
+  pdl_wait_and_launch_dependents();
+  QuantizeProblem const& q = p.problem;
+  Span<T, kSymmetric> span;
+  int64_t const step = int64_t(gridDim.x) * kAnyThreads, total = int64_t(q.m) * p.pieces;
+  for (int64_t i = int64_t(blockIdx.x) * kAnyThreads + threadIdx.x; i < total; i += step) {
+    int const row = int(i / p.pieces), piece = int(i - int64_t(row) * p.pieces);
+    Columns<T> c;
+    load(c, q, q.x, q.x_stride, row, piece * kLaneColumns, q.perm, p.cached);
+    span.add(c);
+  }
+#pragma unroll
+  for (int distance = 1; distance < 32; distance *= 2) span.add(span.of_lane(distance));
+  if (threadIdx.x % 32) return;
+  // Floats that are not negative are ordered as their bits are, and NaN comes last.
+  Range<kSymmetric> const range = span.range();
+  if (!kSymmetric) atomicMax(q.range, __float_as_uint(fabsf(range.low)));
+  atomicMax(q.range + 1, __float_as_uint(fabsf(range.high)));
+}
+
 // ---- launch
 
 // Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel
@@ -491,7 +530,8 @@ Status launch_blocks(Params const& p, Stream stream) {
     return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(kZeroRowThreads), stream, p);
   }
   int const chunks = (p.pieces + threads - 1) / threads;
-  int const wide = (p.pieces + chunks * 8 - 1) / (chunks * 8) * 8, high = std::clamp(threads / wide, 1, groups);
+  int const lanes = p.problem.out.block == -1 ? 1 << p.log2_lanes : 8;  // that share a thread block
+  int const wide = (p.pieces + chunks * lanes - 1) / (chunks * lanes) * lanes, high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
   dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
   return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(wide, high), stream, p);
@@ -523,6 +563,13 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_function(Params const& p, Stream stream) {
   if constexpr (kFunction != Function::kRmsNorm) {
     if (p.problem.out.block != -1) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
+    // Many rows that a warp's lanes can hold are blocks of as many lanes, a power of two of them.
+    if (p.pieces <= 32 && p.problem.m > kDecodeBlockM) {
+      Params lanes = p;
+      lanes.log2_lanes = 3;
+      while (1 << lanes.log2_lanes < p.pieces) ++lanes.log2_lanes;
+      return launch_blocks<T, kSymmetric, kFunction>(lanes, stream);
+    }
   }
   if constexpr (!std::is_same_v<T, float>) {
     if constexpr (kFunction == Function::kNone) {
@@ -548,16 +595,46 @@ Status launch_typed(Params const& p, Stream stream) {
 
 }  // namespace
 
-Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
+namespace {
+
+// The kernels' parameters, and whether rows of x are read 16 bytes at a time in its type.
+std::pair<Params, bool> parameters(QuantizeProblem const& q, QuantizerStart start) {
   int const block = q.out.block, element = size_of(q.x_type);
   bool const streamed = int64_t(q.m) * q.k * element > kStreamedBytes;
   int const log2_lanes = block == 32 ? 1 : block == 64 ? 2 : block == 128 ? 3 : 31;
-  Params const p{q, int(padded_k(q.k) / kLaneColumns), log2_lanes, start,
-                 streamed ? cuda::access_property::streaming{} : cuda::access_property{}};
   bool const fast = element == 2 && !q.perm && q.k % kLaneColumns == 0 && starts_on_16_bytes(q.x, q.x_stride, element) &&
                     starts_on_16_bytes(q.up, q.up_stride, element) &&
                     starts_on_16_bytes(q.residual, q.residual_stride, element) && starts_on_16_bytes(q.sum, q.k, element) &&
                     starts_on_16_bytes(q.norm_weight, 0, element);
+  return {{q, int(padded_k(q.k) / kLaneColumns), log2_lanes, start,
+           streamed ? cuda::access_property::streaming{} : cuda::access_property{}},
+          fast};
+}
+
+template <class T, bool kSymmetric>
+Status launch_range(Params p, Stream stream) {
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  cudaError_t const error = cudaMemsetAsync(p.problem.range, 0, 2 * sizeof(uint32_t), static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) return cuda_error("cudaMemsetAsync", error);
+  p.cached = cuda::access_property{};  // the quantiser reads x again
+  int64_t const blocks = (int64_t(p.problem.m) * p.pieces + kAnyThreads - 1) / kAnyThreads;
+  int const grid = int(std::min<int64_t>(blocks, 4 * device.multiprocessors));
+  return launch(find_range<T, kSymmetric>, dim3(grid), dim3(kAnyThreads), 0, stream, p);
+}
+
+}  // namespace
+
+Status launch_find_range(QuantizeProblem const& q, Stream stream) {
+  auto const [p, fast] = parameters(q, {});
+  bool const symmetric = !q.out.zeros;
+  if (!fast) return (symmetric ? launch_range<float, true> : launch_range<float, false>)(p, stream);
+  if (q.x_type == DataType::kFloat16) return (symmetric ? launch_range<__half, true> : launch_range<__half, false>)(p, stream);
+  return (symmetric ? launch_range<__nv_bfloat16, true> : launch_range<__nv_bfloat16, false>)(p, stream);
+}
+
+Status launch_quantize_activations(QuantizeProblem const& q, Stream stream, QuantizerStart start) {
+  auto const [p, fast] = parameters(q, start);
   bool const symmetric = !q.out.zeros;
   if (!fast) return (symmetric ? launch_typed<float, true> : launch_typed<float, false>)(p, stream);
   if (q.x_type == DataType::kFloat16) return (symmetric ? launch_typed<__half, true> : launch_typed<__half, false>)(p, stream);

@@ -175,17 +175,15 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
-    int const m0 = first_row<C>(work), end = work.end_k(p) * C::kSteps;
+    int const end = work.end_k(p) * C::kSteps;
+    hopper::XRows<C::kKSlices * 16, kEveryBlock, !C::kGrouped> x_rows(p.image, first_row<C>(work) + rank * half,
+                                                                      work.first_k(p));
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
-      if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
-        cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, kEveryBlock, uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                               shared + ring.stage * C::kPanelBytes + rank * half * 128,
-                                               step * C::kKSlices * 16, m0 + rank * half);
-      }
+      if (leader) TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
+      x_rows.copy_next(leader, map, full, shared + ring.stage * C::kPanelBytes + rank * half * 128, step * C::kKSlices * 16);
     }
   }
 }
@@ -415,8 +413,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk
                     C::kChunks == wgmma_fold16_tile(C::kBlockM, C::kBits).stages,
                 "the plan has other shared memory or stages");
   CUtensorMap map;
-  Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
-                                        hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_fold16<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 

@@ -24,10 +24,10 @@ using hopper::StoredScales;
 // Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
 // time on an H200); or void.
 template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
+struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, 0, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = hopper::StreamKWork;
-  static constexpr bool kShortTiles = true;
+  static constexpr bool kShortTiles = true, kImages = true;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
   // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
@@ -249,12 +249,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
-                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
+  static_assert(C::kSharedBytes ==
+                    wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, 0, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_x_rows(problem.x, 2, problem.m, problem.weight.k, problem.x_stride * 2,
-                                        hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
   // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to

@@ -14,10 +14,12 @@
 namespace cutlass_ops {
 namespace {
 
-template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates>
-__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates>::consume(
-    uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers, CUtensorMap const& out_map, hopper::Params const& p,
-    hopper::ThreadCoord<Config> const& coord) {
+template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates,
+          bool kImages>
+__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
+                                       kImages>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
+                                                         CUtensorMap const& out_map, hopper::Params const& p,
+                                                         hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
   constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
   int clusters = gridDim.x / C::kCluster, total = hopper::Work::count(p);
@@ -253,13 +255,13 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kPromotion != Promotion::kChannel,
-                                                            C::kPromotion == Promotion::kBlock, C::kAsymmetric, C::kZeros,
-                                                            C::kStages, C::kWarpgroups}),
+                                                            C::kPromotion != Promotion::kBlock ? 0
+                                                            : C::kImages                       ? 16
+                                                                                               : 4,
+                                                            C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
-  int64_t k_pad = padded_k(problem.weight.k);
-  int const rows = std::max(problem.m, problem.quantized.rows);
   CUtensorMap map;
-  Status status = hopper::encode_x_rows(problem.quantized.codes, 1, rows, int(k_pad), k_pad, C::kBlockM / C::kCluster, &map);
+  Status status = hopper::encode_codes(problem, C::kBlockM / C::kCluster, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 
@@ -331,8 +333,29 @@ Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan, flo
   }
 }
 
+// Pixels of an image, whose scales are those of a block of x under each tap.
+template <int kBits, int kBlockM>
+Status launch_image(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  auto const launch = [&](auto zeros) {
+    using C = Config<kBits, kBlockM, Promotion::kBlock, decltype(zeros)::value, false, 2, false, true>;
+    return launch_config<C>(problem, plan, splitk_workspace, stream);
+  };
+  if constexpr (kBits == 4) {
+    if (problem.weight.zeros) return launch(std::true_type());
+  }
+  return launch(std::false_type());
+}
+
+template <int kBits>
+Status launch_image_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  return plan.block_m == 64    ? launch_image<kBits, 64>(problem, plan, splitk_workspace, stream)
+         : plan.block_m == 128 ? launch_image<kBits, 128>(problem, plan, splitk_workspace, stream)
+                               : launch_image<kBits, 176>(problem, plan, splitk_workspace, stream);
+}
+
 template <int kBits>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
+  if (is_image(problem)) return launch_image_tile<kBits>(problem, plan, splitk_workspace, stream);
   if (plan.compensates) return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
   if constexpr (kBits == 4) {
     if (plan.block_n == 512) {

@@ -56,8 +56,9 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
     """Open a checkpoint; of its data at most a few small tensors are read.
 
     Args:
-        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors. A
-            dialect is recognised by ``config.json`` beside them, and by the tensors themselves.
+        path: a GGUF file, a safetensors file or index, or a directory that holds safetensors, or
+            one GGUF model; of a model that is split into several GGUF files, any of them. A dialect
+            is recognised by ``config.json`` beside them, and by the tensors themselves.
         zero_offset: for GPTQ only: what to add to the stored zero points, if not what the file's
             metadata and values say.
 
@@ -81,7 +82,7 @@ def load_checkpoint(path: str | os.PathLike[str], *, zero_offset: Literal["auto"
         if directory.recognise(path):
             return _read(directory.read(path), options)
     except OSError as error:
-        raise CheckpointError(path, error.strerror or str(error)) from error
+        raise CheckpointError(error.filename or path, error.strerror or str(error)) from error
     if not path.exists():
         raise CheckpointError(path, "no such file or directory")
     pickles = path.suffix in _PICKLES or (path.is_dir() and any(file.suffix in _PICKLES for file in path.iterdir()))
@@ -97,7 +98,9 @@ def _read(source: Source, options: dict[str, Any]) -> Checkpoint:
             return replace(cast(Checkpoint, reader.read(source, **options)), options=options)
     _check_options(source.path, options, "a checkpoint that is not quantised", ())
     if (method := source.quantization.get("quant_method")) is not None:
-        raise CheckpointError(source.path, f"is quantised by {method!r:.100}; known are {', '.join(_DIALECTS)}")
+        packing = source.quantization.get("packing_format")
+        which = "" if packing is None else f" in the packing_format {packing!r:.100}"
+        raise CheckpointError(source.path, f"is quantised by {method!r:.100}{which}; known are {', '.join(_DIALECTS)}")
     return source.checkpoint("safetensors", ())
 
 

@@ -195,7 +195,7 @@ def _absmax(source: Source, name: str, nested: tuple[int, float] | None) -> Tens
     whole = len(values) // blocksize * blocksize  # all blocks but a short last one
     values[:whole].view(-1, blocksize).mul_(outer[: whole // blocksize, None])
     values[whole:].mul_(outer[-1])
-    return values.add_(torch.tensor(offset, dtype=torch.float32))
+    return values.add_(torch.tensor(offset, dtype=torch.float32, device="cpu"))
 
 
 def _book(source: Source, name: str) -> Tensor:
@@ -212,7 +212,7 @@ def _flat_weight(
 def _values(source: Source, name: str, shape: tuple[int, ...], blocksize: int, nested: tuple[int, float] | None) -> Tensor:
     count = math.prod(shape)
     packed, absmax, book = _packed(source, name), _absmax(source, name, nested).float(), _book(source, name)
-    values = torch.empty(count)
+    values = torch.empty(count, dtype=torch.float32, device="cpu")
     for first in range(0, count, _CODES_AT_A_TIME):
         part = packed[first // 2 : (first + _CODES_AT_A_TIME) // 2]
         codes = unpack_bytes(part[None], len(part), in_turn=True, high_first=True)[0, : count - first]

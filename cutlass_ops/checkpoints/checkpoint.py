@@ -50,6 +50,10 @@ class Entry:
             quantised, in fp32; raises CheckpointError.
         quantized: None if the file holds plain numbers.
         problem: why this quantised tensor cannot become a QuantizedWeight, or "".
+        has_values: whether ``values`` can give them; False only where there is a ``problem``.
+        rounded: how the QuantizedWeight's values differ from ``values``, where by more than the last
+            place of fp32, or "".
+        decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".
         parts: names in the file of the tensors that a quantised weight is made of, where it is more
             than one.
@@ -64,6 +68,9 @@ class Entry:
     values: Callable[[], Tensor]
     quantized: Quantized | None = None
     problem: str = ""
+    has_values: bool = True
+    rounded: str = ""
+    decoded: str = ""
     tied_to: str = ""
     parts: tuple[str, ...] = ()
 
@@ -86,6 +93,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
             where there is none.
         config_problem: why a file whose keys should give the configuration does not give it, or "".
         options: those of :func:`load_checkpoint` that it was read with.
+        warnings: what of the file is not used, one line each.
         activations: the ``act_quant`` and ``act_symmetric`` for which the checkpoint says that it
             was made, or None.
     """
@@ -98,6 +106,7 @@ class Checkpoint(Mapping[str, QuantizedWeight]):
     config: Mapping[str, Any] = field(default_factory=dict)
     config_problem: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
+    warnings: tuple[str, ...] = ()
     activations: tuple[str, bool] | None = None
 
     def __getitem__(self, name: str) -> QuantizedWeight:

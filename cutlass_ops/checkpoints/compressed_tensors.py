@@ -38,6 +38,7 @@ not used, which ``Checkpoint.metadata`` says: activations stay floats, or are qu
 
 from __future__ import annotations
 
+import math
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -58,6 +59,8 @@ from .words import unpack_along_k, unpack_bytes
 
 _INTEGERS = (torch.int64, torch.int32)
 _CODES = (torch.int8, torch.float8_e4m3fn)
+#: Of an expression, as :func:`_ways` counts them: about a second.
+_MOST_WAYS = 26
 _STATIC = ("input_scale", "input_zero_point", "output_scale", "output_zero_point")
 _PARTS = ("weight_packed", "weight_shape", "weight_scale", "weight_zero_point", "weight_g_idx", "weight_global_scale")
 
@@ -212,9 +215,7 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
     if not target.startswith("re:"):
         return False
     expression = target.removeprefix("re:")
-    # What could backtrack without end, or for longer than the deadline, within one match is not
-    # tried.
-    if len(module) > 256 or len(expression) > 1000 or _steps(expression) > 3:
+    if len(module) > 256 or len(expression) > 1000 or _ways(expression, len(module)) > _MOST_WAYS:
         raise CheckpointError(
             source.path, f"the target {target!r:.100} is an expression that may take too long on {module!r:.100}"
         )
@@ -224,10 +225,28 @@ def _by_expression(source: Source, module: str, target: str) -> bool:
         raise CheckpointError(source.path, f"the target {target!r:.100} is no regular expression: {error}") from error
 
 
-def _steps(expression: str) -> int:
-    """How many repetitions an expression has; nested ones count as many."""
-    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression)
-    return 100 if re.search(r"\)[*+{]", bare) else len(re.findall(r"[*+{]", bare))
+def _ways(expression: str, length: int) -> float:
+    """The binary logarithm of the ways in which ``re`` may try to match so many characters, at
+    most: it tries one after the other.
+
+    Repetitions share the characters; each "?" has two ways, a group those of its alternatives. A
+    group that is repeated has no bound, nor has what the flag "x" may hide.
+    """
+    bare = re.sub(r"\\.|\[\^?\]?[^\]]*\]", "x", expression, flags=re.DOTALL)
+    if re.search(r"\)[*+{]|\(\?[a-zA-Z-]*x", bare):
+        return math.inf
+    bare = bare.replace("(?", "(")
+    repeated = len(re.findall(r"[*+{]", bare))
+    ways = math.log2(math.comb(length + repeated, repeated)) + bare.count("?")
+    alternatives = [1]
+    for character in bare:
+        if character == "(":
+            alternatives.append(1)
+        elif character == "|":
+            alternatives[-1] += 1
+        elif character == ")" and len(alternatives) > 1:
+            ways += math.log2(alternatives.pop())
+    return ways + sum(map(math.log2, alternatives))
 
 
 def _by_class(source: Source, module: str, target: str) -> bool:
@@ -312,7 +331,7 @@ def _read_mxfp4(source: Source, codes: Entry, scales: Entry) -> QuantizedWeight:
         raise CheckpointError(source.path, f"[{row}, {group}] is 255, which is NaN", scales.name)
     powers = grouped.powers_of_two(exponents)
     unpacked = unpack_bytes(codes.values(), codes.shape[1], in_turn=True, high_first=False)
-    book = torch.tensor(formats.E2M1)
+    book = torch.tensor(formats.E2M1, dtype=torch.float32, device="cpu")
     return read_weight(
         source.path,
         codes.name,
@@ -438,6 +457,7 @@ def _unsupported(source: Source, codes: Entry, module: str, shape: tuple[int, ..
         dtype=torch.float32,
         values=values,
         problem=what,
+        has_values=False,
         parts=tuple(parts),
     )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -19,10 +20,16 @@ import torch
 from torch import Tensor
 
 from .. import formats
-from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement
+from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
 from ..weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
 
+#: Scales of a quantised KV cache, in the places where other tools keep them.
+_KV_CACHE = re.compile(
+    r"(^|\.)(self_attn|self_attention|attention|attn|mixer)(\.[a-z]{1,3}_proj|\.attn)?\.(q|k|v|kv|prob)_(scale|zero_point)$"
+)
+#: What codes are called, by the formats of all readers.
+_CODES = ("weight", "qweight", "weight_packed", "W_q")
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
 
@@ -65,7 +72,8 @@ class Source:
 
         A float ``<module>.bias`` of the right length becomes part of the quantised weight
         ``<module>``. No other tensor may belong to it: what a reader does not know may change the
-        values.
+        values. Codes of another format become entries with a problem. Scales of a KV cache, which is
+        kept in floats here, are left out.
 
         Args:
             dialect: its name.
@@ -86,8 +94,14 @@ class Source:
                 owners[part] = entry
         quantized = {entry.name for entry in owners.values() if entry.quantized is not None}
         entries: dict[str, Entry] = {}
+        unused = []
         for name, tensor in self.tensors.items():
             module, _, part = name.rpartition(".")
+            if owners and name not in owners and _KV_CACHE.search(name):
+                unused.append(name)
+                continue
+            if owners and name not in owners and part in _CODES and tensor.dtype not in _PLAIN and len(tensor.shape) > 1:
+                tensor = _unread(self.path, tensor, dialect)
             if name not in owners and part in parts:
                 raise CheckpointError(self.path, f"belongs to no quantised weight; {dialect} has such tensors only there", name)
             if name not in owners and part != "weight" and module.removesuffix(".weight") in quantized:
@@ -104,6 +118,7 @@ class Source:
             entries=entries,
             metadata={**self.header, **(facts or {})},
             config=self.config,
+            warnings=(_UNUSED.format(len(unused), unused[0]),) if unused else (),
         )
 
     def _with_bias(self, entry: Entry) -> Entry:
@@ -122,6 +137,21 @@ class Source:
                 read=lambda: replace(weight.read(), bias=bias.values()),
             ),
         )
+
+
+#: dtypes that the values of a matrix may have.
+_PLAIN = (*FLOAT_TYPES, torch.float64)
+_UNUSED = "{} scales of a quantised KV cache ({}, ...) are not used: the cache is kept in floats"
+
+
+def _unread(path: Path, tensor: Entry, dialect: str) -> Entry:
+    """Codes beside those of the dialect, which it does not read."""
+    problem = f"is {tensor.kind} {list(tensor.shape)}: codes of another format than {dialect}, which one checkpoint cannot mix"
+
+    def values() -> Tensor:
+        raise CheckpointError(path, problem, tensor.name)
+
+    return replace(tensor, problem=problem, has_values=False, values=values, parts=(tensor.name,))
 
 
 def recognise(path: Path) -> bool:
@@ -178,7 +208,7 @@ def _read_file(path: Path) -> tuple[dict[str, Entry], dict[str, str]]:
         metadata = file.metadata() or {}
         if metadata.get("layout", "").startswith("cutlass_ops."):
             raise CheckpointError(path, _PACKED)
-        headers = {name: file.get_slice(name) for name in file.offset_keys()}
+        headers = {name: file.get_slice(name) for name in tensor_names(path, file)}
         # The library does not give the offsets of tensors.
         with path.open("rb") as raw:
             identity = _identity(os.fstat(raw.fileno()))
@@ -213,7 +243,7 @@ def _values(
 ) -> Tensor:
     """The tensor over a map of its part of the file, which is unmapped with the tensor."""
     if nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
+        return torch.empty(shape, dtype=dtype, device="cpu")
     try:
         with path.open("rb") as file:
             if _identity(os.fstat(file.fileno())) != identity:

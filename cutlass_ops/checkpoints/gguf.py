@@ -2,6 +2,10 @@
 
 :mod:`.gguf_header` has the layout of the file, :mod:`.gguf_blocks` the quantised types.
 
+A model may be split into files, ``NAME-00001-of-00003.gguf`` and so on: each has its own header and
+tensors, with the keys ``split.count`` and ``split.no``; the first has the keys of the model. Any of
+them, or their directory, stands for all.
+
 Names: for the architectures of ``gguf_models.py`` tensors are renamed as ``transformers`` names
 them, and the changes that llama.cpp's converter made to their values are undone; other names stay
 as they are. The converter permutes the rows of llama's attn_q and attn_k (its rope takes
@@ -13,7 +17,8 @@ from __future__ import annotations
 
 import mmap
 import re
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,6 +29,7 @@ import torch
 from torch import Tensor
 
 from ..weight import CheckpointError, QuantizedWeight
+from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .gguf_blocks import BLOCK_TYPES, GROUP_SIZE, convert_blocks
 from .gguf_header import TensorInfo, read_header
@@ -41,8 +47,26 @@ _PLAIN = {
 }
 
 
+#: The name of a part of a split model: the model's, the part's number, how many there are.
+_PART = re.compile(r"(.+)-([0-9]{5})-of-([0-9]{5})\.gguf")
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file, its header checked; ``data`` maps it."""
+
+    path: Path
+    data: mmap.mmap
+    keys: dict[str, Any]
+    tensors: list[TensorInfo]
+
+
 def recognise(path: Path) -> bool:
-    """Whether the file starts as GGUF does, or says by its name that it would be one."""
+    """Whether the file starts as GGUF does, or says by its name that it would be one; or the
+    directory holds such files, and no safetensors.
+    """
+    if path.is_dir():
+        return any(path.glob("*.gguf")) and not directory.recognise(path)
     if not path.is_file():
         return False
     with path.open("rb") as file:
@@ -50,28 +74,25 @@ def recognise(path: Path) -> bool:
 
 
 def read(path: Path) -> Checkpoint:
-    """Check the whole header and list the tensors.
+    """Check the whole header, or those of all parts of a split model, and list the tensors.
 
     Raises:
-        CheckpointError: a header that is truncated, inconsistent, or of an unknown version.
-        OSError: the file cannot be read.
+        CheckpointError: a header that is truncated, inconsistent, or of an unknown version; a part
+            that is not there.
+        OSError: a file cannot be read.
     """
-    with path.open("rb") as file:
-        if file.seek(0, 2) == 0:
-            raise CheckpointError(path, "the file is empty")
-        # A copy on write, as torch has no tensors that are read-only. Nothing writes.
-        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-    keys, tensors = read_header(path, data)
+    files = _parts(_one_model(path) if path.is_dir() else path)
+    keys = files[0].keys
     name = str(keys.get("general.architecture", ""))
     architecture = ARCHITECTURES.get(name)
     try:
-        config, config_problem = _model_config(data, tensors, name, keys), ""
+        config, config_problem = _model_config(files, name, keys), ""
     except ConfigError as error:
         config, config_problem = {}, str(error)
     # What the configuration says is no tensor of the model.
     skipped = rope_tensors(name) if config else ()
-    found = [_entry(path, data, tensor, architecture, keys) for tensor in tensors if tensor.name not in skipped]
-    if architecture is not None and all(tensor.name != "output.weight" for tensor in tensors):
+    found = [_entry(file, info, architecture, keys) for file in files for info in file.tensors if info.name not in skipped]
+    if architecture is not None and all(entry.source != "output.weight" for entry in found):
         found = [_as_head(entry) if entry.source == "token_embd.weight" else entry for entry in found]
     entries: dict[str, Entry] = {}
     for entry in _with_biases(found):
@@ -82,7 +103,7 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(
         path=path,
         dialect="gguf",
-        files=(path,),
+        files=tuple(file.path for file in files),
         entries=entries,
         metadata={k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200},
         config=config,
@@ -90,16 +111,70 @@ def read(path: Path) -> Checkpoint:
     )
 
 
-def _model_config(data: mmap.mmap, tensors: list[TensorInfo], architecture: str, keys: dict[str, Any]) -> dict[str, Any]:
-    shapes = {tensor.name: tensor.shape for tensor in tensors}
-    kinds = {tensor.kind.name for tensor in tensors if len(tensor.shape) == 2}
+def _one_model(path: Path) -> Path:
+    """A file of the only model in a directory."""
+    models: dict[tuple[str, ...], Path] = {}
+    for file in sorted(path.glob("*.gguf")):
+        match = _PART.fullmatch(file.name)
+        models.setdefault((file.name,) if match is None else (match[1], match[3]), file)
+    if len(models) > 1:
+        names = ", ".join(file.name for file in list(models.values())[:4])
+        raise CheckpointError(path, f"holds {len(models)} GGUF models; name one of them: {names}")
+    return next(iter(models.values()))
+
+
+def _parts(path: Path) -> list[_File]:
+    """The file or, where it is a part of a split model, all parts in their order."""
+    named = _file(path)
+    count = named.keys.get("split.count", 1)
+    if type(count) is not int or count < 1:
+        raise CheckpointError(path, f"key split.count is {count!r:.100}; a count of at least 1 is expected")
+    if count == 1:
+        return [named]
+    match = _PART.fullmatch(path.name)
+    if match is None or int(match[3]) != count:
+        raise CheckpointError(
+            path, f"is one of {count} parts of a model, which are found by their names: NAME-00001-of-{count:05}.gguf"
+        )
+    paths = [path.with_name(f"{match[1]}-{number:05}-of-{count:05}.gguf") for number in range(1, count + 1)]
+    if missing := [other.name for other in paths if not other.is_file()]:
+        more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
+        raise CheckpointError(path, f"is one of {count} parts of a model; beside it there is no {', '.join(missing[:3])}{more}")
+    parts = [named if other == path else _file(other) for other in paths]
+    for number, part in enumerate(parts):
+        stated = part.keys.get("split.no"), part.keys.get("split.count")
+        if stated != (number, count):
+            raise CheckpointError(
+                part.path,
+                f"keys split.no and split.count are {stated[0]!r:.50} and {stated[1]!r:.50}; "
+                f"by its name {number} and {count} are expected",
+            )
+    held, total = sum(len(part.tensors) for part in parts), parts[0].keys.get("split.tensors.count")
+    if total is not None and total != held:
+        raise CheckpointError(path, f"key split.tensors.count is {total!r:.100}; the {count} parts have {held} tensors")
+    return parts
+
+
+def _file(path: Path) -> _File:
+    with path.open("rb") as file:
+        if file.seek(0, 2) == 0:
+            raise CheckpointError(path, "the file is empty")
+        # A copy on write, as torch has no tensors that are read-only. Nothing writes.
+        data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
+    return _File(path, data, *read_header(path, data))
+
+
+def _model_config(files: Sequence[_File], architecture: str, keys: dict[str, Any]) -> dict[str, Any]:
+    tensors = [(file, info) for file in files for info in file.tensors]
+    shapes = {info.name: info.shape for _, info in tensors}
+    kinds = {info.kind.name for _, info in tensors if len(info.shape) == 2}
     factors = {
-        tensor.name: _tensor(_bytes(data, tensor)).view(torch.float32).tolist()
-        for tensor in tensors
-        if tensor.name in rope_tensors(architecture)
-        and tensor.kind.name == "F32"
-        and len(tensor.shape) == 1
-        and tensor.shape[0] <= MAX_ROPE_FACTORS
+        info.name: _tensor(_bytes(file.data, info)).view(torch.float32).tolist()
+        for file, info in tensors
+        if info.name in rope_tensors(architecture)
+        and info.kind.name == "F32"
+        and len(info.shape) == 1
+        and info.shape[0] <= MAX_ROPE_FACTORS
     }
     return model_config(architecture, keys, shapes, kinds, factors)
 
@@ -170,7 +245,8 @@ def _read_with_bias(weight: Quantized, bias: Entry) -> QuantizedWeight:
     return replace(weight.read(), bias=bias.values())
 
 
-def _entry(path: Path, data: mmap.mmap, info: TensorInfo, architecture: Architecture | None, keys: dict[str, Any]) -> Entry:
+def _entry(file: _File, info: TensorInfo, architecture: Architecture | None, keys: dict[str, Any]) -> Entry:
+    path, data = file.path, file.data
     name = info.name if architecture is None else architecture.rename(info.name) or info.name
     rows = _head_rows(path, info, architecture, keys)
     kind = info.kind.name
@@ -187,13 +263,26 @@ def _entry(path: Path, data: mmap.mmap, info: TensorInfo, architecture: Architec
         return entry if architecture is None else _undone(entry, architecture)
     entry = replace(entry, name=name.removesuffix(".weight"))
     if kind not in BLOCK_TYPES:
-        return replace(entry, problem=f"has type {kind}; of the quantised types, {', '.join(BLOCK_TYPES)} are supported")
+        problem = f"has type {kind}; of the quantised types, {', '.join(BLOCK_TYPES)} are supported"
+        return replace(entry, problem=problem, has_values=_is_decoded(info))
     if len(info.shape) != 2:
         return replace(entry, problem=f"has shape {list(info.shape)}; a quantised weight has two dimensions")
     into = BLOCK_TYPES[kind]
     dtypes = {"scales": into.scales} | ({} if into.offsets is None else {"offsets": into.offsets})
     read = partial(_weight, path, data, info, rows)
-    return replace(entry, quantized=Quantized(bits=into.bits, group_size=GROUP_SIZE, dtypes=dtypes, read=read))
+    quantized = Quantized(bits=into.bits, group_size=GROUP_SIZE, dtypes=dtypes, read=read)
+    return replace(entry, quantized=quantized, rounded=into.rounded)
+
+
+def _is_decoded(info: TensorInfo) -> bool:
+    """Whether the gguf package dequantises a tensor's type: tried on a block."""
+    import gguf
+
+    try:
+        gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[info.kind][1]), np.uint8), info.kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def _undone(entry: Entry, architecture: Architecture) -> Entry:

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     import gguf
 
 _MAX_DIMENSIONS = 4
+_MAX_COUNT = 500_000  # of tensors and keys: more than any model has
 
 #: Values of keys by type id: format of ``struct``. 8 is a string and 9 an array.
 _SCALARS = {
@@ -145,6 +146,8 @@ class _Header:
         for count, size, what in ((key_count, 13, "keys"), (tensor_count, 32, "tensors")):
             if count * size > len(self.data):
                 raise CheckpointError(self.path, f"claims {count} {what}, more than its {len(self.data)} bytes can hold")
+            if count > _MAX_COUNT:
+                raise CheckpointError(self.path, f"has {count} {what}; at most {_MAX_COUNT} are read")
         keys: dict[str, Any] = {}
         for index in range(key_count):
             name = self.text(f"the name of key {index}")

@@ -326,11 +326,18 @@ def model_config(
     return {**config, **_rope(has, head_dim, factors)}
 
 
+def exceeds_fp16(model: str) -> bool:
+    """Whether a model's activations exceed the range of fp16, by transformers' or the file's name of
+    its architecture.
+
+    Sums of gemma's residual stream do, from the first layers on: they become infinite, then NaN.
+    """
+    return model.startswith("gemma")
+
+
 def _dtype(architecture: str, kinds: Collection[str]) -> str:
-    """Dtype of x: that of matrices that are not quantised, else fp16, whose range gemma exceeds."""
-    if "BF16" in kinds or (architecture.startswith("gemma") and "F16" not in kinds):
-        return "bfloat16"
-    return "float16"
+    """Dtype of x: that of matrices that are not quantised, where it has the range, else fp16."""
+    return "bfloat16" if "BF16" in kinds or exceeds_fp16(architecture) else "float16"
 
 
 def _parts(architecture: str, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, Any]:

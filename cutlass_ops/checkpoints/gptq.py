@@ -29,8 +29,9 @@ metadata, unless the config says that the weights are not symmetric.
 
 Settings: ``bits``, ``group_size`` (-1 is all of K), ``sym``, ``desc_act``, ``checkpoint_format`` or
 ``format``, ``dynamic`` (overrides by regular expressions); in ``config.json`` or
-``quantize_config.json``. AutoRound writes the same tensors ("auto_round:auto_gptq"), and its
-overrides as ``extra_config``. Which of the bits and group sizes in there a module has follows from
+``quantize_config.json``. AutoRound writes the same tensors, and its overrides as ``extra_config``;
+its ``packing_format`` says the version: "auto_round:auto_gptq" is 1, "auto_round" and
+"auto_round:gptqmodel" are 2. Which of the bits and group sizes in there a module has follows from
 the shapes of its tensors; the expressions are not evaluated.
 """
 
@@ -57,9 +58,9 @@ _BITS = (4, 8, 3, 2)
 #: Where, in words of b bits a code, the last but one code begins that a word holds a part of; words
 #: in turn.
 _LAST_TWO = {2: (28,), 3: (27, 28, 26), 4: (24,), 8: (16,)}
-#: What AutoRound calls this format; it has no other name for version 1.
-_AUTO_ROUND = "auto_round:auto_gptq"
 _OFFSETS = {None: 1, "gptq": 1, "gptq_v2": 0}
+#: The same by AutoRound's names of the formats.
+_AUTO_ROUND = {"auto_round:auto_gptq": 1, "auto_round": 0, "auto_round:gptqmodel": 0}
 _PARTS = ("qweight", "qzeros", "scales", "g_idx")
 
 
@@ -86,7 +87,7 @@ class _Settings:
 def recognise(source: Source) -> bool:
     """Whether the config says so or, if it says nothing, the tensors are GPTQ's."""
     if (method := source.quantization.get("quant_method")) is not None:
-        return method == "gptq" or (method == "auto-round" and source.quantization.get("packing_format") == _AUTO_ROUND)
+        return method == "gptq" or (method == "auto-round" and str(source.quantization.get("packing_format")) in _AUTO_ROUND)
     for module in source.modules("qweight"):
         codes, scales = source.tensors[f"{module}.qweight"], source.tensors.get(f"{module}.scales")
         if scales is not None and len(scales.shape) == len(codes.shape) == 2 and scales.shape[1] == codes.shape[1]:
@@ -123,6 +124,9 @@ def _settings(source: Source, zero_offset: int | None) -> _Settings:
     if not isinstance(kind, (str, type(None))) or kind not in _OFFSETS:
         known = ", ".join(repr(name) for name in _OFFSETS if name)
         raise CheckpointError(source.path, f"GPTQ's checkpoint_format is {kind!r:.100}; known are {known}")
+    stated = _OFFSETS[kind]
+    if settings.get("quant_method") == "auto-round":
+        stated = _AUTO_ROUND[settings["packing_format"]]
     for name in ("sym", "desc_act"):
         if (value := settings.get(name)) is not None and type(value) is not bool:
             raise CheckpointError(source.path, f"{name} is {value!r:.100}; true or false is expected")
@@ -134,7 +138,7 @@ def _settings(source: Source, zero_offset: int | None) -> _Settings:
         sizes=_distinct(sizes),
         symmetric=settings.get("sym"),
         act_order=settings.get("desc_act") is True,
-        offset=_OFFSETS[kind] if zero_offset is None else zero_offset,
+        offset=stated if zero_offset is None else zero_offset,
         forced=zero_offset is not None,
     )
 
@@ -207,7 +211,8 @@ def _entry(source: Source, module: str, settings: _Settings) -> tuple[Entry, int
             f"{lost} words of qzeros end in two codes of all ones, as AutoGPTQ leaves them when it overwrites zero points; "
             "if another tool made the file, zero_offset=1 (--zero-offset 1) reads them"
         )
-        entry = replace(entry, quantized=None, problem=problem, values=partial(_refuse, source, zeros.name, problem))
+        refuse = partial(_refuse, source, zeros.name, problem)
+        entry = replace(entry, quantized=None, problem=problem, values=refuse, has_values=False)
     return entry, offset
 
 

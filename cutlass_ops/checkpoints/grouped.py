@@ -59,7 +59,7 @@ def group_size(k: int, groups: int, stated: Iterable[int | None]) -> int | None:
 
 def uniform(k: int, size: int) -> Tensor:
     """Int64 ``[k]``: the group of each input when every group but the last has ``size``."""
-    return torch.arange(k) // size
+    return torch.arange(k, device="cpu") // size
 
 
 def group_index(source: Source, name: str, k: int, groups: int) -> Tensor:
@@ -223,7 +223,7 @@ def _weight(
     if order is None:
         raise CheckpointError(source.path, "the file changed while it was read", name)
     scales, zeros, codes = stored.scales, stored.zeros, stored.codes
-    if not torch.equal(order.groups, torch.arange(scales.shape[1])):
+    if not torch.equal(order.groups, torch.arange(scales.shape[1], device=scales.device)):
         scales = scales[:, order.groups]
         zeros = None if zeros is None else zeros[:, order.groups]
     if order.perm is not None:
@@ -241,7 +241,7 @@ def _weight(
             bits=_container(bits),
             group_size=order.group_size,
             perm=order.perm,
-            book=None if book is None else torch.tensor(book),
+            book=None if book is None else torch.tensor(book, dtype=torch.float32, device=codes.device),
         ),
     )
 
@@ -249,7 +249,7 @@ def _weight(
 def _values(bits: int, index: Callable[[], Tensor], read: Callable[[], Stored], book: tuple[float, ...] | None) -> Tensor:
     stored = read()
     if book is not None:
-        return torch.tensor(book)[stored.codes.int()].mul_(stored.scales.float()[:, index()])
+        return torch.tensor(book, dtype=torch.float32, device="cpu")[stored.codes.int()].mul_(stored.scales.float()[:, index()])
     return dequantize(stored.codes, stored.scales, formats.midpoint(bits) if stored.zeros is None else stored.zeros, index())
 
 

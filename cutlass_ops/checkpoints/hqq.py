@@ -104,7 +104,8 @@ def _entry(source: Source, module: str) -> Entry:
         shape=(n, k),
         nbytes=sum(part.nbytes for part in parts),
         dtype=torch.float32,
-        values=partial(_values, source, module, (n, k), 0, 1, axis),
+        values=partial(_refuse, source, module),
+        has_values=False,
         parts=tuple(part.name for part in parts),
     )
     if bits not in ([4], [5], [6], [8]):
@@ -136,7 +137,7 @@ def _entry(source: Source, module: str) -> Entry:
                 part.name,
             )
     whole = math.prod(scale.shape) == math.prod(zero.shape) == 1
-    entry = replace(entry, values=partial(_values, source, module, (n, k), bits[0], group, axis))
+    entry = replace(entry, values=partial(_values, source, module, (n, k), bits[0], group, axis), has_values=True)
     if axis == 0 and not whole:
         return replace(
             entry,
@@ -208,9 +209,11 @@ def _weight(source: Source, module: str, shape: tuple[int, int], bits: int, grou
     )
 
 
+def _refuse(source: Source, module: str) -> Tensor:
+    raise CheckpointError(source.path, "is of a kind whose values are not read", f"{module}.W_q")
+
+
 def _values(source: Source, module: str, shape: tuple[int, int], bits: int, group: int, axis: int) -> Tensor:
-    if bits == 0:
-        raise CheckpointError(source.path, "is of a kind whose values are not read", f"{module}.W_q")
     values = _codes(source, module, bits).float()
     values = values.view(-1, group) if axis == 1 else values.view(group, -1)
     scale, zero = (source.tensors[f"{module}.{part}"].values().float() for part in ("scale", "zero"))

@@ -109,7 +109,9 @@ class _Blob:
             with self.path.open("rb") as file:
                 if file.seek(0, 2) != self.size:
                     raise CheckpointError(self.path, "the file changed while it was read", name)
-                return mapped(file, start, size, dtype.itemsize).view(dtype) if size else torch.empty(0, dtype=dtype)
+                if size == 0:
+                    return torch.empty(0, dtype=dtype, device="cpu")
+                return mapped(file, start, size, dtype.itemsize).view(dtype)
         except OSError as error:
             raise CheckpointError(self.path, error.strerror or str(error), name) from error
 
@@ -225,8 +227,8 @@ class _Linear:
             packed = unpack_bytes(packed[None], len(packed), in_turn=True, high_first=True)[0, :count]
         first = formats.midpoint(self.bits) + self.values[0]
         if self.values != tuple(range(self.values[0], self.values[0] + len(self.values))):
-            table = torch.zeros(256, dtype=torch.uint8)
-            table[: len(self.values)] = torch.tensor(self.values) + formats.midpoint(self.bits)
+            table = torch.zeros(256, dtype=torch.uint8, device="cpu")
+            table[: len(self.values)] = torch.tensor(self.values, dtype=torch.int64, device="cpu") + formats.midpoint(self.bits)
         else:
             table = None
         if len(self.values) < 1 << self.index_bits and (largest := int(packed.max())) >= len(self.values):
@@ -235,7 +237,7 @@ class _Linear:
         parts = 1 if self.low is None else 2
         alpha = self.blob.read(self.name, self.alpha, n * self.blocks * parts, self.alpha_type).view(n, self.blocks, parts)
         if self.factor != 1:
-            alpha = alpha.float() * torch.tensor(self.factor, dtype=torch.float32)
+            alpha = alpha.float() * torch.tensor(self.factor, dtype=torch.float32, device="cpu")
         scales = alpha[..., -1].contiguous()
         if self.low is None:
             return codes.view(n, k), scales, None
@@ -352,7 +354,7 @@ def _refused(blob: _Blob, module: str, name: str, shape: tuple[int, int], extern
     def values() -> Tensor:
         raise CheckpointError(blob.path, "its values are not read", name)
 
-    return Entry(module, name, "MNN", shape, sum(external[1:]), torch.float32, values, problem=problem)
+    return Entry(module, name, "MNN", shape, sum(external[1:]), torch.float32, values, problem=problem, has_values=False)
 
 
 def _head(

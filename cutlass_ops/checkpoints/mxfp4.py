@@ -9,8 +9,9 @@ tensor          holds
 ==============  ==================================================================================
 
 gpt-oss stacks its experts: both tensors have a first axis of experts, and biases are ``<m>_bias``,
-``[experts, N]``. These are listed and not read: no packed form has experts of a checkpoint with
-biases. Which modules are quantised is seen from the tensors.
+``[experts, N]``. No packed form has experts with biases: a stack is given as the plain tensor ``<m>``,
+``[experts, K, N]`` as transformers has it, of its values in bf16, which is exact. Which modules are
+quantised is seen from the tensors.
 """
 
 from __future__ import annotations
@@ -55,12 +56,24 @@ def _entry(source: Source, blocks: Entry) -> Entry:
         raise CheckpointError(source.path, what, blocks.name)
     scales = grouped.checked(source, f"{module}_scales", (torch.uint8,), (*leading, groups))
     parts = [blocks.name, scales.name]
-    if len(leading) > 1 or f"{module}_bias" in source.tensors:
+    if len(leading) > 1:
+        return Entry(
+            name=module,
+            source=blocks.name,
+            kind="mxfp4",
+            shape=(leading[0], groups * _SIZE, leading[1]),
+            nbytes=blocks.nbytes + scales.nbytes,
+            dtype=torch.bfloat16,
+            values=partial(_stack, source, blocks, scales),
+            decoded="stacked experts have no packed form; they are stored as their values",
+            parts=tuple(parts),
+        )
+    if f"{module}_bias" in source.tensors:
         return _unsupported(source, module, (*leading, groups * _SIZE), parts)
     shape = leading[0], groups * _SIZE
     return grouped.entry(
         source,
-        module,
+        module.removesuffix(".weight"),  # of a linear layer's, ``X.weight_blocks``
         "mxfp4",
         shape,
         4,
@@ -78,10 +91,23 @@ def _read(blocks: Entry, scales: Entry, shape: tuple[int, int]) -> Stored:
     return Stored(codes, grouped.powers_of_two(scales.values()), None)
 
 
+def _stack(source: Source, blocks: Entry, scales: Entry) -> Tensor:
+    """Values of stacked experts, bf16 ``[experts, K, N]``."""
+    codes, exponents = blocks.values(), scales.values()
+    experts, n, groups, _ = codes.shape
+    values = torch.empty(experts, groups * _SIZE, n, dtype=torch.bfloat16, device="cpu")
+    book = torch.tensor(formats.E2M1, dtype=torch.bfloat16, device="cpu")
+    for e in range(experts):  # one at a time, for the copies that each takes
+        unpacked = unpack_bytes(codes[e].reshape(n, -1), groups * _SIZE // 2, in_turn=True, high_first=False)
+        matrix = book[unpacked.int()].view(n, groups, _SIZE) * grouped.powers_of_two(exponents[e])[..., None]
+        if not bool(matrix.isfinite().all()):
+            raise CheckpointError(source.path, f"holds scales of expert {e} that are no numbers, or too large", scales.name)
+        values[e] = matrix.view(n, -1).t()
+    return values
+
+
 def _unsupported(source: Source, module: str, shape: tuple[int, ...], parts: list[str]) -> Entry:
-    what = f"is a stack of {shape[0]} experts" if len(shape) > 2 else "is a matrix"
-    biases = f" with biases ({module}_bias)" if f"{module}_bias" in source.tensors else ""
-    problem = f"{what}{biases}; matrices [N, K] without them are supported"
+    problem = f"is a matrix with biases ({module}_bias); matrices [N, K] without them are supported"
 
     def values() -> Tensor:
         raise CheckpointError(source.path, problem, parts[0])
@@ -95,5 +121,6 @@ def _unsupported(source: Source, module: str, shape: tuple[int, ...], parts: lis
         dtype=torch.float32,
         values=values,
         problem=problem,
+        has_values=False,
         parts=tuple(parts),
     )

@@ -172,6 +172,7 @@ def _entry(stored: _Stored) -> Entry:
         nbytes=sum(part.nbytes for part in stored.parts.values()),
         dtype=torch.float32,
         values=partial(_refuse, stored),
+        has_values=False,
         parts=tuple(part.name for part in stored.parts.values()),
     )
     if stored.kind not in _KINDS:
@@ -181,7 +182,7 @@ def _entry(stored: _Stored) -> Entry:
     if len(stored.sizes("block_size")) != 2:
         return replace(entry, problem="is of more than two dimensions; a quantised weight has two")
     form = _KINDS[stored.kind](stored)
-    entry = replace(entry, shape=form.shape, values=partial(_values, form))
+    entry = replace(entry, shape=form.shape, values=partial(_values, form), has_values=True)
     if unknown := stored.parts.keys() - _READ[stored.kind]:
         return replace(entry, problem=f"has a part {min(unknown)!r}, which is not known")
     try:
@@ -208,7 +209,7 @@ def _weight(stored: _Stored, form: _Form) -> QuantizedWeight:
 def _values(form: _Form) -> Tensor:
     codes, scales, zeros, offsets = form.tensors()
     k = codes.shape[1]
-    group = torch.zeros(k, dtype=torch.int64) if form.group_size == -1 else torch.arange(k) // form.group_size
+    group = torch.arange(k, device="cpu") // (k if form.group_size == -1 else form.group_size)
     values = codes.float()
     values -= formats.midpoint(form.bits) if zeros is None else zeros.float()[:, group]
     values *= scales.float()[:, group]

@@ -44,7 +44,7 @@ def unpack_along_k(words: Tensor, k: int, bits: int) -> Tensor:
     n, columns = words.shape
     if columns != -(-k * bits // 32):
         raise ValueError(f"words are {[n, columns]}; {k} codes of {bits} bits take {-(-k * bits // 32)} words a row")
-    codes = torch.empty(n, k, dtype=torch.uint8)
+    codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
     if bits not in (4, 8):
         for begin in range(0, n, _ROWS):  # a byte for each bit is a lot
             raw = words[begin : begin + _ROWS].contiguous().numpy().view(np.uint8)
@@ -72,7 +72,7 @@ def unpack_along_n(words: Tensor, order: Sequence[int]) -> Tensor:
     """
     k_stride, n_stride = _strides(words)
     k, n = words.shape[0], 8 * words.shape[1]
-    codes = torch.empty(n, k, dtype=torch.uint8)
+    codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
     _C.unpack_along_n(words.data_ptr(), n_stride, k_stride, order, codes.data_ptr(), n, k)
     return codes
 
@@ -102,7 +102,7 @@ def unpack_tiles(words: Tensor) -> Tensor:
             f"words are {words.dtype} {list(words.shape)} on {words.device}; contiguous int32 [n, k, 32, 4] is expected"
         )
     n, k = 8 * words.shape[0], 128 * words.shape[1]
-    codes = torch.empty(n, k, dtype=torch.uint8)
+    codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
     _C.unpack_tiles(words.data_ptr(), codes.data_ptr(), n, k)
     return codes
 
@@ -132,7 +132,7 @@ def unpack_bytes(packed: Tensor, run: int, *, in_turn: bool, high_first: bool) -
     blocks, size = packed.shape
     if run < 1 or size % run:
         raise ValueError(f"run is {run}, which does not divide rows of {size} bytes")
-    codes = torch.empty(blocks, 2 * size, dtype=torch.uint8)
+    codes = torch.empty(blocks, 2 * size, dtype=torch.uint8, device="cpu")
     stride = max(packed.stride(0), size)  # of a single row it says nothing
     if codes.numel():
         _C.unpack_bytes(packed.data_ptr(), blocks, stride, size, run, in_turn, high_first, codes.data_ptr())

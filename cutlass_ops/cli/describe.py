@@ -38,6 +38,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
             parts = {part: dtype_name(PACKED_DTYPES.get(part, dtype)) for part, dtype in weight.dtypes.items()}
             described = _quantized_fields(weight.bits, weight.group_size, parts)
             note = _note(weight.bits, weight.group_size, parts)
+        note += "".join(f"; {text}" for text in (entry.rounded, entry.decoded) if text)
         if entry.tied_to:
             note += f"; is also {entry.tied_to}"
         tensors.append(
@@ -58,6 +59,7 @@ def describe_checkpoint(checkpoint: Checkpoint) -> dict[str, Any]:
         "bytes": sum(file.stat().st_size for file in checkpoint.files),
         "files": [str(file) for file in checkpoint.files],
         "metadata": dict(checkpoint.metadata),
+        "warnings": list(checkpoint.warnings),
         "tensors": tensors,
     }
 

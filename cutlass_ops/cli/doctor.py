@@ -131,7 +131,7 @@ def _kernels(device: str) -> dict[str, str]:
     """What would run for one token and for many, of each product."""
     names = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
-        weight = reorder(quantize(torch.zeros(64, 128), bits=bits)).to(device)
+        weight = reorder(quantize(torch.zeros(64, 128, dtype=torch.float32, device="cpu"), bits=bits)).to(device)
         found = []
         for m in (1, 4096):
             try:
@@ -144,9 +144,9 @@ def _kernels(device: str) -> dict[str, str]:
 
 def _self_test(device: str) -> dict[str, str]:
     """Each product on odd sizes, against the reference in fp64 on the CPU: "ok" or what is wrong."""
-    generator = torch.Generator().manual_seed(0)
-    weight = torch.randn(192, 576, generator=generator)
-    x = torch.randn(17, 576, generator=generator).half()
+    generator = torch.Generator("cpu").manual_seed(0)
+    weight = torch.randn(192, 576, generator=generator, dtype=torch.float32, device="cpu")
+    x = torch.randn(17, 576, generator=generator, dtype=torch.float32, device="cpu").half()
     results = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
         quantized = quantize(weight, bits=bits, group_size=64, symmetric=False)

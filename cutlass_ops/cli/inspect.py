@@ -71,6 +71,8 @@ def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant
     for key in ("sources", "tied", "metadata"):
         for name, value in described.get(key, {}).items():
             line(key, f"{name} = {value}")
+    for warning in described.get("warnings", ()):
+        line("warning", warning)
     kinds: dict[tuple[bool, str], list[int]] = {}
     for tensor in tensors:
         packed = tensor["parts"] is not None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -83,8 +84,8 @@ def reorder_command(
     """Pack a checkpoint's linear layers, once, for every GPU, into one file or into a model's
     directory.
 
-    Weights that the file quantised keep their codes and scales exactly (GGUF's Q6_K may be
-    rounded). Float weights are quantised if --bits is given, except embeddings, norms and the
+    Weights that the file quantised keep their codes and scales exactly, or it is said which are
+    rounded, and by how much. Float weights are quantised if --bits is given, except embeddings, norms and the
     output head, unless --include names them; in one file, weights of convolutions too, where that
     makes them smaller. Everything else is copied; a directory's config.json says how to load it. A
     directory whose making was interrupted is completed by the same command.
@@ -163,6 +164,7 @@ def reorder_command(
                 "warnings": list(done.warnings),
                 "styles": dict(done.styles),
                 "kept": dict(done.kept),
+                "rounded": dict(done.rounded),
                 "source_bytes": done.source_bytes,
                 "packed_bytes": done.packed_bytes,
                 "seconds": round(seconds, 3),
@@ -178,11 +180,8 @@ def reorder_command(
         f"packed   {len(done.weights)} weights ({listed})",
         f"copied   {len(done.tensors)} tensors" + "".join(f", {name}" for name in done.copied),
     ]
-    unpacked: dict[str, list[str]] = {}
-    for name, reason in done.kept.items():
-        unpacked.setdefault(reason, []).append(name)
-    for reason, names in unpacked.items():
-        lines.append(f"kept     {len(names)} unpacked: {reason} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})")
+    lines += [f"kept     {len(names)} unpacked: {reason} ({_some(names)})" for reason, names in _by_reason(done.kept)]
+    lines += [f"rounded  {len(names)}: {how} ({_some(names)})" for how, names in _by_reason(done.rounded)]
     if ranks > 1:
         styles = Counter(done.styles.values())
         lines.append(f"split    {', '.join(f'{count} {style}' for style, count in styles.items())} over {ranks} ranks")
@@ -196,3 +195,16 @@ def reorder_command(
     console = make_console()
     for line in lines:
         console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def _by_reason(reasons: Mapping[str, str]) -> list[tuple[str, list[str]]]:
+    """Each text, with the names that have it."""
+    names: dict[str, list[str]] = {}
+    for name, reason in reasons.items():
+        names.setdefault(reason, []).append(name)
+    return list(names.items())
+
+
+def _some(names: list[str]) -> str:
+    """The first of some names."""
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

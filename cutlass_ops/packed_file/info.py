@@ -271,7 +271,7 @@ def _saved_sizes(path: Path, name: str, specs: Mapping[str, Spec], bits: Any) ->
     n, k = scales[1], codes[0] * 8 // bits // scales[1]
     for part, padded, pad in (("bias", n, formats.padded_rows), ("perm", k, formats.padded_k)):
         shape = specs.get(f"{name}.{part}", (None, ()))[1]
-        if len(shape) == 1 and shape[0] > 0 and pad(shape[0]) == padded:
+        if len(shape) == 1 and pad(shape[0]) == padded:
             n, k = (shape[0], k) if part == "bias" else (n, shape[0])
     return {"n": n, "k": k}
 
@@ -320,6 +320,7 @@ def _directory_info(directory: Path) -> PackedInfo:
     return replace(
         first,
         path=directory,
+        layout=min(shard.layout for shard in shards),  # the oldest: what all of them have
         weights=weights,
         parts=parts,
         tensors=tensors,

@@ -105,8 +105,12 @@ def _sum_of_squares(x: Tensor) -> Tensor:
             values = values[..., 0::2] + values[..., 1::2]
         return values[..., 0]
 
-    runs = in_pairs(in_blocks(x * x, 512))
-    rounds = in_blocks(runs, 32).unbind(1)
+    def in_whole(values: Tensor, size: int) -> Tensor:
+        rows, columns = values.shape
+        return F.pad(values, (0, -columns % size)).view(rows, -(-columns // size), size)
+
+    runs = in_pairs(in_whole(x * x, 512))
+    rounds = in_whole(runs, 32).unbind(1)
     total = rounds[0]
     for further in rounds[1:]:
         total = total + further

@@ -17,9 +17,9 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 
 def in_blocks(x: Tensor, size: int) -> Tensor:
-    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block."""
+    """``[R, K]`` as ``[R, B, size]``, zeros after K; size -1 is one block, as is one beyond the padded K, which it becomes."""
     k = x.shape[1]
-    size = k if size == -1 else size
+    size = k if size == -1 else min(size, formats.padded_k(k))
     count = formats.group_count(k, size)
     missing = count * size - k
     return (F.pad(x, (0, missing)) if missing else x).reshape(x.shape[0], count, size)

@@ -10,7 +10,7 @@ from .activations import SMALLEST_RANGE
 from .blocks import quotient, rounded_up
 
 
-def code_book(quant_type: str, code: Tensor | None = None, device: torch.device | None = None) -> Tensor:
+def code_book(quant_type: str, code: Tensor | None = None, device: torch.device | str = "cpu") -> Tensor:
     """The values of 4-bit codes, fp32 ``[16]``: ``code`` if given, else the book of that name.
 
     Raises:
@@ -25,7 +25,7 @@ def code_book(quant_type: str, code: Tensor | None = None, device: torch.device 
     return code
 
 
-def book_cuts(quant_type: str, code: Tensor | None = None, device: torch.device | None = None) -> tuple[Tensor, Tensor]:
+def book_cuts(quant_type: str, code: Tensor | None = None, device: torch.device | str = "cpu") -> tuple[Tensor, Tensor]:
     """Where the code of ``v = x / absmax`` changes: limits, ascending, fp32, and the codes of the ranges between, uint8.
 
     A value is in the range above every limit that is smaller than it. For "fp4" these are the magnitudes', 7 limits and 8
@@ -87,7 +87,7 @@ def quantize_mxfp4(values: Tensor) -> tuple[Tensor, Tensor]:
         return (e.int() + 127 << 23).view(torch.float32)
 
     scales = torch.where(largest.isfinite(), power(exponent), torch.nan)
-    magnitudes = torch.tensor(formats.E2M1[:8], device=values.device)
+    magnitudes = torch.tensor(formats.E2M1[:8], dtype=torch.float32, device=values.device)
     middles = (magnitudes[1:] + magnitudes[:-1]) / 2
     # Of two codes the even one: a middle above an odd code belongs to the next.
     middles[1::2] = torch.nextafter(middles[1::2], torch.zeros_like(middles[1::2]))

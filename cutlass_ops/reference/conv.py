@@ -73,14 +73,15 @@ def quantize_pixels(
     return codes.view(pixels.shape), vectors(scales), None if zeros is None else vectors(zeros)
 
 
-def _dequantized_pixels(x: Tensor, qw: QuantizedWeight, groups: int, act_quant: str, symmetric: bool) -> Tensor:
-    """x, quantised and dequantised, fp64."""
+def dequantized_pixels(x: Tensor, group_size: int, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype) -> Tensor:
+    """x, quantised as beside weights in groups of ``group_size`` and dequantised."""
     if act_quant == "none" or x.numel() == 0:
-        return x.double()
-    block = formats.activation_block(qw.group_size) if act_quant == "block" else -1
+        return x.to(dtype)
+    block = formats.activation_block(group_size) if act_quant == "block" else -1
+    block = -1 if x.shape[1] // groups <= block else block  # the same, without padding
     codes, scales, zeros = quantize_pixels(x, groups, act_quant, symmetric, block)
     zeros = None if zeros is None else zeros.flatten(0, 1)
-    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, torch.float64)
+    values = reference.dequantize_activations(codes.flatten(0, 1), scales.flatten(0, 1), zeros, block, dtype)
     return values.view(x.shape[0], *x.shape[2:], x.shape[1]).movedim(-1, 1)
 
 
@@ -119,7 +120,7 @@ def mixed_conv(
     """
     if qw.book is not None:
         qw = replace(qw, book=qw.book.to(x.dtype).float())
-    values = _dequantized_pixels(x, qw, geometry.groups, act_quant, act_symmetric)
+    values = dequantized_pixels(x, qw.group_size, geometry.groups, act_quant, act_symmetric, torch.float64)
     total = _convolve(values, reference.dequantize_weight(qw, torch.float64), geometry).float()
     bias = qw.bias if bias is None else bias
     return reference.epilogue(total, bias, activation, residual, x.dtype if out_dtype is None else out_dtype)
@@ -140,6 +141,13 @@ def round_bias(bias: Tensor, x_scale: float, w_scales: Tensor) -> Tensor:
     return steps.nan_to_num(0.0).round().double().clamp(INT32.min, INT32.max).to(torch.int32)
 
 
+def check_static_activation(activation: reference.Activation) -> None:
+    """Raise ``ValueError`` if ``activation`` is none of those that :func:`limits` knows."""
+    reference.check_activation(activation)
+    if not isinstance(activation, tuple) and activation not in (None, "relu", "relu6"):
+        raise ValueError(f"activation is {activation!r}; static int8 takes None, 'relu', 'relu6' and ('clamp', lo, hi)")
+
+
 def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, out_dtype: torch.dtype) -> tuple[int, int]:
     """The smallest and largest y that its dtype and the activation leave: a bound b is at ``rint(fl32(b / y_scale)) + zy``.
 
@@ -149,9 +157,11 @@ def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, 
         out_dtype: int8 or uint8.
     """
     info = torch.iinfo(out_dtype)
+    check_static_activation(activation)
     bounds = {None: (-math.inf, math.inf), "relu": (0.0, math.inf), "relu6": (0.0, 6.0)}
     low, high = activation[1:] if isinstance(activation, tuple) else bounds[activation]
-    steps = torch.div(torch.tensor([low, high], dtype=torch.float32), torch.tensor(y_scale, dtype=torch.float32))
+    limits_fp32 = torch.tensor([low, high], dtype=torch.float32, device="cpu")
+    steps = torch.div(limits_fp32, limits_fp32.new_full((), y_scale))
     found = (steps.round().double() + y_zero_point).clamp(info.min, info.max)
     return int(found[0]), int(found[1])
 

@@ -79,10 +79,10 @@ def dynamic_map() -> Tensor:
     """
     values = [0.0, 1.0]
     for i in range(7):
-        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32)
+        edges = torch.linspace(0.1, 1, 2**i + 1, dtype=torch.float32, device="cpu")
         middles = (10.0 ** (i - 6) * ((edges[:-1] + edges[1:]) / 2)).tolist()
         values += middles + [-value for value in middles]
-    return torch.tensor(sorted(values), dtype=torch.float32)
+    return torch.tensor(sorted(values), dtype=torch.float32, device="cpu")
 
 
 def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

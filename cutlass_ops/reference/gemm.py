@@ -25,7 +25,7 @@ CONVOLUTION = "the weight is a convolution's, with a kernel of {}; a matrix is e
 
 
 def check_activation(activation: Activation) -> None:
-    """Raise ``ValueError`` if ``activation`` is none of those that :func:`epilogue` knows."""
+    """Raise ``ValueError`` if ``activation`` is none of those that :func:`activate` knows."""
     if activation is None or activation in ("relu", "relu6", "gelu", "silu"):
         return
     if isinstance(activation, tuple) and len(activation) == 3 and activation[0] == "clamp":
@@ -36,7 +36,8 @@ def check_activation(activation: Activation) -> None:
 
 
 def activate(y: Tensor, activation: Activation) -> Tensor:
-    """The activation of each element, in the dtype of y."""
+    """The activation of each element, in the dtype of y; ``ValueError`` if it does not exist."""
+    check_activation(activation)
     if activation is None:
         return y
     if activation == "relu":
@@ -71,7 +72,6 @@ def epilogue(
         out_dtype: dtype of the result.
         saturate: clamp instead of overflowing.
     """
-    check_activation(activation)
     y = torch.where(total.isfinite(), total, torch.nan)
     if bias is not None:
         y = y + bias.to(y.dtype)
@@ -143,6 +143,7 @@ def gemm_quantized(
     step = min(sizes, default=k)
     if max(sizes, default=k) % step:
         raise ValueError(f"block is {block} and group_size is {qw.group_size}; one must divide the other")
+    step = min(step, formats.padded_k(k))
 
     # Both factors are integers of at most 8 bits, so that fp32, and even TF32 and bf16 if torch's matmul is
     # set to them, holds them exactly. Every partial sum of a step is an integer no larger than this bound:

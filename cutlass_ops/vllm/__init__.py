@@ -20,6 +20,8 @@ reference    true: take layers on a CPU too, with the reference, which is slow a
 
 from __future__ import annotations
 
+import torch
+
 from .directory import CutlassOpsConfig
 from .experts import take_experts
 from .linear import MISSING, CutlassOpsInt8LinearKernel, CutlassOpsLinearKernel, logger
@@ -31,6 +33,17 @@ if MISSING is None:
     from vllm.platforms import PlatformEnum
 
 
+def _request_amx() -> None:
+    """Ask the operating system for the CPU's matrix registers (AMX), where torch can.
+
+    Linux kills a process that uses them unasked. vLLM's attention on a CPU does: it relies on
+    torch, which asks before its first matrix product, and our kernels compute those products.
+    """
+    request = getattr(torch.cpu, "_init_amx", None)
+    if request is not None:
+        request()
+
+
 def register() -> None:
     """Put our kernels first in vLLM's lists; called in each of its processes, harmless when repeated.
 
@@ -40,6 +53,7 @@ def register() -> None:
     if MISSING is not None:
         logger.warning("cutlass_ops does not serve this version of vLLM: %s", MISSING)
         return
+    _request_amx()
     for kernel, kind, name in (
         (CutlassOpsLinearKernel, "mp", "_POSSIBLE_KERNELS"),
         (CutlassOpsInt8LinearKernel, "int8", "_POSSIBLE_INT8_KERNELS"),

@@ -289,11 +289,13 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         rows = shards.padded(len(shards.sizes) - 1).stop
         specs = packed_specs(rows, input_size_per_partition, self.form.bits, own, dtypes)
         for part, (dtype, shape) in specs.items():
-            parameter = Parameter(torch.zeros(shape, dtype=dtype), requires_grad=False)
+            # None is the default device: vLLM makes layers under that of their parameters.
+            parameter = Parameter(torch.zeros(shape, dtype=dtype, device=None), requires_grad=False)
             parameter.weight_loader = partial(shards.load, part)  # type: ignore[attr-defined]
             layer.register_parameter(part, parameter)
         if "perm" in specs:  # vLLM's dummy weights leave integers as they are
-            layer.get_parameter("perm").data.copy_(torch.arange(input_size_per_partition))
+            perm = layer.get_parameter("perm").data
+            perm.copy_(torch.arange(input_size_per_partition, device=perm.device))
         self.shards = shards
         self.parts = list(specs)
 

@@ -209,7 +209,7 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
         names = self.layer_param_names[:2]
         stored, scales = (getattr(layer, name).data for name in names)
         if not self.config.is_channelwise:  # one scale for each of the layers that vLLM fused
-            widths = torch.tensor(layer.logical_widths, device=scales.device)
+            widths = torch.tensor(layer.logical_widths, dtype=torch.int64, device=scales.device)
             scales = scales.reshape(-1).repeat_interleave(widths)
         weight = QuantizedWeight(
             codes=stored.view(torch.uint8) ^ 128,  # the code is the signed value plus 128

@@ -11,6 +11,7 @@
 #include <utility>
 #include <vector>
 
+#include "cutlass_ops/conv.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/zero_compensation.h"
@@ -21,8 +22,9 @@
 namespace cutlass_ops {
 namespace {
 
-uint8_t some_byte;  // what non-null pointers point to; nothing here reads it
-float some_book[16];
+alignas(256) uint8_t some_bytes[32];  // what non-null pointers point to; nothing here reads it
+uint8_t& some_byte = some_bytes[0];
+alignas(16) float some_book[16];
 
 // CUDA C++ Programming Guide, "Technical Specifications per Compute Capability": A100, RTX 3090, RTX 4090, H100, B200, RTX
 // 5090.
@@ -37,7 +39,8 @@ GemmProblem problem(int m, int n, int k, int bits = 4, int group_size = 128) {
   p.weight.k = k;
   p.weight.bits = bits;
   p.weight.group_size = group_size;
-  p.x_stride = k;
+  p.weight.codes = &some_byte, p.weight.scales = &some_byte;
+  p.x = &some_byte, p.x_stride = k;
   return p;
 }
 
@@ -48,7 +51,7 @@ GemmProblem quantized_on_the_way(GemmProblem p, ActQuant act_quant, bool symmetr
 }
 
 GemmProblem already_quantized(GemmProblem p, int block) {
-  p.quantized.codes = reinterpret_cast<int8_t*>(&some_byte);
+  p.quantized.codes = reinterpret_cast<int8_t*>(&some_byte), p.quantized.scales = some_book;
   p.quantized.block = block;
   p.quantized.stride = (p.m + 15) / 16 * 16;
   return p;
@@ -590,7 +593,7 @@ TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
   p.weight.zeros = nullptr;
   p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte);
   EXPECT_EQ(kernel(p), "wgmma_gemm_a16");
-  for (int stride : {0, 4095, 4097, 4100}) {
+  for (int stride : {4097, 4100}) {
     p = floats;
     p.x_stride = stride;
     EXPECT_EQ(kernel(p), "wgmma_gemm_a16") << stride;
@@ -672,9 +675,8 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
     p.quantized.stride = stride;
     EXPECT_NE(text(p).find("stride is " + std::to_string(stride)), std::string::npos);
   }
-  int8_t codes = 0;
-  float scale = 0;
-  QuantizeProblem const fits{&codes, DataType::kFloat16, 576, 17, 576, nullptr, {&codes, &scale, nullptr, 128, 32}};
+  auto* const codes = reinterpret_cast<int8_t*>(&some_byte);
+  QuantizeProblem const fits{codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
   EXPECT_TRUE(check_quantize(fits).ok());
   QuantizeProblem q = fits;
   q.out.block = 16;
@@ -685,15 +687,15 @@ TEST(Dispatch, RefusesArgumentsThatWouldBeMisread) {
   q = fits;
   q.x_type = DataType::kInt8;
   EXPECT_EQ(check_quantize(q).code, Status::kUnsupported);
-  EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, &codes, DataType::kInt8}).code, Status::kUnsupported);
-  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, &codes, DataType::kFloat16}).code, Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576).weight, codes, DataType::kInt8}).code, Status::kUnsupported);
+  EXPECT_EQ(check_dequantize({problem(1, 192, 576, 3).weight, codes, DataType::kFloat16}).code, Status::kUnsupported);
 }
 
 TEST(Dispatch, TakesEveryOptionOfTheEpilogueAndEveryType) {
   for (DataType type : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32}) {
     GemmProblem p = problem(5, 192, 576);
     p.out_type = p.bias_type = p.residual_type = p.weight.scale_type = p.weight.offset_type = type;
-    p.bias = p.residual = p.weight.offsets = &some_byte;
+    p.bias = p.residual = p.weight.offsets = &some_byte, p.residual_stride = 192;
     for (Activation activation :
          {Activation::kNone, Activation::kRelu, Activation::kRelu6, Activation::kGelu, Activation::kSilu, Activation::kClamp}) {
       p.activation = activation;
@@ -751,6 +753,47 @@ TEST(Dispatch, SaysWhichFieldIsUnsupportedAndWhatIsSupported) {
        {"code book", "int8", "fp16 or bf16"}},
       {[](auto& p) { p.out_type = DataType::kNone; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
       {[](auto& p) { p.out_type = DataType::kInt8; }, Status::kUnsupported, {"out_dtype", "float16, bfloat16 or float32"}},
+      {[](auto& p) { p.activation = Activation(77); }, Status::kInvalid, {"activation is 77", "relu6", "clamp"}},
+      {[](auto& p) { p.activation = Activation::kClamp, p.clamp_low = 2, p.clamp_high = 1; },
+       Status::kInvalid,
+       {"clamp_low is 2", "clamp_high 1"}},
+      {[](auto& p) { p.act_quant = ActQuant(9); }, Status::kInvalid, {"act_quant is 9", "none, token and block"}},
+      {[](auto& p) { p.x_stride = 0; }, Status::kInvalid, {"x_stride is 0", "576"}},
+      {[](auto& p) { p.x_stride = 575; }, Status::kInvalid, {"x_stride is 575", "576"}},
+      {[](auto& p) { p.x_stride = -576; }, Status::kInvalid, {"x_stride is -576", "576"}},
+      {[](auto& p) { p.residual = &some_byte, p.residual_type = DataType::kFloat16, p.residual_stride = 191; },
+       Status::kInvalid,
+       {"residual_stride is 191", "192"}},
+      {[](auto& p) { p.x = nullptr; }, Status::kInvalid, {"x is a null pointer"}},
+      {[](auto& p) { p.x = &some_byte + 1; }, Status::kInvalid, {"x starts at", "no multiple of 2 bytes"}},
+      {[](auto& p) { p.bias = &some_byte + 2, p.bias_type = DataType::kFloat32; },
+       Status::kInvalid,
+       {"bias starts at", "4 bytes"}},
+      {[](auto& p) { p.residual = &some_byte + 1, p.residual_type = DataType::kFloat16, p.residual_stride = 192; },
+       Status::kInvalid,
+       {"residual starts at", "2 bytes"}},
+      {[](auto& p) { p.weight.codes = nullptr; }, Status::kInvalid, {"codes is a null pointer"}},
+      {[](auto& p) { p.weight.codes += 8; }, Status::kInvalid, {"codes starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.scales = nullptr; }, Status::kInvalid, {"scales is a null pointer"}},
+      {[](auto& p) { p.weight.scales = &some_byte + 8; }, Status::kInvalid, {"scales starts at", "16 bytes"}},
+      {[zeros](auto& p) { p.weight.zeros = zeros + 8; }, Status::kInvalid, {"zeros starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.offsets = &some_byte + 4, p.weight.offset_type = DataType::kFloat16; },
+       Status::kInvalid,
+       {"offsets starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.perm = reinterpret_cast<int32_t const*>(&some_byte + 4); },
+       Status::kInvalid,
+       {"perm starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.book = some_book + 1; }, Status::kInvalid, {"book starts at", "16 bytes"}},
+      {[](auto& p) { p.weight.sums = &some_byte + 1; }, Status::kInvalid, {"sums starts at", "16 bytes"}},
+      {[](auto& p) { p = already_quantized(p, -1), p.quantized.codes += 1; },
+       Status::kInvalid,
+       {"the activations' codes starts at", "16 bytes"}},
+      {[](auto& p) { p = already_quantized(p, -1), p.quantized.scales = nullptr; },
+       Status::kInvalid,
+       {"the activations' scales is a null pointer"}},
+      {[zeros](auto& p) { p = already_quantized(p, -1), p.quantized.zeros = const_cast<int8_t*>(zeros) + 1; },
+       Status::kInvalid,
+       {"the activations' zeros starts at", "16 bytes"}},
   };
   for (Case const& wrong : cases) {
     GemmProblem p = problem(5, 192, 576);
@@ -1018,6 +1061,8 @@ TEST(Dispatch, TakesTheKernelsOfAnEarlierArchitectureIfAsked) {
 TEST(Quantize, RefusesFunctionsThatMeanNothing) {
   QuantizeProblem good;
   good.m = 3, good.k = 576, good.out.stride = 16, good.out.block = 128;
+  good.x = &some_byte, good.x_stride = 576;
+  good.out.codes = reinterpret_cast<int8_t*>(&some_byte), good.out.scales = some_book;
   ASSERT_TRUE(check_quantize(good).ok());
   QuantizeProblem norm = good;
   norm.norm_weight = &some_byte;
@@ -1046,6 +1091,113 @@ TEST(Quantize, RefusesFunctionsThatMeanNothing) {
   refuses(p, "a norm of at most 4194304 columns");
 }
 
+TEST(Checks, OneRowAndNoRowsHaveNoStride) {
+  for (int m : {0, 1}) {
+    GemmProblem p = problem(m, 192, 576);
+    p.x_stride = 0;
+    if (m == 0) p.x = nullptr;
+    EXPECT_TRUE(planned(p).spec);
+  }
+}
+
+// What a launch adds to a plan.
+TEST(Checks, ALaunchHasItsMemory) {
+  GemmProblem p = problem(5, 192, 576);
+  p.out = &some_byte, p.out_type = DataType::kFloat32;
+  Plan chosen;
+  chosen.workspace = 512;
+  EXPECT_TRUE(check_launch(p, chosen, {&some_byte, 512}).ok());
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 511}).text.find("the workspace has 511 bytes"), std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {nullptr, 512}).text.find("the workspace is a null pointer"), std::string::npos);
+  EXPECT_NE(check_launch(p, chosen, {&some_byte + 16, 512}).text.find("the workspace starts at"), std::string::npos);
+  p.out = &some_byte + 2;
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out starts at"), std::string::npos);
+  p.out = nullptr;
+  EXPECT_NE(check_launch(p, chosen, {&some_byte, 512}).text.find("out is a null pointer"), std::string::npos);
+}
+
+// The operators beside the product: a field that is missing, misaligned or too short is named.
+TEST(Checks, NameThePointerOfEveryOperator) {
+  auto const names = [](Status const& status, char const* words) {
+    EXPECT_EQ(status.code, Status::kInvalid);
+    EXPECT_NE(status.text.find(words), std::string::npos) << status.text;
+  };
+  auto* const codes = reinterpret_cast<int8_t*>(&some_byte);
+  auto* const words = reinterpret_cast<uint32_t*>(&some_byte);
+
+  QuantizeProblem const quantizes{codes, DataType::kFloat16, 576, 17, 576, nullptr, {codes, some_book, nullptr, 128, 32}};
+  ASSERT_TRUE(check_quantize(quantizes).ok());
+  QuantizeProblem q = quantizes;
+  q.x = nullptr;
+  names(check_quantize(q), "x is a null pointer");
+  q = quantizes, q.x_stride = 0;
+  names(check_quantize(q), "x_stride is 0");
+  q = quantizes, q.up = codes, q.up_stride = 575;
+  names(check_quantize(q), "up_stride is 575");
+  q = quantizes, q.norm_weight = q.residual = q.sum = codes, q.norm_eps = 1e-6f, q.residual_stride = 1;
+  names(check_quantize(q), "residual_stride is 1");
+  q = quantizes, q.out.codes = nullptr;
+  names(check_quantize(q), "out.codes is a null pointer");
+  q = quantizes, q.out.scales = some_book + 1;
+  names(check_quantize(q), "out.scales starts at");
+  names(check_sums(problem(1, 200, 576).weight, &some_byte + 8), "colsums starts at");
+  names(check_dequantize({problem(1, 200, 576).weight, nullptr}), "out is a null pointer");
+
+  PackProblem packs{&some_byte, &some_byte, 576, 1, 200, 576, 4};
+  ASSERT_TRUE(check_pack(packs).ok());
+  packs.codes = nullptr;
+  names(check_pack(packs), "codes is a null pointer");
+  packs.codes = &some_byte, packs.packed = &some_byte + 8;
+  names(check_pack(packs), "packed starts at");
+
+  FlatProblem flat;
+  flat.count = 64, flat.floats = flat.packed = &some_byte, flat.absmax = some_book, flat.cuts = some_book;
+  names(check_flat(flat, true), "codes is a null pointer");
+  flat.codes = &some_byte;
+  EXPECT_TRUE(check_flat(flat, true).ok());
+  names(check_flat(flat, false), "book is a null pointer");
+  flat.book = some_book;
+  EXPECT_TRUE(check_flat(flat, false).ok());
+  flat.nested_codes = &some_byte;
+  names(check_flat(flat, false), "nested_absmax is a null pointer");
+
+  AwqWeight const awq{words, &some_byte, words, 64, 128, 4};
+  EXPECT_TRUE(check_awq(awq, &some_byte).ok());
+  names(check_awq({nullptr, &some_byte, words, 64, 128, 4}, &some_byte), "codes is a null pointer");
+  EXPECT_TRUE(check_awq_gemm(awq, &some_byte, 128, 3, &some_byte).ok());
+  names(check_awq_gemm(awq, &some_byte, 0, 3, &some_byte), "x_stride is 0");
+  names(check_awq_gemm(awq, &some_byte, 129, 3, &some_byte), "x_stride is 129");
+  names(check_awq_gemm(awq, &some_byte + 2, 128, 3, &some_byte), "x starts at");
+  names(check_awq_gemm(awq, &some_byte, 128, 3, nullptr), "out is a null pointer");
+  EXPECT_EQ(check_awq_gemm(awq, &some_byte, 128, 65, &some_byte).code, Status::kUnsupported);
+}
+
+TEST(Checks, NameTheFieldOfAConvolution) {
+  auto const text = [](std::function<void(ConvProblem&)> const& change) {
+    ConvProblem p;
+    p.weight.n = p.weight.channels = p.channels = 32, p.weight.height = p.weight.width = 3;
+    p.weight.codes = reinterpret_cast<int8_t*>(&some_byte), p.weight.scales = some_book;
+    p.x = &some_byte, p.batch = 1, p.height = p.width = 8;
+    change(p);
+    ConvPlan chosen;
+    return plan_conv_int8(p, kHopper, &chosen).text;
+  };
+  EXPECT_EQ(text([](auto&) {}), "");
+  for (auto const& [change, words] : std::vector<std::pair<std::function<void(ConvProblem&)>, std::string>>{
+           {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
+           {[](auto& p) { p.activation = Activation::kGelu; }, "activation is gelu or silu"},
+           {[](auto& p) { p.activation = Activation::kClamp, p.clamp_low = 1; }, "clamp_low is 1"},
+           {[](auto& p) { p.weight.scale_type = DataType::kInt8; }, "scale_type"},
+           {[](auto& p) { p.x = nullptr; }, "x is a null pointer"},
+           {[](auto& p) { p.weight.codes = nullptr; }, "the weight's codes is a null pointer"},
+           {[](auto& p) { p.weight.codes += 8; }, "the weight's codes starts at"},
+           {[](auto& p) { p.weight.scales = nullptr; }, "the weight's scales is a null pointer"},
+           {[](auto& p) { p.x_zero_point = 3; }, "the weight's sums is a null pointer"},
+           {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
+       })
+    EXPECT_NE(text(change).find(words), std::string::npos) << words << ": " << text(change);
+}
+
 TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
   for (int bits : {4, 8})
     for (int group_size : {-1, 32, 64, 128, 256})
@@ -1055,11 +1207,12 @@ TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
           if (zeros) w.zeros = reinterpret_cast<int8_t*>(&some_byte);
           if (offsets) w.offsets = &some_byte, w.offset_type = DataType::kFloat16;
           bool const fits = !offsets && !(zeros && bits == 8) && group_size != 32 && group_size != 64;
-          EXPECT_EQ(check_sums(w).ok(), fits) << bits << " bits, groups of " << group_size << ", " << zeros << offsets;
+          EXPECT_EQ(check_sums(w, &some_byte).ok(), fits)
+              << bits << " bits, groups of " << group_size << ", " << zeros << offsets;
         }
   PackedWeight book = problem(1, 200, 576).weight;
   book.book = some_book;
-  EXPECT_EQ(check_sums(book).code, Status::kUnsupported);
+  EXPECT_EQ(check_sums(book, &some_byte).code, Status::kUnsupported);
 }
 
 struct Part {
@@ -1153,7 +1306,8 @@ TEST(Workspace, IsCountedIn64Bits) {
 
 MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate, int group_size = 128) {
   MoeProblem p;
-  p.route.tokens = tokens, p.route.top = top, p.route.experts = count;
+  p.route.tokens = tokens, p.route.top = top, p.route.experts = count, p.route.ids = &some_byte;
+  p.x = p.topk_weights = &some_byte, p.x_stride = hidden;
   p.gate_up = {problem(1, count * int(padded_rows(2 * intermediate)), hidden, 4, group_size).weight, count, 2 * intermediate};
   p.down = {problem(1, count * int(padded_rows(hidden)), intermediate, 4, group_size).weight, count, hidden};
   return p;
@@ -1200,6 +1354,22 @@ TEST(Experts, SayWhatForbidsThem) {
   EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"), std::string::npos);
   EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
   EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"), std::string::npos);
+  EXPECT_NE(text(experts(1, 0, 2, 4096, 128)).find("experts is 0"), std::string::npos);
+  for (auto const& [change, words] : std::vector<std::pair<std::function<void(MoeProblem&)>, std::string>>{
+           {[](auto& p) { p.activation = Activation(77); }, "activation is 77"},
+           {[](auto& p) { p.act_quant = ActQuant(9); }, "act_quant is 9"},
+           {[](auto& p) { p.x_stride = 0; }, "x_stride is 0"},
+           {[](auto& p) { p.x = nullptr; }, "x is a null pointer"},
+           {[](auto& p) { p.topk_weights = nullptr; }, "topk_weights is a null pointer"},
+           {[](auto& p) { p.route.ids = nullptr; }, "ids is a null pointer"},
+           {[](auto& p) { p.route.map_size = 8; }, "expert_map is a null pointer"},
+           {[](auto& p) { p.down.stack.codes = nullptr; }, "codes is a null pointer"},
+           {[](auto& p) { p.gate_up.bias = &some_byte; }, "bias_type"},
+       }) {
+    MoeProblem p = experts(5, 8, 2, 4096, 128);
+    change(p);
+    EXPECT_NE(text(p).find(words), std::string::npos) << words << ": " << text(p);
+  }
 }
 
 #if !CUTLASS_OPS_CUDA
@@ -1217,7 +1387,7 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
 }  // namespace
 TEST(Checks, DequantizesRowsFromAWholePanelOn) {
   DequantizeProblem problem;
-  problem.weight.n = 200, problem.weight.k = 128;
+  problem.weight = cutlass_ops::problem(1, 200, 128).weight, problem.out = &some_byte;
   auto const ok = [&](int first_row, int rows) {
     problem.first_row = first_row, problem.rows = rows;
     return check_dequantize(problem).ok();

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <utility>
 #include <vector>
 
 #include "cutlass_ops/layout.h"
@@ -103,6 +104,41 @@ TEST(PackErrors, NameTheValueAndWhatIsAccepted) {
   EXPECT_EQ(message(1, -7, 4, 0), "k is -7; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, int64_t(1) << 31, 4, 0), "k is 2147483648; accepted: 1 to 2147483519");
   EXPECT_EQ(message(1, 1, 8, -1), "threads is -1; accepted: 0 (every core) and up");
+}
+
+// Codes of more bits would run into those of other rows. Inside of whole tiles, and in those that end early.
+TEST(PackErrors, NameTheFirstCodeThatDoesNotFit) {
+  int const n = 130, k = 300;
+  std::vector<uint8_t> packed(size_t(packed_bytes(n, k, 8)));
+  for (auto [row, column] : {std::pair(3, 5), {63, 127}, {129, 4}, {70, 299}, {129, 299}}) {
+    std::vector<uint8_t> codes = random_codes(n, k, 4);
+    codes[row * k + column] = 200, codes.back() = 16;
+    for (int threads : {1, 3}) {
+      try {
+        pack(codes.data(), packed.data(), n, k, 4, threads);
+        ADD_FAILURE() << "accepted";
+      } catch (std::invalid_argument const& error) {
+        std::string const value = row == n - 1 && column == k - 1 ? "16" : "200";
+        EXPECT_EQ(error.what(), "codes[" + std::to_string(row) + ", " + std::to_string(column) + "] is " + value +
+                                    "; accepted with bits = 4: 0 to 15");
+      }
+    }
+    EXPECT_NO_THROW(pack(codes.data(), packed.data(), n, k, 8));
+  }
+}
+
+TEST(PackErrors, NameANullPointer) {
+  uint8_t byte = 0;
+  for (auto [codes, packed, name] : {std::tuple(static_cast<uint8_t*>(nullptr), &byte, "codes"), {&byte, nullptr, "packed"}}) {
+    for (bool packs : {true, false}) {
+      try {
+        packs ? pack(codes, packed, 1, 1, 4) : unpack(packed, codes, 1, 1, 4);
+        ADD_FAILURE() << "accepted";
+      } catch (std::invalid_argument const& error) {
+        EXPECT_EQ(error.what(), std::string(name) + " is a null pointer");
+      }
+    }
+  }
 }
 
 }  // namespace

@@ -42,7 +42,8 @@ class DeviceGuard {
 // kernels of the stream: a kernel that writes a weight must have ended (the stream synchronised) before a product of it is
 // launched. x, bias and residual are read after the wait.
 
-// Choose a kernel. Needs no GPU: `device` may describe an absent one.
+// Choose a kernel, for memory of which nothing is read: alignment and strides decide. Needs no GPU: `device` may describe an
+// absent one. `out` may still be null.
 Status plan(GemmProblem const& problem, Device const& device, Plan* plan);
 
 // The kernels that a plan's product starts, in order: files of csrc/kernels.
@@ -52,6 +53,13 @@ std::vector<char const*> launches(Plan const& plan);
 // problem on the current device; without it, mixed_gemm calls plan().
 Status mixed_gemm(GemmProblem const& problem, Plan const& plan, Workspace workspace, Stream stream);
 Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream);
+
+// A depthwise convolution, y = epilogue(sums) with fp32 sums of x times the values of the weight: each of the convolution's groups
+// has one input channel, so that problem.image.channels is 1, weight.k is the number of taps, and x_stride is the number of input
+// channels, of which weight.n is a multiple. x is of any float type, and act_quant none.
+// `taps`: the weight's values, [taps][n rounded up to kTapVector], on the device, from an address that is a multiple of 16.
+constexpr int kTapVector = 8;
+Status depthwise_conv(GemmProblem const& problem, float const* taps, Stream stream);
 
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);

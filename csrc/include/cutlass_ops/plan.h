@@ -9,9 +9,11 @@ struct KernelSpec;  // csrc/dispatch/spec.h
 
 // Where the parts of a call's workspace begin, in bytes.
 struct WorkspaceLayout {
-  size_t codes = 0, scales = 0, zeros = 0, upcast = 0, zero_values = 0, zero_scales = 0, colsums = 0, splitk_workspace = 0;
+  size_t codes = 0, scales = 0, zeros = 0, range = 0, upcast = 0, zero_values = 0, zero_scales = 0, colsums = 0,
+         splitk_workspace = 0;
   int stride = 0;            // QuantizedActivations::stride
   int rows = 0;              // QuantizedActivations::rows
+  int scale_columns = 0;     // QuantizedActivations::scale_columns
   int block = 0;             // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;      // x is made rows of 16-bit floats that a tensor map describes
   bool compensates = false;  // zero points of x, or of W, become operands of a product (zero_compensation.h)

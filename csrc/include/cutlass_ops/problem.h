@@ -16,6 +16,7 @@ enum class ActQuant : int8_t {
   kNone = 0,  // as they are: fp16 or bf16
   kToken,     // int8, one scale a row
   kBlock,     // int8, one scale a row and block of min(group_size, 128) columns
+  kTensor,    // int8, one scale for all of x: of images alone
 };
 
 enum class Activation : int8_t { kNone = 0, kRelu, kRelu6, kGelu, kSilu, kClamp };
@@ -57,11 +58,13 @@ struct QuantizedActivations {
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
+  int scale_columns = 0;    // of an image's pixels: scales and zeros are [rows][scale_columns] instead; a multiple of 4
 
   // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values,
   // [m][k_pad] in the order of columns.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
+  bool upcast_scaled = true;               // they include the scales, which are otherwise applied to a row's sums
 
   // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points
   // of many blocks at once (zero_compensation.h).
@@ -78,6 +81,7 @@ struct QuantizeProblem {
   int k = 0;
   int32_t const* perm = nullptr;  // [k]: column j of the result is column perm[j] of x; or null
   QuantizedActivations out;
+  uint32_t* range = nullptr;  // [2] on the device, where the range of x goes that is every block's; null: each has its own
 
   void const* up = nullptr;  // [m][k], or null; never together with norm_weight
   int64_t up_stride = 0;
@@ -89,17 +93,29 @@ struct QuantizeProblem {
   void* sum = nullptr;  // [m][k], contiguous: where x + residual is written; null if residual is
 };
 
+// An image [batch, depth, height, width, channels] in the place of x: row m holds, tap by tap, the channels of the pixels under a
+// kernel at the m-th place of the result [batch, *out], which go fastest along the width. Missing pixels are zeros. A tap has
+// padded_k(channels) columns of the weight, whose k is that of all taps.
+struct ImageRows {
+  int batch = 0;  // 0: x is a matrix
+  int channels = 0;
+  // Of depth, height and width; an image of fewer dimensions has 1 in front.
+  int size[3] = {1, 1, 1}, taps[3] = {1, 1, 1}, out[3] = {1, 1, 1};
+  int stride[3] = {1, 1, 1}, padding[3] = {0, 0, 0}, dilation[3] = {1, 1, 1};
+};
+
 struct GemmProblem {
   int m = 0;
   PackedWeight weight;
 
   // Activations: either floats that act_quant may quantise on the way, or codes that are quantised already.
-  void const* x = nullptr;               // [m][k] of x_type, rows x_stride elements apart; null if `quantized` is given
+  void const* x = nullptr;  // [m][k] of x_type, rows x_stride elements apart, at least k; null if `quantized` is given
   DataType x_type = DataType::kFloat16;  // of what was quantised, too
   int64_t x_stride = 0;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
   QuantizedActivations quantized;
+  ImageRows image;  // x is its pixels [pixels][channels], x_stride elements apart, where it has a batch
 
   // Epilogue: sum -> + bias -> activation -> + residual -> out.
   void* out = nullptr;  // [m][n] of out_type, contiguous
@@ -131,8 +147,8 @@ struct DequantizeProblem {
   int rows = -1;      // -1: all from there on
 };
 
-// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. What is
-// read starts on 16 bytes.
+// Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. Floats
+// and packed codes start on 16 bytes.
 struct FlatProblem {
   int64_t count = 0;   // elements
   int blocksize = 64;  // 32, 64, ..., 4096
@@ -157,7 +173,7 @@ struct FlatProblem {
 
 // Codes of a weight, one a byte, and packed, on a GPU. Code (row, column) is at codes[row * n_stride + column * k_stride].
 struct PackProblem {
-  uint8_t* codes = nullptr;   // [n, k], each below 2^bits; read by pack(), written by unpack()
+  uint8_t* codes = nullptr;   // [n, k], each below 2^bits, which nothing checks here; read by pack(), written by unpack()
   uint8_t* packed = nullptr;  // packed_bytes(n, k, bits), from an address that is a multiple of 16
   int64_t n_stride = 0, k_stride = 1;
   int n = 0, k = 0;

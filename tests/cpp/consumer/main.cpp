@@ -16,8 +16,13 @@ int main() {
   cutlass_ops::unpack(packed.data(), unpacked.data(), n, k, bits);
   if (unpacked != codes) return std::puts("unpack(pack(codes)) differs from the codes"), 1;
 
+  // The kernel depends on where memory starts and how far apart rows are, not on what is there.
+  constexpr int m = 16;
+  std::vector<uint16_t> x(m * k), scales((k + 127) / 128 * n);
   cutlass_ops::GemmProblem problem;
-  problem.m = 16;
+  problem.m = m;
+  problem.x = x.data(), problem.x_stride = k;
+  problem.weight.codes = packed.data(), problem.weight.scales = scales.data();
   problem.weight.n = n;
   problem.weight.k = k;
   problem.weight.bits = bits;
