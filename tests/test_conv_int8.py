@@ -123,8 +123,21 @@ def test_codes_end_where_their_dtype_and_the_activation_end() -> None:
     assert limits(activation="relu6", y_zero_point=-20) == (-20, 4)
     assert limits(activation=("clamp", -1.0, 1.5), y_zero_point=3) == (-1, 9)
     assert limits(activation=("clamp", -1e30, 1e30)) == (-128, 127)
+    assert limits(activation=("clamp", 1.5, 1.5), y_zero_point=3) == (9, 9)
+    # Bounds between two codes are at the nearest one, halfway at the even one.
+    assert limits(activation=("clamp", -1.1, 1.1)) == (-4, 4)
+    assert limits(activation=("clamp", -1.2, 1.2), y_zero_point=1) == (-4, 6)
+    assert limits(activation=("clamp", -0.625, 0.875), y_zero_point=1) == (-1, 5)
+    assert limits(activation="relu6", y_scale=0.45) == (0, 13)
     # Products beyond every integer.
     assert limits(y_scale=1e-30) == (-128, 127)
+
+
+@pytest.mark.parametrize("scale", [torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max])
+def test_scales_are_all_normal_numbers_of_fp32(scale: float) -> None:
+    x = torch.arange(-9, 10, dtype=torch.int8).view(-1, 1)
+    weight = packed(torch.ones(1, 1, dtype=torch.int8), torch.ones(1))
+    assert torch.equal(co.linear_int8(x, weight, x_scale=scale, y_scale=scale), x)
 
 
 def test_a_bias_in_floats_is_rounded_to_steps_of_the_sums() -> None:
@@ -165,6 +178,9 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=-1, symmetric=False))}, ValueError, "scales, zeros"),
         ({"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))}, ValueError, r"a kernel of \(3,\)"),
         ({"x_scale": 0.0}, ValueError, "x_scale is 0.0"),
+        ({"x_scale": 1.17549e-38}, ValueError, r"x_scale is 1\.17549e-38; a number from 1\.17549e-38 to 3\.40282e\+38"),
+        ({"x_scale": 3.5e38}, ValueError, r"x_scale is 3\.5e\+38"),
+        ({"y_scale": 1e-45}, ValueError, "y_scale is 1e-45"),
         ({"x_scale": float("nan")}, ValueError, "x_scale is nan"),
         ({"x_scale": torch.ones(1)}, TypeError, "x_scale is a Tensor"),
         ({"x_zero_point": 128}, ValueError, "x_zero_point is 128; an integer from -128 to 127"),
