@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import itertools
 import random
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -337,11 +339,12 @@ def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str,
     helper = onnx.helper
     (name, x), *constants = inputs.items()
     kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    y_kind = onnx.TensorProto.INT32 if operator.endswith("Integer") else kind
     graph = helper.make_graph(
         [helper.make_node(operator, list(inputs), ["y"], **attributes)],
         "g",
         [helper.make_tensor_value_info(name, kind, x.shape)],
-        [helper.make_tensor_value_info("y", kind, None)],
+        [helper.make_tensor_value_info("y", y_kind, None)],
         [onnx.numpy_helper.from_array(np.asarray(value), key) for key, value in constants],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
@@ -426,6 +429,85 @@ def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
             "y_zero": np.array(y_zero, x.numpy().dtype),
         }
         assert np.array_equal(y.numpy(), run_onnx("QLinearMatMul", inputs, {}))
+
+
+# ---- ONNX's node tests
+
+
+def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]]:
+    """Those of the package onnx: name, operator, inputs by their places' names, attributes, the output that is expected.
+
+    ``collect_testcases`` makes those of all operators, which takes half a minute.
+    """
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    found: list[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]] = []
+
+    def expect(node: Any, inputs: list[np.ndarray], outputs: list[np.ndarray], name: str) -> None:
+        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        places = [of.name for of in onnx.defs.get_schema(node.op_type).inputs]
+        given = {place: np.asarray(value) for place, value in zip(places, inputs, strict=False)}
+        found.append((name, node.op_type, given, attributes, outputs[0]))
+
+    for operator in ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"):
+        module = importlib.import_module(f"onnx.backend.test.case.node.{operator.lower()}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "expect", expect)
+            for name, export in vars(getattr(module, operator)).items():
+                if name.startswith("export"):
+                    export.__func__()
+    yield from found
+
+
+def by_row(value: np.ndarray | None, n: int, default: Tensor) -> Tensor:
+    """What ONNX gives once or for each output channel, ``[N]``."""
+    return (default if value is None else torch.from_numpy(np.array(value)).reshape(-1)).expand(n)
+
+
+def computed(operator: str, given: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
+    """An operator of ONNX by conv2d_int8 and linear_int8; of its padding, what the node tests have."""
+    convolution = operator in ("QLinearConv", "ConvInteger")
+    quantised = operator in ("QLinearConv", "QLinearMatMul")
+    names = {"x": ("x", "a", "A"), "w": ("w", "b", "B")}
+
+    def part(of: str, suffix: str = "") -> np.ndarray | None:
+        return next((given[name + suffix] for name in names.get(of, (of,)) if name + suffix in given), None)
+
+    x, w = (torch.from_numpy(np.array(part(of))) for of in "xw")
+    no_zero, options = torch.zeros(1, dtype=w.dtype), {"x_zero_point": int(by_row(part("x", "_zero_point"), 1, torch.zeros(1)))}
+    if quantised:
+        assert part("y", "_zero_point") is not None
+        options |= {"y_zero_point": int(given["y_zero_point"].item()), "out_dtype": x.dtype}
+        options |= {of + "_scale": float(np.asarray(part(of, "_scale")).item()) for of in "xy"}
+    else:
+        options |= {"x_scale": 1.0, "out_dtype": torch.int32}
+
+    def weight(w: Tensor) -> co.PackedWeight:
+        scales = by_row(part("w", "_scale"), len(w), torch.ones(1))
+        return packed(w, scales, zeros=by_row(part("w", "_zero_point"), len(w), no_zero))
+
+    if convolution:
+        pads = attributes.get("pads", [0, 0, 0, 0])
+        assert pads[:2] == pads[2:]
+        return co.conv2d_int8(x, weight(w), padding=tuple(pads[:2]), **options).numpy()
+    if w.dim() == 2:
+        return co.linear_int8(x, weight(w.t()), **options).numpy()
+    return np.stack([co.linear_int8(a, weight(b.t()), **options).numpy() for a, b in zip(x, w, strict=True)])
+
+
+def test_node_tests_of_onnx() -> None:
+    """Their outputs, which are ONNX Runtime's too where it takes the inputs: no fp16 scales, no zero points by channel in
+    ConvInteger.
+    """
+    names = set()
+    for name, operator, given, attributes, expected in node_tests():
+        y = computed(operator, given, attributes)
+        assert y.dtype == expected.dtype, name
+        assert np.array_equal(y, expected), name
+        if "float16" not in name and name != "test_convinteger_with_padding":
+            assert np.array_equal(run_onnx(operator, given, attributes), expected), name
+        names.add(name)
+    assert {"test_qlinearconv", "test_convinteger_with_padding", "test_matmulinteger"} <= names
+    assert {f"test_qlinearmatmul_{d}D_{kind}_float32" for d in (2, 3) for kind in ("int8", "uint8")} <= names
 
 
 H200 = _C.Device(90, 132, 232448)
