@@ -308,7 +308,7 @@ class ImageProblem:
         dilation: Sequence[int],
         act_quant: ActQuant,
         symmetric: bool,
-        epilogue: Epilogue | None,
+        epilogue: object,  # Epilogue or None
         out_ptr: int,
         out_type: DataType,
     ) -> None: ...

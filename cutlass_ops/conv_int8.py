@@ -6,13 +6,14 @@ On a CPU they are the reference. Kernels take weights in natural order, which ar
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
+from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, arguments, kept, library, native, reference
+from . import _C, arguments, library, native, reference
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -23,7 +24,7 @@ from .conv import (
     out_extents,
     packed_weight,
 )
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, group_vector_positions
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
 
@@ -54,16 +55,22 @@ def conv2d_int8(
 ) -> Tensor:
     """A convolution of integers with scales that are known beforehand, as ONNX's QLinearConv.
 
-    ``acc`` is the int32 sum of ``(x - x_zero_point) * w`` over the taps that lie inside of x, plus the bias. The result is
-    ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation rounded to fp32 by
-    itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes.
+    ``acc`` is the int32 sum of ``(x - x_zero_point) * (w - w_zero_point)`` over the taps that lie inside of x, plus the bias.
+    The result is ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation
+    rounded to fp32 by itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes.
+
+    Of ONNX's uint8 weights ``weight`` has the codes and zero points as they are, of its int8 ones both plus 128; what ONNX
+    gives once for all output channels stands in each row.
 
     On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as ``weight.codes`` lives, and
-    waits for that; later ones do not wait. What is written to the codes is noticed by the next call, not by CUDA graphs.
+    waits for that; later ones do not wait. What is written to the codes and zero points is noticed by the next call, not by
+    CUDA graphs. Zero points cost nothing if the differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go
+    through memory in int32, and so do those of x over each window, which compensate what does not fit; CUDA graphs from
+    before something was written that does not fit have to be captured again.
 
     Args:
         x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
-        weight: packed, ``[N, C, R, S]``, 8 bits, symmetric, one scale a row (``group_size=-1``).
+        weight: packed, ``[N, C, R, S]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points.
         bias: int32 ``[N]``, in steps of ``x_scale * w_scale``; or floating, as the weight's own bias is, which is rounded to
             that.
         stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
@@ -102,7 +109,7 @@ def linear_int8(
 
     Args:
         x: int8 or uint8 ``[..., K]`` on the weight's device.
-        weight: packed, ``[N, K]``, 8 bits, symmetric, one scale a row (``group_size=-1``), no act order.
+        weight: packed, ``[N, K]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points, no act order.
         bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in :func:`conv2d_int8`.
 
     Returns:
@@ -140,11 +147,11 @@ def _check_static(
         raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
     arguments.check_device(x.device)
     plain = weight.bits == 8 and weight.group_size == -1 and weight.perm is None
-    if not plain or any(t is not None for t in (weight.zeros, weight.offsets, weight.book)):
+    if not plain or weight.offsets is not None or weight.book is not None:
         parts = ", ".join(part for part in weight.tensors() if part not in ("codes", "bias"))
         raise ValueError(
             f"the weight has bits={weight.bits}, group_size={weight.group_size} and {parts}; static int8 takes 8 bits, "
-            "group_size=-1 and scales only"
+            "group_size=-1, scales and zero points, nothing else"
         )
     if bias is not None:
         _check_static_bias(bias, weight)
@@ -221,7 +228,7 @@ def _run_static(
 ) -> Tensor:
     geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
     if weight.gpu >= 0:
-        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, native.ACTIVATIONS[activation], low, high)
+        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high)
         return launch(x, weight, bias, numbers, out_dtype, geometry)
     with arguments.without_autocast(x.device):
         y = reference_conv.conv_int8(
@@ -242,16 +249,98 @@ def _run_static(
 # ---- on a GPU
 
 
-def _make_natural(weight: PackedWeight, taps: tuple[int, ...], order: _C.ConvOrder) -> tuple[Tensor, Tensor]:
-    """A weight as ``conv.h`` describes it: int8 codes in one of its orders, and int32 ``[N]`` sums of each channel's codes."""
-    if order == _C.ConvOrder.flat:
-        taps = (1, 1)
-    codes = (weight.unpack().codes ^ 0x80).view(torch.int8).view(weight.n, *taps, -1)
+class _Natural(NamedTuple):
+    """A weight as ``conv.h`` describes it.
+
+    Attributes:
+        codes: int8 ``[N, ...]``, in one of the orders of ``conv.h``.
+        sums: int32 ``[N]``, of the codes of each channel.
+    """
+
+    codes: Tensor
+    sums: Tensor
+
+
+class _Operand(NamedTuple):
+    """What kernels multiply x by, and what is left of the zero points.
+
+    ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of ``x - zx`` over the window,
+    which is a convolution with ones.
+
+    Attributes:
+        weight: ``[N]`` channels.
+        rest: int32 ``[N]``; None if it is zero.
+        ones: a weight of ones, a channel for each of the convolution's groups; None if ``rest`` is.
+    """
+
+    weight: _Natural
+    rest: Tensor | None = None
+    ones: _Natural | None = None
+
+    def tensors(self) -> list[Tensor]:
+        """Those that depend on the packed weight."""
+        return [*self.weight] if self.rest is None else [*self.weight, self.rest]
+
+
+#: By the packed codes: what they and the zero points were, and the operand, by the identity of the zero points and by sizes.
+_kept: Any = WeakTensorKeyDictionary()
+
+
+def _order(n: int, weight: PackedWeight, groups: int) -> _C.ConvOrder:
+    return _C.conv_order(n, weight.k // weight.taps, weight.taps, groups)
+
+
+def _in_order(codes: Tensor, order: _C.ConvOrder) -> _Natural:
+    """int8 ``[N, height, width, channels]``."""
     sums = codes.sum((1, 2, 3), dtype=torch.int32)
     if order == _C.ConvOrder.by_taps:
-        words = F.pad(codes[..., 0], (0, -taps[1] % 4)).view(weight.n, taps[0], -1, 4)
-        return words.permute(1, 2, 0, 3).contiguous(), sums
-    return F.pad(codes, (0, _C.stored_channels(codes.shape[3]) - codes.shape[3])).contiguous(), sums
+        words = F.pad(codes[..., 0], (0, -codes.shape[2] % 4)).view(*codes.shape[:2], -1, 4)
+        return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
+    if order == _C.ConvOrder.flat:
+        codes = codes.flatten(1)
+    return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums)
+
+
+def _make_operand(weight: PackedWeight, groups: int) -> _Operand:
+    """The operand, with what is left of the zero points if the weight has any, even if that is zero: nothing waits."""
+    qw = weight.unpack()
+    shape = (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
+    if qw.zeros is None:
+        return _Operand(_in_order((qw.codes ^ 0x80).view(torch.int8).view(weight.n, *shape), _order(weight.n, weight, groups)))
+    # The point of each row that is nearest to its zero point and from which all its codes are in reach of int8.
+    zeros, codes = qw.zeros.short(), qw.codes
+    near = zeros.clamp(codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128)
+    natural = (codes - near.byte()).view(torch.int8).view(weight.n, *shape)
+    ones = natural.new_ones(groups, *shape)
+    return _Operand(
+        _in_order(natural, _order(weight.n, weight, groups)),
+        (zeros - near)[:, 0].int(),
+        _in_order(ones, _order(groups, weight, groups)),
+    )
+
+
+def _operand(weight: PackedWeight, groups: int) -> _Operand:
+    """What is kept, if codes and zero points are still those that it was made of."""
+    parts = [weight.codes] if weight.zeros is None else [weight.codes, weight.zeros]
+    if any(t.is_inference() for t in parts):  # torch does not record what is written to them
+        return _make_operand(weight, groups)
+    of_codes = _kept.setdefault(weight.codes, {})
+    key, versions = (id(weight.zeros), weight.n, weight.kernel_size, groups), [t._version for t in parts]
+    made, _, kept = of_codes.get(key, (None, None, None))
+    if made == versions:
+        return cast(_Operand, kept)
+    found = _make_operand(weight, groups)
+    if torch.cuda.is_current_stream_capturing():
+        return found
+    if found.rest is not None and (kept is None or kept.rest is None) and not found.rest.any():
+        found = _Operand(found.weight)
+    if kept is not None:  # CUDA graphs read that memory
+        for to, tensor in zip(kept.tensors(), found.tensors(), strict=False):
+            to.copy_(tensor)
+        found = kept if kept.rest is not None else found._replace(weight=kept.weight)
+    torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
+    of_codes[key] = versions, weight.zeros, found  # with the zero points, whose identity is a key while they live
+    return found
 
 
 def launch(
@@ -267,51 +356,89 @@ def launch(
 
     Args:
         x, weight, bias, out_dtype, geometry: as in :func:`conv2d_int8`.
-        numbers: scales and zero points of x and y, and the activation.
+        numbers: scales and zero points of x and y, and the activation, by its name and bounds.
+        choose: the plan of the product with the weight.
     """
     image = x.movedim(1, -1).contiguous()
     shape = (*x.shape[:1], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
-    y = torch.empty(shape, dtype=out_dtype, device=x.device)
-    if y.numel() == 0:
-        return y
-    taps = weight.kernel_size or (1, 1)
-    channels, groups = weight.k // weight.taps, geometry.groups
-    order = _C.conv_order(weight.n, channels, weight.taps, groups)
+    if 0 in shape:
+        return x.new_empty(shape, dtype=out_dtype)
     bias = weight.bias if bias is None else bias
-    bias = None if bias is None else bias.contiguous()
     with torch.cuda.device(x.device):
-        name = ("natural", weight.n, taps, order)
-        codes, sums = kept.form(weight, (), name, lambda: _make_natural(weight, taps, order))
-        conv_weight = _C.ConvWeight(
-            codes.data_ptr(),
-            order,
-            sums.data_ptr(),
-            weight.scales.data_ptr(),
-            native.DATA_TYPES[weight.scales.dtype],
-            weight.n,
-            taps,
-            channels,
-        )
-        problem = _C.ConvProblem(
-            conv_weight,
-            image.data_ptr(),
-            x.dtype is torch.uint8,
-            tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
-            geometry.stride or (1, 1),
-            geometry.padding or (0, 0),
-            geometry.dilation or (1, 1),
-            groups,
-            native.pointer(bias),
-            bias is not None and bias.dtype is torch.int32,
-            _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
-            y.data_ptr(),
-            _OUTPUTS[out_dtype],
-            *numbers,
-        )
-        plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
-        workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-        _C.conv_int8(problem, plan, workspace.data_ptr(), native.current_stream(weight.gpu))
-    return y
+        operand = _operand(weight, geometry.groups)
+        if operand.rest is None or operand.ones is None:
+            y = torch.empty(shape, dtype=out_dtype, device=x.device)
+            _multiply(y, image, weight, operand.weight, bias, numbers, geometry, choose)
+            return y
+        sums = (*numbers[:2], 1.0, 0, None, 0.0, 0.0)
+        acc = torch.empty(shape, dtype=torch.int32, device=x.device)
+        _multiply(acc, image, weight, operand.weight, bias, sums, geometry, choose)
+        windows = acc.new_empty(*shape[:-1], geometry.groups)
+        _multiply(windows, image, weight, operand.ones, None, sums, geometry, None)
+        _compensate(acc, windows, operand.rest)
+        if out_dtype == torch.int32:
+            return acc
+        x_scale, _, y_scale, y_zero_point, *call = numbers
+        scales = weight.scales[0, group_vector_positions(weight.n, x.device)]
+        activation = native.named_activation(*call)
+        return reference_conv.requantize(acc, scales, x_scale, y_scale, y_zero_point, activation, out_dtype)
+
+
+def _compensate(acc: Tensor, windows: Tensor, rest: Tensor) -> None:
+    """Subtract ``rest`` times the sums of x over windows ``[..., groups]`` from the sums ``[..., N]``; they wrap."""
+    groups = windows.shape[-1]
+    acc.view(-1, groups, len(rest) // groups).addcmul_(windows.view(-1, groups, 1), rest.view(groups, -1), value=-1)
+
+
+def _multiply(
+    y: Tensor,
+    image: Tensor,
+    weight: PackedWeight,
+    natural: _Natural,
+    bias: Tensor | None,
+    numbers: tuple[Any, ...],
+    geometry: Geometry,
+    choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None,
+) -> None:
+    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y."""
+    x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high = numbers
+    bias = None if bias is None else bias.contiguous()
+    n, groups = y.shape[-1], geometry.groups
+    conv_weight = _C.ConvWeight(
+        natural.codes.data_ptr(),
+        _order(n, weight, groups),
+        natural.sums.data_ptr(),
+        weight.scales.data_ptr(),
+        native.DATA_TYPES[weight.scales.dtype],
+        n,
+        weight.kernel_size or (1, 1),
+        weight.k // weight.taps,
+    )
+    problem = _C.ConvProblem(
+        conv_weight,
+        image.data_ptr(),
+        image.dtype is torch.uint8,
+        tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
+        geometry.stride or (1, 1),
+        geometry.padding or (0, 0),
+        geometry.dilation or (1, 1),
+        groups,
+        native.pointer(bias),
+        bias is not None and bias.dtype is torch.int32,
+        _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
+        y.data_ptr(),
+        _OUTPUTS[y.dtype],
+        x_scale,
+        x_zero_point,
+        y_scale,
+        y_zero_point,
+        native.ACTIVATIONS[activation],
+        low,
+        high,
+    )
+    plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=y.device)
+    _C.conv_int8(problem, plan, workspace.data_ptr(), native.current_stream(weight.gpu))
 
 
 # ---- torch.library

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib
 import itertools
 import random
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, library
+from cutlass_ops import _C, conv_int8, library
 
 INT8 = (torch.int8, torch.uint8)
 
@@ -23,11 +27,22 @@ def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(info.min, info.max + 1, shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
-def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None) -> co.PackedWeight:
-    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row."""
-    matrix = (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8)
-    kernel = tuple(w.shape[2:])
-    return co.reorder(co.QuantizedWeight(matrix, scales[:, None], bits=8, group_size=-1, bias=bias, kernel_size=kernel))
+def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None) -> co.PackedWeight:
+    """int8 or uint8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and zero points of w's dtype, one a row."""
+
+    def as_codes(values: Tensor) -> Tensor:
+        return values if values.dtype == torch.uint8 else (values.int() + 128).to(torch.uint8)
+
+    weight = co.QuantizedWeight(
+        as_codes(w.movedim(1, -1).flatten(1)),
+        scales[:, None],
+        zeros=None if zeros is None else as_codes(zeros[:, None]),
+        bits=8,
+        group_size=-1,
+        bias=bias,
+        kernel_size=tuple(w.shape[2:]),
+    )
+    return co.reorder(weight)
 
 
 def sums(x: Tensor, w: Tensor, zero: int, stride: Any, padding: Any, dilation: Any, groups: int) -> Tensor:
@@ -61,18 +76,27 @@ def requantised(
 
 
 @pytest.mark.parametrize("x_dtype", INT8)
-@pytest.mark.parametrize("out_dtype", [torch.int8, torch.uint8, torch.int32])
+@pytest.mark.parametrize(
+    ("w_dtype", "out_dtype"),
+    [(None, torch.int8), (None, torch.int32), (torch.int8, torch.uint8), (torch.uint8, torch.int8), (torch.uint8, torch.int32)],
+    ids=str,
+)
 @pytest.mark.parametrize("groups", [1, 3, 12])
 @pytest.mark.parametrize("geometry", [((1, 1), (0, 0), (1, 1)), ((2, 1), (1, 3), (1, 2)), ((1, 3), (2, 2), (2, 1))], ids=str)
-def test_sums_and_scales(x_dtype: torch.dtype, out_dtype: torch.dtype, groups: int, geometry: Any) -> None:
-    w, x = codes(torch.int8, 24, 36 // groups, 3, 2), codes(x_dtype, 2, 36, 9, 8, seed=1)
+def test_sums_and_scales(
+    x_dtype: torch.dtype, w_dtype: torch.dtype | None, out_dtype: torch.dtype, groups: int, geometry: Any
+) -> None:
+    """Without zero points of w, and with those of int8 and uint8 weights."""
+    w, x = codes(w_dtype or torch.int8, 24, 36 // groups, 3, 2), codes(x_dtype, 2, 36, 9, 8, seed=1)
+    zeros = None if w_dtype is None else codes(w_dtype, 24, seed=4)
     zero, y_zero = int(codes(x_dtype, 1, seed=2)), 0 if out_dtype == torch.int32 else int(codes(out_dtype, 1, seed=3))
     scales, bias = torch.rand(24) * 0.01 + 1e-3, torch.randint(-9000, 9000, (24,), dtype=torch.int32)
-    acc = sums(x, w, zero, *geometry, groups) + bias[:, None, None]
+    centred = w if zeros is None else w.short() - zeros.view(-1, 1, 1, 1)
+    acc = sums(x, centred, zero, *geometry, groups) + bias[:, None, None]
     stride, padding, dilation = geometry
     y = co.conv2d_int8(
         x,
-        packed(w, scales),
+        packed(w, scales, zeros=zeros),
         bias,
         stride=stride,
         padding=padding,
@@ -101,6 +125,9 @@ def test_sums_that_fp32_does_not_hold() -> None:
     bias = torch.tensor([-(2**31), 2**31 - 1], dtype=torch.int32)
     acc = co.conv2d_int8(x, weight, bias, x_scale=1.0, out_dtype=torch.int32).flatten()
     assert acc.tolist() == [2**31 - 255 * 128 * 4608, 2**31 - 1 - 255 * 128 * 4608 + 255]
+    weight = packed(w, torch.ones(2), zeros=torch.full((2,), 127, dtype=torch.int8))
+    acc = co.conv2d_int8(x, weight, x_scale=1.0, out_dtype=torch.int32).flatten()
+    assert acc.tolist() == [-255 * 255 * 4608, -255 * 255 * 4608 + 255]
 
 
 @pytest.mark.parametrize("zero", [0, 1, -1, 2])
@@ -183,6 +210,8 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
     w = codes(torch.int8, 6, 4, 3, 3)
     x, weight = codes(torch.int8, 1, 4, 8, 8), packed(w, torch.ones(6))
     floats = torch.randn(6, 4, 3, 3)
+    symmetric = co.quantize(floats, bits=8, group_size=-1)
+    offsets = dataclasses.replace(symmetric, offsets=torch.zeros(6, 1))
     refused: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"x": x.float()}, TypeError, "x has dtype float32; supported are int8, uint8"),
         ({"x": 3}, TypeError, "x is a int"),
@@ -192,7 +221,7 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
         ({"x": x[..., :2]}, ValueError, r"x has \(8, 2\) pixels"),
         ({"weight": co.reorder(co.quantize(floats, bits=4, group_size=-1))}, ValueError, "the weight has bits=4"),
         ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=32))}, ValueError, "group_size=32"),
-        ({"weight": co.reorder(co.quantize(floats, bits=8, group_size=-1, symmetric=False))}, ValueError, "scales, zeros"),
+        ({"weight": co.reorder(offsets)}, ValueError, "scales, offsets; static int8 takes 8 bits, .* and zero points"),
         ({"weight": co.reorder(co.quantize(floats[:, :, 0], bits=8, group_size=-1))}, ValueError, r"a kernel of \(3,\)"),
         ({"x_scale": 0.0}, ValueError, "x_scale is 0.0"),
         ({"x_scale": 1.17549e-38}, ValueError, r"x_scale is 1\.17549e-38; a number from 1\.17549e-38 to 3\.40282e\+38"),
@@ -243,18 +272,81 @@ def test_operators() -> None:
         assert torch.equal(compiled(image), layers(image))
 
 
+# ---- weights with zero points
+
+
+@pytest.mark.parametrize("groups", [1, 24])
+def test_zero_points_in_files(groups: int, tmp_path: Path) -> None:
+    w, x = codes(torch.uint8, 24, 24 // groups, 3, 3), codes(torch.uint8, 2, 24, 9, 8, seed=1)
+    weight = packed(w, torch.rand(24) + 0.1, zeros=codes(torch.uint8, 24, seed=2))
+    co.save_packed(tmp_path / "net.safetensors", {"conv": weight})
+    loaded = co.load_packed(tmp_path / "net.safetensors")["conv"]
+    options: dict[str, Any] = {"groups": groups, "x_scale": 0.1, "x_zero_point": 9, "y_scale": 300.0}
+    assert torch.equal(co.conv2d_int8(x, loaded, **options), co.conv2d_int8(x, weight, **options))
+
+
+def test_asymmetric_quantisation_is_better_where_weights_are_of_one_sign() -> None:
+    torch.manual_seed(0)
+    w, x = torch.rand(16, 8, 3, 3) + 0.5, codes(torch.int8, 1, 8, 9, 9)
+    exact = torch.nn.functional.conv2d(x.double() * 0.1, w.double())
+    errors = []
+    for symmetric in (True, False):
+        weight = co.reorder(co.quantize(w, bits=8, group_size=-1, symmetric=symmetric))
+        acc = co.conv2d_int8(x, weight, x_scale=0.1, out_dtype=torch.int32)
+        values = acc * 0.1 * weight.unpack().scales[:, 0].double()[:, None, None]
+        errors.append(float((values - exact).norm() / exact.norm()))
+    assert errors[1] < 0.7 * errors[0] < 0.02, errors
+
+
+@pytest.mark.parametrize(("channels", "n", "groups"), [(20, 17, 1), (3, 17, 1), (1, 12, 12), (1, 24, 12), (5, 24, 4)])
+@pytest.mark.parametrize("fits", [True, False])
+def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels: int, n: int, groups: int, fits: bool) -> None:
+    """In each of the three orders: codes that fit int8, and what is left of a zero point from which they do not."""
+    w, zeros = codes(torch.uint8, n, channels, 3, 2), codes(torch.uint8, n, seed=1)
+    if fits:
+        w = (zeros.short()[:, None, None, None] + codes(torch.int8, *w.shape, seed=2)).clamp(0, 255).byte()
+    operand = conv_int8._make_operand(packed(w, torch.ones(n), zeros=zeros), groups)
+    assert operand.rest is not None
+    assert operand.ones is not None
+    assert bool(operand.rest.any()) != fits
+
+    def natural(of: conv_int8._Natural, n: int) -> Tensor:
+        order, parts = _C.conv_order(n, channels, 6, groups), of.codes
+        if order == _C.ConvOrder.by_taps:
+            return parts.permute(2, 0, 1, 3).reshape(n, 1, 3, 4)[..., :2]
+        by_tap = parts[:, : 6 * channels].view(n, 3, 2, channels) if order == _C.ConvOrder.flat else parts[..., :channels]
+        return by_tap.movedim(-1, 1)
+
+    assert torch.equal(natural(operand.weight, n) - operand.rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
+    assert torch.equal(natural(operand.ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
+    assert operand.weight.sums.tolist() == natural(operand.weight, n).sum((1, 2, 3)).tolist()
+    assert operand.ones.sums.tolist() == [6 * channels] * groups
+
+
+@pytest.mark.parametrize("groups", [1, 4])
+def test_sums_of_windows_compensate_the_rest_of_zero_points(groups: int) -> None:
+    w, x, rest = codes(torch.int8, 12, 8 // groups, 3, 3), codes(torch.uint8, 2, 8, 7, 6, seed=1), codes(torch.int8, 12, seed=2)
+    geometry = ((2, 1), (1, 2), (1, 1), groups)
+    ones = torch.ones(groups, 8 // groups, 3, 3, dtype=torch.int8)
+    acc, windows = (sums(x, weight, 77, *geometry).movedim(1, -1).int().contiguous() for weight in (w, ones))
+    acc[0, 0, 0, 0] += 2**31 - 1 - acc[0, 0, 0, 0]  # the compensated one may wrap
+    expected = sums(x, w.short() - rest.view(-1, 1, 1, 1), 77, *geometry).movedim(1, -1)
+    expected[0, 0, 0, 0] = 2**31 - 1 - int(rest[0]) * int(windows[0, 0, 0, 0])
+    conv_int8._compensate(acc, windows, rest.int())
+    assert torch.equal(acc, expected.int())
+
+
 # ---- ONNX Runtime
 
 
-def onnx_weight(w: Tensor, x_dtype: torch.dtype) -> dict[str, np.ndarray]:
-    """w and its zero points.
+def onnx_codes(dtype: torch.dtype, n: int, seed: int) -> Tensor:
+    """Zero points of a weight of x's dtype ``[N]``, of even seeds those of symmetric quantisation.
 
-    For uint8 x they are uint8: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs
-    that have AVX2 without VNNI.
+    w is uint8 where x is: ONNX Runtime adds up pairs of products of uint8 and int8 in 16 bits, which saturate, on CPUs that
+    have AVX2 without VNNI.
     """
-    zero = 128 if x_dtype == torch.uint8 else 0
-    shifted = (w.int() + zero).to(x_dtype).numpy()
-    return {"w": shifted, "w_zero": np.full(len(w), zero, shifted.dtype)}
+    middle = torch.full((n,), 128 if dtype == torch.uint8 else 0, dtype=dtype)
+    return codes(dtype, n, seed=seed) if seed % 2 else middle
 
 
 def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
@@ -264,11 +356,12 @@ def run_onnx(operator: str, inputs: dict[str, np.ndarray], attributes: dict[str,
     helper = onnx.helper
     (name, x), *constants = inputs.items()
     kind = helper.np_dtype_to_tensor_dtype(x.dtype)
+    y_kind = onnx.TensorProto.INT32 if operator.endswith("Integer") else kind
     graph = helper.make_graph(
         [helper.make_node(operator, list(inputs), ["y"], **attributes)],
         "g",
         [helper.make_tensor_value_info(name, kind, x.shape)],
-        [helper.make_tensor_value_info("y", kind, None)],
+        [helper.make_tensor_value_info("y", y_kind, None)],
         [onnx.numpy_helper.from_array(np.asarray(value), key) for key, value in constants],
     )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 19)], ir_version=9)
@@ -297,28 +390,29 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
         )
         least = [d * (k - 1) + 1 - 2 * p for k, p, d in zip(kernel, padding, dilation, strict=True)]
         space = [max(extent, 1) + chance.randint(0, 24) for extent in least]
-        x, w = codes(dtype, chance.randint(1, 3), groups * c, *space, seed=seed), codes(torch.int8, n, c, *kernel, seed=seed)
+        x, w = codes(dtype, chance.randint(1, 3), groups * c, *space, seed=seed), codes(dtype, n, c, *kernel, seed=seed + 7)
+        w_zeros = onnx_codes(dtype, 1, seed).expand(n)  # ONNX Runtime takes one for all channels
+        weight = packed(w, scales := torch.rand(n) * 0.02 + 1e-4, zeros=w_zeros)
         zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
-        x_scale, scales = chance.uniform(1e-3, 0.1), torch.rand(n) * 0.02 + 1e-4
+        x_scale = chance.uniform(1e-3, 0.1)
         acc = co.conv2d_int8(
-            x, packed(w, scales), stride=stride, padding=padding, dilation=dilation, groups=groups,
+            x, weight, stride=stride, padding=padding, dilation=dilation, groups=groups,
             x_scale=x_scale, x_zero_point=zero, out_dtype=torch.int32,
         )  # fmt: skip
         # Most of the results are inside of the limits.
         y_scale = float((acc * scales[:, None, None] * x_scale).abs().float().mean() / 40) + 1e-6
         bias = torch.randint(-3000, 3000, (n,), dtype=torch.int32)
         y = co.conv2d_int8(
-            x, packed(w, scales), bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
+            x, weight, bias, stride=stride, padding=padding, dilation=dilation, groups=groups,
             x_scale=x_scale, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero, out_dtype=dtype,
         )  # fmt: skip
-        weight = onnx_weight(w, dtype)
         inputs = {
             "x": x.numpy(),
             "x_scale": np.float32(x_scale),
             "x_zero": np.array(zero, x.numpy().dtype),
-            "w": weight["w"],
+            "w": w.numpy(),
             "w_scale": scales.numpy(),
-            "w_zero": weight["w_zero"],
+            "w_zero": w_zeros.numpy(),
             "y_scale": np.float32(y_scale),
             "y_zero": np.array(y_zero, x.numpy().dtype),
             "bias": bias.numpy(),
@@ -333,24 +427,104 @@ def test_convolutions_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
 def test_products_are_those_of_onnx_runtime(dtype: torch.dtype) -> None:
     for seed, (m, k, n) in enumerate([(1, 1, 1), (7, 33, 65), (300, 700, 130), (65, 4097, 48)]):
         torch.manual_seed(seed)
-        x, w, scales = codes(dtype, m, k, seed=seed), codes(torch.int8, n, k, seed=seed + 9), torch.rand(n) * 0.02 + 1e-4
+        x, w, scales = codes(dtype, m, k, seed=seed), codes(dtype, n, k, seed=seed + 9), torch.rand(n) * 0.02 + 1e-4
+        w_zeros = onnx_codes(dtype, n, seed)
         zero, y_zero = (int(code) for code in codes(dtype, 2, seed=seed + 1))
         y_scale = 0.02 * k**0.5
         y = co.linear_int8(
-            x, packed(w, scales), x_scale=0.03, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero, out_dtype=dtype
-        )
-        weight = onnx_weight(w, dtype)
+            x, packed(w, scales, zeros=w_zeros), x_scale=0.03, x_zero_point=zero, y_scale=y_scale, y_zero_point=y_zero,
+            out_dtype=dtype,
+        )  # fmt: skip
         inputs = {
             "x": x.numpy(),
             "x_scale": np.float32(0.03),
             "x_zero": np.array(zero, x.numpy().dtype),
-            "w": np.ascontiguousarray(weight["w"].T),
+            "w": np.ascontiguousarray(w.numpy().T),
             "w_scale": scales.numpy(),
-            "w_zero": weight["w_zero"],
+            "w_zero": w_zeros.numpy(),
             "y_scale": np.float32(y_scale),
             "y_zero": np.array(y_zero, x.numpy().dtype),
         }
         assert np.array_equal(y.numpy(), run_onnx("QLinearMatMul", inputs, {}))
+
+
+# ---- ONNX's node tests
+
+
+def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]]:
+    """Those of the package onnx: name, operator, inputs by their places' names, attributes, the output that is expected.
+
+    ``collect_testcases`` makes those of all operators, which takes half a minute.
+    """
+    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    found: list[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]] = []
+
+    def expect(node: Any, inputs: list[np.ndarray], outputs: list[np.ndarray], name: str) -> None:
+        attributes = {attribute.name: onnx.helper.get_attribute_value(attribute) for attribute in node.attribute}
+        places = [of.name for of in onnx.defs.get_schema(node.op_type).inputs]
+        given = {place: np.asarray(value) for place, value in zip(places, inputs, strict=False)}
+        found.append((name, node.op_type, given, attributes, outputs[0]))
+
+    for operator in ("QLinearConv", "QLinearMatMul", "ConvInteger", "MatMulInteger"):
+        module = importlib.import_module(f"onnx.backend.test.case.node.{operator.lower()}")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, "expect", expect)
+            for name, export in vars(getattr(module, operator)).items():
+                if name.startswith("export"):
+                    export.__func__()
+    yield from found
+
+
+def by_row(value: np.ndarray | None, n: int, default: Tensor) -> Tensor:
+    """What ONNX gives once or for each output channel, ``[N]``."""
+    return (default if value is None else torch.from_numpy(np.array(value)).reshape(-1)).expand(n)
+
+
+def computed(operator: str, given: dict[str, np.ndarray], attributes: dict[str, Any]) -> np.ndarray:
+    """An operator of ONNX by conv2d_int8 and linear_int8; of its padding, what the node tests have."""
+    convolution = operator in ("QLinearConv", "ConvInteger")
+    quantised = operator in ("QLinearConv", "QLinearMatMul")
+    names = {"x": ("x", "a", "A"), "w": ("w", "b", "B")}
+
+    def part(of: str, suffix: str = "") -> np.ndarray | None:
+        return next((given[name + suffix] for name in names.get(of, (of,)) if name + suffix in given), None)
+
+    x, w = (torch.from_numpy(np.array(part(of))) for of in "xw")
+    no_zero, options = torch.zeros(1, dtype=w.dtype), {"x_zero_point": int(by_row(part("x", "_zero_point"), 1, torch.zeros(1)))}
+    if quantised:
+        assert part("y", "_zero_point") is not None
+        options |= {"y_zero_point": int(given["y_zero_point"].item()), "out_dtype": x.dtype}
+        options |= {of + "_scale": float(np.asarray(part(of, "_scale")).item()) for of in "xy"}
+    else:
+        options |= {"x_scale": 1.0, "out_dtype": torch.int32}
+
+    def weight(w: Tensor) -> co.PackedWeight:
+        scales = by_row(part("w", "_scale"), len(w), torch.ones(1))
+        return packed(w, scales, zeros=by_row(part("w", "_zero_point"), len(w), no_zero))
+
+    if convolution:
+        pads = attributes.get("pads", [0, 0, 0, 0])
+        assert pads[:2] == pads[2:]
+        return co.conv2d_int8(x, weight(w), padding=tuple(pads[:2]), **options).numpy()
+    if w.dim() == 2:
+        return co.linear_int8(x, weight(w.t()), **options).numpy()
+    return np.stack([co.linear_int8(a, weight(b.t()), **options).numpy() for a, b in zip(x, w, strict=True)])
+
+
+def test_node_tests_of_onnx() -> None:
+    """Their outputs, which are ONNX Runtime's too where it takes the inputs: no fp16 scales, no zero points by channel in
+    ConvInteger.
+    """
+    names = set()
+    for name, operator, given, attributes, expected in node_tests():
+        y = computed(operator, given, attributes)
+        assert y.dtype == expected.dtype, name
+        assert np.array_equal(y, expected), name
+        if "float16" not in name and name != "test_convinteger_with_padding":
+            assert np.array_equal(run_onnx(operator, given, attributes), expected), name
+        names.add(name)
+    assert {"test_qlinearconv", "test_convinteger_with_padding", "test_matmulinteger"} <= names
+    assert {f"test_qlinearmatmul_{d}D_{kind}_float32" for d in (2, 3) for kind in ("int8", "uint8")} <= names
 
 
 H200 = _C.Device(90, 132, 232448)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -57,11 +58,25 @@ def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
     return torch.randint(info.min, info.max + 1, shape, generator=generator, dtype=dtype, device="cuda")
 
 
-def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None) -> co.PackedWeight:
-    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row."""
-    matrix = (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8)
-    kernel = tuple(w.shape[2:])
-    return co.reorder(co.QuantizedWeight(matrix, scales[:, None], bits=8, group_size=-1, bias=bias, kernel_size=kernel))
+def packed(w: Tensor, scales: Tensor, bias: Tensor | None = None, zeros: Tensor | None = None) -> co.PackedWeight:
+    """int8 ``[N, C, *kernel]``, or a matrix, with one scale a row, and uint8 zero points of ``w + 128``, one a row."""
+    weight = co.QuantizedWeight(
+        (w.movedim(1, -1).flatten(1).int() + 128).to(torch.uint8),
+        scales[:, None],
+        zeros=None if zeros is None else zeros[:, None],
+        bits=8,
+        group_size=-1,
+        bias=bias,
+        kernel_size=tuple(w.shape[2:]),
+    )
+    return co.reorder(weight)
+
+
+def near(zeros: Tensor, *shape: int) -> Tensor:
+    """A weight int8 ``[N, ...]`` whose differences from these zero points of ``w + 128`` fit int8."""
+    n = len(zeros)
+    differences = codes(torch.int8, n, *shape, seed=31).short()
+    return ((zeros.short().view(n, *[1] * len(shape)) + differences).clamp(0, 255) - 128).to(torch.int8)
 
 
 def both(
@@ -81,7 +96,7 @@ def both(
     """The result, which each of the kernels' plans has to have, and which is the reference's."""
     known = DEVICES[device]
     name, low, high = native.split_activation(activation)
-    numbers = (x_scale, x_zero_point, y_scale, y_zero_point, native.ACTIVATIONS[name], low, high)
+    numbers = (x_scale, x_zero_point, y_scale, y_zero_point, name, low, high)
     as_device = _C.current_device() if known is None else _C.Device(*known)
     results: list[tuple[str, Tensor]] = []
     while True:
@@ -147,6 +162,89 @@ def test_products(device: str, dtype: torch.dtype) -> None:
         weight = packed(codes(torch.int8, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3)
         no_geometry = Geometry((), (), (), 1)
         both(codes(dtype, m, k, seed=1), weight, no_geometry, device, x_zero_point=77, y_scale=spread(weight), out_dtype=dtype)
+
+
+@pytest.mark.parametrize("kind", CONVOLUTIONS)
+@pytest.mark.parametrize("fits", [True, False])
+def test_weights_with_zero_points(kind: str, fits: bool) -> None:
+    """Whose differences all fit int8, so that kernels read these, and whose do not: the sums of windows make up for that."""
+    (c, n, groups), kernel, stride, padding, dilation, space = CONVOLUTIONS[kind]
+    zeros = codes(torch.uint8, n, seed=30)
+    w = near(zeros, c, *kernel) if fits else codes(torch.int8, n, c, *kernel)
+    if not fits:  # whatever the kernel's size
+        w.view(n, -1)[0, 0], zeros[0] = 127, 0
+    geometry = Geometry(stride, padding, dilation, groups)
+    bias = torch.randint(-9000, 9000, (n,), dtype=torch.int32, device="cuda")
+    for device, scales_dtype in zip(DEVICES, (torch.float32, torch.float16, torch.bfloat16), strict=True):
+        weight = packed(w, (torch.rand(n, device="cuda") * 0.01 + 1e-3).to(scales_dtype), zeros=zeros)
+        assert (conv_int8._operand(weight, groups).rest is None) == fits
+        for case, (x_dtype, out_dtype) in enumerate(itertools.product(INT8, (*INT8, torch.int32))):
+            x, zero = codes(x_dtype, 3, groups * c, *space, seed=case + 1), int(codes(x_dtype, 1, seed=case + 9))
+            options: dict[str, Any] = {"y_scale": 2 * spread(weight), "out_dtype": out_dtype}
+            if out_dtype != torch.int32:
+                options |= {"y_zero_point": 3, "activation": ACTIVATIONS[case % 4]}
+            both(x, weight, geometry, device, x_zero_point=zero, bias=bias, **options)
+            both(x, weight, geometry, device, bias=bias * 3e-6, **options)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+def test_products_with_zero_points(fits: bool) -> None:
+    for m, k, n in [(1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17)]:
+        zeros = codes(torch.uint8, n, seed=30)
+        w = near(zeros, k) if fits else codes(torch.int8, n, k)
+        weight = packed(w, torch.rand(n, device="cuda") * 0.01 + 1e-3, zeros=zeros)
+        x, no_geometry = codes(torch.uint8, m, k, seed=1), Geometry((), (), (), 1)
+        both(x, weight, no_geometry, x_zero_point=77, y_scale=2 * spread(weight), out_dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("fits", [True, False])
+@pytest.mark.parametrize("warm", [True, False])
+def test_graphs_with_zero_points(fits: bool, warm: bool) -> None:
+    """Captured, with another x, and after codes and zero points were written to. Nothing waits while it is captured."""
+    zeros = codes(torch.uint8, 64, seed=30)
+    w = near(zeros, 48, 3, 3) if fits else codes(torch.int8, 64, 48, 3, 3)
+    weight = packed(w, torch.rand(64, device="cuda") * 0.01 + 1e-3, zeros=zeros)
+    static = codes(torch.int8, 2, 48, 15, 15)
+    options: dict[str, Any] = {"padding": 1, "x_scale": 0.03, "x_zero_point": 4, "y_scale": 2 * spread(weight)}
+    if warm:
+        co.conv2d_int8(static, weight, **options)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = co.conv2d_int8(static, weight, **options)
+    for seed in (5, 6):
+        static.copy_(codes(torch.int8, 2, 48, 15, 15, seed=seed))
+        graph.replay()
+        assert torch.equal(y, co.conv2d_int8(static, weight, **options))
+    assert weight.zeros is not None
+    before = y.clone()
+    other = packed(w.flip(0), torch.ones(64, device="cuda"), zeros=zeros.flip(0))
+    assert other.zeros is not None
+    weight.codes.copy_(other.codes)
+    weight.zeros.copy_(other.zeros)
+    after = co.conv2d_int8(static, weight, **options)
+    assert not torch.equal(before, after)
+    geometry = Geometry((1, 1), (1, 1), (1, 1), 1)
+    both(static, weight, geometry, x_zero_point=4, y_scale=2 * spread(weight))
+    if warm:
+        graph.replay()
+        assert torch.equal(y, after)
+
+
+def test_zero_points_are_of_the_weight_that_has_them() -> None:
+    """Weights may share their codes, and none waits once its operand is kept."""
+    weight = packed(codes(torch.int8, 64, 48), torch.ones(64, device="cuda"), zeros=codes(torch.uint8, 64, seed=30))
+    assert weight.zeros is not None
+    others = [weight, replace(weight, zeros=weight.zeros.flip(1).contiguous()), replace(weight, zeros=None)]
+    x, no_geometry = codes(torch.int8, 9, 48), Geometry((), (), (), 1)
+    for other in others * 2:
+        both(x, other, no_geometry, x_zero_point=-7, out_dtype=torch.int32)
+    mode = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for other in others:
+            co.linear_int8(x, other, x_scale=0.1, y_scale=1.0)
+    finally:
+        torch.cuda.set_sync_debug_mode(mode)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,9 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_examples_run(example: Path) -> None:
-    if "transformers" in example.read_text():
-        import_or_skip("transformers")
+    for package in ("transformers", "onnxruntime", "onnx"):
+        if package in example.read_text():
+            import_or_skip(package)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, example], capture_output=True, text=True, timeout=300, env=os.environ | {"PYTHONPATH": path}

@@ -111,7 +111,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
     dtype = torch.uint8 if zero else torch.int8
     xs = [codes(batch, height, width, c, dtype=dtype).movedim(-1, 1) for _ in range(inputs)]
     bias = torch.randint(-999, 999, (n,), dtype=torch.int32, device="cuda")
-    numbers = (0.03, zero, 50.0, 3, _C.Activation.relu, 0.0, 0.0)
+    numbers = (0.03, zero, 50.0, 3, "relu", 0.0, 0.0)
     timed: list[dict[str, Any]] = []
     found: list[Any] = []
     while True:

@@ -166,6 +166,31 @@ def limits(activation: reference.Activation, y_scale: float, y_zero_point: int, 
     return int(found[0]), int(found[1])
 
 
+def requantize(
+    acc: Tensor,
+    w_scales: Tensor,
+    x_scale: float,
+    y_scale: float,
+    y_zero_point: int,
+    activation: reference.Activation,
+    out_dtype: torch.dtype,
+) -> Tensor:
+    """What becomes of int32 sums ``[..., N]``: ``clamp(rint(fl32(float(acc) * m)) + zy, low, high)``.
+
+    m is :func:`requantize_scales`, low and high are :func:`limits`. A product that is NaN counts as 0.
+
+    Args:
+        acc: int32 ``[..., N]``.
+        w_scales: ``[N]``.
+        x_scale, y_scale, y_zero_point, activation, out_dtype: as in :func:`conv_int8`; int8 or uint8.
+    """
+    low, high = limits(activation, y_scale, y_zero_point, out_dtype)
+    scaled = acc.float().mul_(requantize_scales(x_scale, w_scales, y_scale))
+    # fp32 holds the sum with zy, because the bounds come first.
+    rounded = scaled.nan_to_num_(0.0).round_().clamp_(low - y_zero_point, high - y_zero_point)
+    return rounded.add_(y_zero_point).to(out_dtype)
+
+
 def conv_int8(
     x: Tensor,
     qw: QuantizedWeight,
@@ -181,13 +206,14 @@ def conv_int8(
 ) -> Tensor:
     """A convolution of integers with static scales, ``[B, *out, N]``; without dimensions of space a product, ``[B, N]``.
 
-    ``acc = sum over the taps that lie inside of (x - zx) * w + bias``, int32 (sums beyond it wrap), and
-    ``y = clamp(rint(fl32(float(acc) * m)) + zy, low, high)`` with :func:`requantize_scales` m and :func:`limits` low and
-    high: one product, rounded half to even, then the sum of integers. A product that is NaN counts as 0.
+    ``acc = sum over the taps that lie inside of (x - zx) * (w - zw) + bias``, int32 (sums beyond it wrap), and
+    ``y = clamp(rint(fl32(float(acc) * m)) + zy, low, high)``, :func:`requantize`: one product, rounded half to even, then
+    the sum of integers.
 
     Args:
         x: int8 or uint8 ``[B, groups * C, *space]``.
-        qw: 8 bits, symmetric, one scale a row: codes ``w + 128``; its bias is added.
+        qw: 8 bits, one scale and at most one zero point a row; its bias is added. ``w - zw`` is a code minus its row's zero
+            point or, without zero points, minus 128.
         geometry: stride, padding, dilation, groups.
         x_scale, x_zero_point: zx and what one step of x means.
         bias: int32 ``[N]``, or floating (:func:`round_bias`).
@@ -196,7 +222,7 @@ def conv_int8(
     """
     # fp64 adds these without rounding, in any order.
     integers = x.double() - x_zero_point
-    codes = qw.codes.double() - formats.midpoint(qw.bits)
+    codes = qw.codes.double() - (formats.midpoint(qw.bits) if qw.zeros is None else qw.zeros.double())
     if qw.kernel_size:
         weight = codes.view(qw.n, *qw.kernel_size, -1).movedim(-1, 1).contiguous()
         sums = _convolve(integers, weight, geometry)
@@ -209,6 +235,4 @@ def conv_int8(
     acc = acc.to(torch.int32)
     if out_dtype == torch.int32:
         return acc
-    scaled = acc.float() * requantize_scales(x_scale, scales, y_scale)
-    low, high = limits(activation, y_scale, y_zero_point, out_dtype)
-    return (scaled.nan_to_num(0.0).round().double() + y_zero_point).clamp(low, high).to(out_dtype)
+    return requantize(acc, scales, x_scale, y_scale, y_zero_point, activation, out_dtype)

@@ -17,7 +17,8 @@ namespace cutlass_ops {
 enum class ConvOutput : int8_t { kInt8 = 0, kUInt8, kInt32 };  // kInt32: acc itself
 enum class ConvOrder : int8_t { kByChannels = 0, kByTaps, kFlat };
 
-// An int8 weight in natural order, with what compensates zero points of x.
+// An int8 weight in natural order, with what compensates zero points of x. The zero points of a
+// weight are subtracted from its codes beforehand.
 struct ConvWeight {
   int n = 0;         // output channels
   int channels = 0;  // of one of the convolution's groups
