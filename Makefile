@@ -47,7 +47,7 @@ print(*project["dependencies"], *sum((extras[name] for name in sys.argv[1:] or e
 endef
 export REQUIREMENTS
 
-# The constraints beside the torch of this environment: torch stays, and so does what it asks for.
+# The constraints beside the torch of this environment: torch stays, and so do its requirements.
 define CONSTRAIN
 import sys
 from importlib.metadata import requires, version
@@ -118,7 +118,7 @@ oldest: build
 	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -m "not slow and not gpu" \
 	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
 
-# Every test without constraints, in an environment of its own. pytest says which versions are others than in constraints.txt.
+# Every test without constraints, in a new environment. pytest says which versions are others than in constraints.txt.
 newest:
 	rm -rf build/newest
 	$(MAKE) test VENV=build/newest/venv BUILD=build/newest/build CONSTRAINTS=/dev/null
