@@ -118,7 +118,7 @@ oldest: build
 	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -m "not slow and not gpu" \
 	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
 
-# Every test without constraints, in a separate environment. pytest says which versions are others than in constraints.txt.
+# Every test without constraints, in a new environment. pytest says which versions are others than in constraints.txt.
 newest:
 	rm -rf build/newest
 	$(MAKE) test VENV=build/newest/venv BUILD=build/newest/build CONSTRAINTS=/dev/null
