@@ -105,7 +105,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   }
   if (layout.upcasts) {
     ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;
-    ready.quantized.upcast_scaled = is_image(problem) || ready.quantized.block != -1;
+    ready.quantized.upcast_row_scales = is_image(problem);  // another one under each tap
   }
   if (layout.compensates) {
     ready.quantized.zero_values = base + layout.zero_values;
@@ -131,7 +131,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
   if (layout.upcasts) {
     ready.x = ready.quantized.upcast, ready.x_type = ready.quantized.upcast_type;
     ready.x_stride = padded_k(stored_columns(problem)), ready.image.channels = int(ready.x_stride);
-    if (ready.quantized.upcast_scaled) ready.quantized.scales = nullptr;
+    if (ready.quantized.block != -1 || is_image(problem)) ready.quantized.scales = nullptr;  // the values include them
   }
   if (status.ok() && layout.compensates && !layout.block) status = launch_compensate_zeros(ready, stream);
   if (status.ok() && layout.sums) {

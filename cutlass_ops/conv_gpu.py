@@ -1,7 +1,8 @@
 """Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product, which no tensor holds.
 
 Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in registers. Where no kernel takes
-a convolution (few output channels a group, fp32 x as it is) torch convolves the dequantised x with the dequantised weight.
+a convolution (few output channels a group, fp32 x as it is, a scale for all groups and a result of another dtype than x) torch
+convolves the dequantised x with the dequantised weight.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ __device__ __forceinline__ void store_upcast(void* to, int64_t piece, uint4 cons
 
 __device__ __forceinline__ void store_upcast(QuantizedActivations const& out, int64_t piece, uint4 const& codes, float zero,
                                              float scale) {
-  if (!out.upcast_scaled && scale == scale) scale = 1.0f;  // that of a row with NaN or infinity is NaN
+  if (out.block == -1 && !out.upcast_row_scales && scale == scale) scale = 1.0f;  // that of a row with NaN or infinity is NaN
   if (out.upcast_type == DataType::kFloat16) {
     store_upcast<__half>(out.upcast, piece, codes, zero, scale);
   } else {

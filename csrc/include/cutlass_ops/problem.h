@@ -64,7 +64,7 @@ struct QuantizedActivations {
   // [m][k_pad] in the order of columns.
   void* upcast = nullptr;
   DataType upcast_type = DataType::kNone;  // kFloat16 or kBFloat16
-  bool upcast_scaled = true;               // they include the scales, which are otherwise applied to a row's sums
+  bool upcast_row_scales = false;          // they include a row's one scale, too, which is otherwise left to its sums
 
   // What mixed_gemm makes of zero points, or of sums of codes where there are none, for a kernel that compensates zero points
   // of many blocks at once (zero_compensation.h).
