@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -21,6 +21,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .model_experts import PRODUCTS, ExpertsForm, experts_form
 from .weight_reads import readers
 
 #: Module names that are no linear layers of transformers' models, with the reason; used where the
@@ -35,6 +36,34 @@ _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 #: What transformers calls modules at a model's end, besides what ``get_output_embeddings`` returns.
 _HEADS = frozenset(("lm_head", "embed_out", "classifier", "score", "qa_outputs"))
 _MOST_LAYERS = 1000
+
+
+class Conversions:
+    """How transformers renames and converts the tensors of a model's checkpoint.
+
+    Args:
+        model: a model of transformers, on any device, "meta" included.
+    """
+
+    def __init__(self, model: Any) -> None:
+        found = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        self._loading = import_module("transformers.core_model_loading")
+        self._renamings = [c for c in found if isinstance(c, self._loading.WeightRenaming)]
+        self._converters = [c for c in found if isinstance(c, self._loading.WeightConverter)]
+        self._prefix = model.base_model_prefix
+
+    def renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
+        """The model's name of a tensor, by the names that the model has, and the pattern of a conversion of its values."""
+        # As transformers' loader does it, its second try included.
+        rename = self._loading.rename_source_key
+        name, pattern = rename(tensor, self._renamings, self._converters, self._prefix, known)
+        if name not in known and tensor in known:
+            name, pattern = rename(tensor, [], [], self._prefix, known)
+        return name, pattern
+
+    def keep(self, tensor: str) -> bool:
+        """Whether a tensor that a file has under the model's name is loaded there as it is."""
+        return self.renamed(tensor, {tensor: True}) == (tensor, None)
 
 
 class Architecture:
@@ -53,10 +82,7 @@ class Architecture:
             self._tensors = dict.fromkeys(model.state_dict(), True)
             self._heads = output_heads(model)
             self._readers = readers(model, lambda read, module: all(_may_be(*test, module) for test in read.tests))
-            conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-            self._loading = import_module("transformers.core_model_loading")
-            self._renamings = [c for c in conversions if isinstance(c, self._loading.WeightRenaming)]
-            self._converters = [c for c in conversions if isinstance(c, self._loading.WeightConverter)]
+            self._conversions = Conversions(model)
 
     def place(self, module: str) -> tuple[str, str]:
         """The model's name of a checkpoint's module, and why its weight is not that of a linear
@@ -68,7 +94,7 @@ class Architecture:
         """
         if self.model is None:
             return "", ""
-        renamed, pattern = self._renamed(f"{module}.weight", self._tensors)
+        renamed, pattern = self._conversions.renamed(f"{module}.weight", self._tensors)
         if renamed not in self._tensors:
             return "", ""
         name, _, part = renamed.rpartition(".")
@@ -82,18 +108,31 @@ class Architecture:
         if isinstance(owner, nn.Linear) and not _is_plain(cast(Hashable, type(owner))):
             return name, f"its class {kind} computes something else than nn.Linear does"
         # Renamings of ".weight" do not hold for the names that a packed weight's tensors have.
-        if self._renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
+        if self._conversions.renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
             return name, f"transformers renames it to {renamed} by a rule that does not hold for packed tensors"
         return name, ""
 
-    def _renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
-        """The model's name of a tensor, and the pattern of a conversion of its values."""
-        prefix = self.model.base_model_prefix
-        # As transformers' loader does it, its second try included.
-        name, pattern = self._loading.rename_source_key(tensor, self._renamings, self._converters, prefix, known)
-        if name not in known and tensor in known:
-            name, pattern = self._loading.rename_source_key(tensor, [], [], prefix, known)
-        return name, pattern
+    @cached_property
+    def experts(self) -> dict[str, ExpertsForm]:
+        """The modules that :class:`cutlass_ops.nn.MixedExperts` takes the place of, by the model's names."""
+        if self.model is None:
+            return {}
+        forms = {name: experts_form(module) for name, module in self._modules.items()}
+        return {name: form for name, form in forms.items() if form is not None}
+
+    @cached_property
+    def _expert_codes(self) -> dict[str, bool]:
+        return {f"{name}.{product}.codes": True for name in self.experts for product in PRODUCTS}
+
+    def place_experts(self, stored: str) -> tuple[str, str] | None:
+        """The module of :attr:`experts` and the product that a file's packed experts are; None if they are no such."""
+        if not self.experts:
+            return None
+        found, pattern = self._conversions.renamed(f"{stored}.codes", self._expert_codes)
+        if found not in self._expert_codes or pattern is not None:
+            return None
+        module, _, product = found.removesuffix(".codes").rpartition(".")
+        return module, product
 
     def is_transposed(self, module: str) -> bool:
         """Whether a checkpoint's module is a linear layer that stores its weight as ``[in, out]``."""
@@ -126,7 +165,7 @@ class Architecture:
         """
         if self.model is None or type(self.model).__name__ not in (self.model.config.architectures or ()):
             return [], []
-        names = {tensor: self._renamed(tensor, self._tensors)[0] for tensor in tensors}
+        names = {tensor: self._conversions.renamed(tensor, self._tensors)[0] for tensor in tensors}
         unexpected = {name for name in names.values() if name not in self._tensors}
         missing = self._tensors.keys() - set(names.values()) - getattr(self.model, "all_tied_weights_keys", {}).keys()
         found = SimpleNamespace(unexpected_keys=unexpected, missing_keys=missing)

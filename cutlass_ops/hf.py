@@ -32,7 +32,8 @@ from .architecture import Architecture, check_layers, features
 from .checkpoints import load_checkpoint
 from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
-from .nn import MixedLinear, fuse_linears
+from .model_experts import PRODUCTS
+from .nn import MixedExperts, MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .packed_experts import PackedExperts
 from .packed_file import is_packed, load_packed, packed_info
@@ -202,7 +203,7 @@ def load_model(
     if generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     for module in model.modules():
-        if isinstance(module, MixedLinear):
+        if isinstance(module, MixedLinear | MixedExperts):
             module.act_quant = module.act_quant if act_quant is None else act_quant
             module.act_symmetric = module.act_symmetric if act_symmetric is None else act_symmetric
     if fuse:
@@ -286,6 +287,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     """What a model's state_dict shall be; the weights in it are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
+    experts: set[str] = set()
     architecture = Architecture(model)
     tensors, tied, activations = _tensors(path, architecture, options, dtype)
     for name, value in tensors:
@@ -293,7 +295,10 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             state[name] = value
             continue
         if isinstance(value, PackedExperts):
-            raise ValueError(f"{path}: {name!r} are experts packed as one, which no model is loaded with yet")
+            layer = _experts_place(path, name, value, architecture)
+            experts.add(layer)
+            weights[layer] = _add(state, layer, value)
+            continue
         layer, reason = architecture.place(name)
         # What is no linear layer, such as an embedding or an expert, becomes a tensor of its
         # values.
@@ -305,12 +310,13 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         linear = model.get_submodule(layer)
         if (shape := features(linear)) != value.shape:
             raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape or ())}")
-        parts = value.tensors()
-        state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
-        dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
-        weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+        weights[layer] = _add(state, layer, value)
         if linear is model.get_output_embeddings():  # type: ignore[operator]
             config.tie_word_embeddings = False  # the head has separate tensors
+    for layer in sorted(experts):
+        module = layer.rpartition(".")[0]
+        if lacking := {f"{module}.{product}" for product in PRODUCTS} - experts:
+            raise ValueError(f"{path}: {layer!r} are packed experts, and {min(lacking)!r} is not packed")
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
@@ -319,5 +325,23 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         return state
-    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
+    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)), experts)
     return state
+
+
+def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExperts) -> WeightFormat:
+    """Put a packed weight into a state_dict; what a configuration says of it."""
+    parts = value.tensors()
+    state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
+    dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
+    return WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+
+
+def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Architecture) -> str:
+    """The model's name of the product that packed experts are of."""
+    place = architecture.place_experts(name)
+    if place is None:
+        raise ValueError(f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has none of that name")
+    if value.shape != (expected := architecture.experts[place[0]].shape(place[1])):
+        raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}")
+    return ".".join(place)

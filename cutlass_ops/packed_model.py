@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import formats, ops
 from .architecture import features
+from .model_experts import PRODUCTS, ExpertsForm
 from .nn import FusedPart, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv
-from .nn_experts import MixedExperts
+from .nn_experts import ExpertWeights, MixedExperts
 from .packed_config import WeightFormat, quantization_config
+from .packed_experts import PackedExperts
 from .packed_file import packed_specs
 from .packed_weight import PackedWeight
 from .weight import PARTS
@@ -30,22 +33,26 @@ def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
         ValueError: no packed layer, or layers with an activation, or with different treatment of x:
             neither is stored.
     """
-    kinds = (MixedLinear, FusedPart, MixedConv) if convolutions else (MixedLinear, FusedPart)
+    kinds = (MixedLinear, FusedPart, MixedExperts, *((MixedConv,) if convolutions else ()))
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
     weights: dict[str, WeightFormat] = {}
+    experts = []
     treatments: dict[tuple[str, bool], str] = {}
     for name, module in modules.items():
         if not isinstance(module, kinds) or id(module) in shared:
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
+        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
+        if isinstance(module, MixedExperts):  # their activation is the model's
+            products = {f"{name}.{product}": getattr(module, product).packed for product in PRODUCTS}
+            weights |= {product: _format(packed, {"codes"}) for product, packed in products.items()}
+            experts += list(products)
+            continue
         if layer.activation is not None:
             raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
-        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
         left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
-        parts = sorted(layer.packed.tensors().items())
-        dtypes = tuple((part, tensor.dtype) for part, tensor in parts if part not in left_out)
-        weights[name] = WeightFormat(layer.packed.bits, layer.packed.group_size, dtypes)
+        weights[name] = _format(layer.packed, left_out)
     if not weights:
         raise ValueError(f"{type(model).__name__} has no packed layer")
     if len(treatments) > 1:
@@ -56,16 +63,24 @@ def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
         for name, module in modules.items()
         if features(module) is not None or (convolutions and isinstance(module, CONVOLUTIONS))
     ]
-    return quantization_config(weights, plain, *next(iter(treatments)))
+    return quantization_config(weights, plain, *next(iter(treatments)), experts)
+
+
+def _format(packed: PackedWeight | PackedExperts, left_out: set[str]) -> WeightFormat:
+    parts = sorted(packed.tensors().items())
+    return WeightFormat(packed.bits, packed.group_size, tuple((part, t.dtype) for part, t in parts if part not in left_out))
+
+
+def packed_layers(model: nn.Module) -> dict[str, MixedLinear | ExpertWeights]:
+    """The modules of a model that hold tensors of packed matrices, by their names."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, MixedLinear | ExpertWeights)}
 
 
 def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     """A packed weight in place of a linear layer's or a convolution's, of tensors that have shapes and dtypes alone."""
-    dtypes = dict(form.tensors)
+    dtypes = _dtypes(form)
     if layer.bias is not None:
         dtypes.setdefault("bias", layer.bias.dtype)
-    if unknown := dtypes.keys() - set(PARTS):
-        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     kernel_size: tuple[int, ...] = ()
     if isinstance(layer, CONVOLUTIONS):
         n, kernel_size = layer.out_channels, tuple(layer.kernel_size)
@@ -76,6 +91,28 @@ def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size).items():
         parts[part] = torch.empty(shape, dtype=dtype, device="meta")
     return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size, kernel_size=kernel_size)
+
+
+def experts_without_values(
+    layer: ExpertsForm, forms: Mapping[str, WeightFormat], act_quant: str, act_symmetric: bool
+) -> MixedExperts:
+    """The same of experts, as a module; ``forms`` by product."""
+
+    def weight(product: str) -> PackedExperts:
+        form, (experts, n, k) = forms[product], layer.shape(product)
+        specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
+        parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
+        return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size)
+
+    gate_up, down = map(weight, PRODUCTS)
+    return MixedExperts(gate_up, down, layer.activation, act_quant, act_symmetric)
+
+
+def _dtypes(form: WeightFormat) -> dict[str, torch.dtype]:
+    dtypes = dict(form.tensors)
+    if unknown := dtypes.keys() - set(PARTS):
+        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    return dtypes
 
 
 def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:

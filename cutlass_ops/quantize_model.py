@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
-from importlib import import_module
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from . import arguments, native
 from .architecture import output_heads
 from .experts import reorder_experts
+from .model_experts import PRODUCTS, experts_form
 from .nn import MixedLinear
 from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
@@ -35,24 +35,6 @@ _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
     ("transformers.models.bloom.modeling_bloom.BloomAttention", "transformers.models.bloom.modeling_bloom.BloomMLP"),
     lambda module: module.pretraining_tp > 1 and module.slow_but_exact,
 )
-
-
-#: Activations of gate that experts of transformers have, by their classes, as :func:`cutlass_ops.mixed_moe` names them.
-_GATES = {
-    "torch.nn.modules.activation.SiLU": "silu",
-    "transformers.activations.SiLUActivation": "silu",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "transformers.activations.GELUActivation": "gelu",
-}
-#: What transformers 5 says of experts modules that compute ``down(act(gate(x)) * up(x))``, of matrices ``[out, in]`` and gate's
-#: before up's.
-_PLAIN_EXPERTS = {
-    "has_gate": True,
-    "has_bias": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
-}
 
 
 @dataclass(frozen=True)
@@ -87,7 +69,7 @@ def quantize_model(
     """Quantise the linear layers of a model: each becomes a :class:`cutlass_ops.MixedLinear`.
 
     Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE and DeepSeek-V3, become
-    :class:`cutlass_ops.nn.MixedExperts`; models that have these cannot be saved yet.
+    :class:`cutlass_ops.nn.MixedExperts`.
 
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
@@ -187,7 +169,7 @@ def quantize_model(
     try:
         _replace(chosen, lambda linear: _packed(linear, bits, group_size, symmetric, act_quant, book, clip))
     finally:  # what is done can be saved, even after an error
-        if quantizer is not None and any(isinstance(module, MixedLinear) for module in model.modules()):
+        if quantizer is not None and any(isinstance(module, MixedLinear | MixedExperts) for module in model.modules()):
             quantizer.attach(model)
     return model
 
@@ -242,28 +224,13 @@ def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict
                 left.setdefault(reason, []).append(its_names[0])
             else:
                 layers.append(_Layer(its_names[0], places[module]))
-        elif _gate_of(module) is not None:
+        elif experts_form(module) is not None:
             layers.append(_Layer(its_names[0], places[module]))
         elif not type(module).__module__.startswith("torch.nn."):
             for part, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() == 3 and 1 not in parameter.shape:
                     left.setdefault("stacked weights of no linear layer", []).append(f"{its_names[0]}.{part}")
     return layers, left
-
-
-def _gate_of(module: Any) -> str | None:
-    """The activation of gate of an experts module of transformers that MixedExperts takes the place of."""
-    if any(getattr(module, name, None) is not value for name, value in _PLAIN_EXPERTS.items()):
-        return None
-    # Of a transformers that has no such function nothing is known.
-    default = getattr(import_module("transformers.integrations.moe"), "_default_apply_gate", None)
-    if default is None or getattr(type(module), "_apply_gate", None) is not default:
-        return None
-    parameters = module._parameters
-    plain = all(type(p) is nn.Parameter and p.dim() == 3 and p.dtype in FLOAT_TYPES for p in parameters.values())
-    if parameters.keys() != {"gate_up_proj", "down_proj"} or not plain or any(module.buffers()):
-        return None
-    return _GATES.get(_qualified(type(getattr(module, "act_fn", None))))
 
 
 def _address(tensor: Tensor) -> int:
@@ -358,8 +325,10 @@ def _packed(
             packed = replace(packed, bias=module.bias.detach().contiguous())
         layer = MixedLinear(packed, act_quant)
     else:
-        gate_up, down = (reorder_experts(_Experts(p.detach(), quantized)) for p in (module.gate_up_proj, module.down_proj))
-        layer = MixedExperts(gate_up, down, _gate_of(module), act_quant)
+        form = experts_form(module)
+        assert form is not None
+        gate_up, down = (reorder_experts(_Experts(getattr(module, name).detach(), quantized)) for name in PRODUCTS)
+        layer = MixedExperts(gate_up, down, form.activation, act_quant)
     layer.train(module.training)
     if hasattr(module, "_hf_hook"):
         from accelerate.hooks import add_hook_to_module

@@ -155,10 +155,9 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
                 progress(entry.name, entry.nbytes)
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
         if path.is_dir():
-            weights = (f"{name}.{part}" for name in info.weights for part in ("weight", "bias"))
-            stored = [
-                name for name in weights if not name.endswith(".bias") or "bias" in info.parts[name.removesuffix(".bias")]
-            ]
+            linears = info.weights.keys() - info.experts.keys()
+            stored = [f"{name}.weight" for name in linears] + list(info.experts)
+            stored += [f"{name}.bias" for name in linears if "bias" in info.parts[name]]
             found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
         found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 

@@ -281,7 +281,7 @@ def test_packed_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         patch.setattr("cutlass_ops.architecture.Architecture.reason_to_keep", lambda *_: "")
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     reasons = (
-        r"packed, but not linear layers of MixtralForCausalLM: "
+        r"packed, but not linear layers or experts of MixtralForCausalLM: "
         r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1 \(transformers loads it as part of .*gate_up_proj\).*"
         r"model\.layers\.0\.block_sparse_moe\.gate \(it is a parameter of MixtralTopKRouter.*; reorder the checkpoint"
     )

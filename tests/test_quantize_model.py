@@ -233,14 +233,7 @@ def test_models_of_transformers(family: str) -> None:
     assert (found - exact).abs().max() <= 2e-5 * exact.square().mean().sqrt()
 
 
-def test_a_model_of_experts_is_not_saved(tmp_path: Path) -> None:
-    model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
-    assert isinstance(model.model.layers[0].mlp.experts, co.nn.MixedExperts)
-    with pytest.raises(ValueError, match=r"experts cannot be saved in a model yet: model\.layers\.0\.mlp\.experts"):
-        model.save_pretrained(tmp_path)
-
-
-@pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon", "GPT2"])
+@pytest.mark.parametrize("family", ["Llama", "Mamba", "Bloom", "Falcon", "GPT2", "Qwen3Moe"])
 def test_models_are_saved_and_loaded(family: str, tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
     model = tiny(family)
