@@ -13,6 +13,7 @@ import re
 import sys
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache, cached_property
 from importlib import import_module
 from types import CodeType, ModuleType, SimpleNamespace
@@ -36,6 +37,22 @@ _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 #: What transformers calls modules at a model's end, besides what ``get_output_embeddings`` returns.
 _HEADS = frozenset(("lm_head", "embed_out", "classifier", "score", "qa_outputs"))
 _MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """Which part of an experts module's weights a tensor of a checkpoint is.
+
+    Attributes:
+        module, parameter: of the model.
+        expert: the number of the expert; None if the tensor stacks all of them.
+        part: which of the matrices whose rows make the expert's weight; None if it is all of it.
+    """
+
+    module: str
+    parameter: str
+    expert: int | None = None
+    part: int | None = None
 
 
 class Conversions:
@@ -64,6 +81,17 @@ class Conversions:
     def keep(self, tensor: str) -> bool:
         """Whether a tensor that a file has under the model's name is loaded there as it is."""
         return self.renamed(tensor, {tensor: True}) == (tensor, None)
+
+    def stacked(self, tensor: str, pattern: str) -> tuple[int, int | None] | None:
+        """The number of the expert whose matrix a conversion stacks, and which of those that it joins; None of another one."""
+        converter = next(c for c in self._converters if pattern in c.source_patterns)
+        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+        joined = len(converter.source_patterns)
+        expected = [("MergeModulelist", 0), ("Concatenate", 1)]
+        number = re.search(pattern.replace("*.", r"(?P<expert>\d+)\."), tensor)
+        if operations != expected[:joined] or number is None or "expert" not in number.groupdict():
+            return None
+        return int(number["expert"]), converter.source_patterns.index(pattern) if joined > 1 else None
 
 
 class Architecture:
@@ -119,6 +147,19 @@ class Architecture:
             return {}
         forms = {name: experts_form(module) for name, module in self._modules.items()}
         return {name: form for name, form in forms.items() if form is not None}
+
+    def expert_tensor(self, tensor: str) -> ExpertTensor | None:
+        """What a checkpoint's tensor is of the modules of :attr:`experts`; None if it is nothing, or converted otherwise."""
+        if not self.experts:
+            return None
+        renamed, pattern = self._conversions.renamed(tensor, self._tensors)
+        module, _, parameter = renamed.rpartition(".")
+        if module not in self.experts or renamed not in self._tensors:
+            return None
+        if pattern is None:
+            return ExpertTensor(module, parameter)
+        place = self._conversions.stacked(tensor, pattern)
+        return None if place is None else ExpertTensor(module, parameter, *place)
 
     @cached_property
     def _expert_codes(self) -> dict[str, bool]:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +24,22 @@ _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # ---- packing
+
+
+@dataclass(frozen=True)
+class WeightsOnDemand(Sequence[QuantizedWeight]):
+    """The weights of experts, each made when it is indexed and not kept."""
+
+    experts: int
+    read: Callable[[int], QuantizedWeight]
+
+    def __len__(self) -> int:
+        return self.experts
+
+    def __getitem__(self, e: Any) -> Any:
+        if not 0 <= e < self.experts:  # what ends a loop over a sequence
+            raise IndexError(f"expert {e} of {self.experts}")
+        return self.read(e)
 
 
 def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:

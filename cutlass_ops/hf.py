@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from . import ops
 from .architecture import Architecture, check_layers, features
+from .checkpoint_experts import StackedWeight
 from .checkpoints import load_checkpoint
 from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
@@ -38,7 +39,7 @@ from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization
 from .packed_experts import PackedExperts
 from .packed_file import is_packed, load_packed, packed_info
 from .packed_weight import PackedWeight
-from .plan import Options, plan
+from .plan import Options, Step, plan
 from .reorder import reorder
 from .safetensors_files import INDEX, json_object
 from .weight import CheckpointError
@@ -279,8 +280,13 @@ def _tensors(
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     for how, name in rounded.items():
         warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
-    values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
-    return values, {}, checkpoint.activations
+    return ((step.name, _value(step)) for step in steps), {}, checkpoint.activations
+
+
+def _value(step: Step) -> PackedWeight | PackedExperts | Tensor:
+    if step.weight is None:
+        return step.entry.values()
+    return step.weight.pack() if isinstance(step.weight, StackedWeight) else reorder(step.weight.read())
 
 
 def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:

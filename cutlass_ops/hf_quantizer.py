@@ -353,8 +353,10 @@ class CutlassOpsQuantizer(HfQuantizer):
             state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
         return state, metadata
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Put float layers of the same values in the place of the packed ones."""
+        if isinstance(dtype, str):  # the configuration's, after save_pretrained wrote it
+            dtype = getattr(torch, dtype)
         with torch.device("meta"):
             plain = type(model)(copy.deepcopy(model.config))
         put_floats(model, plain, dtype or model.dtype)

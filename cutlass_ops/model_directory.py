@@ -225,7 +225,8 @@ def _config(
 ) -> dict[str, Any]:
     """``config.json`` of one rank's directory."""
     formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
-    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric)
+    experts = [item.step.name for item in items if item.experts is not None]
+    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, experts)
     if slices is not None:
         quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
     config = {**plain_config(checkpoint.config), "quantization_config": quantization}

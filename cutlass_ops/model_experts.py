@@ -50,6 +50,11 @@ class ExpertsForm:
         experts, hidden, intermediate = self.sizes
         return (experts, 2 * intermediate, hidden) if product == "gate_up_proj" else (experts, hidden, intermediate)
 
+    def rows(self, product: str) -> tuple[slice, ...]:
+        """Which rows of a product's weights are gate's and which up's; or down's."""
+        intermediate = self.sizes[2]
+        return (slice(intermediate), slice(intermediate, None)) if product == "gate_up_proj" else (slice(None),)
+
 
 def experts_form(module: Any) -> ExpertsForm | None:
     """What an experts module of transformers computes; None for other modules, and for experts of another formula."""

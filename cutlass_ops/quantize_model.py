@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 from warnings import warn
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import arguments, native
 from .architecture import output_heads
-from .experts import reorder_experts
+from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_experts import PRODUCTS, experts_form
 from .nn import MixedLinear
 from .nn_experts import MixedExperts
@@ -295,20 +295,6 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
             advance(layer.name, size)
 
 
-@dataclass(frozen=True)
-class _Experts(Sequence[QuantizedWeight]):
-    """The weights of experts ``[E, N, K]``, each quantised when it is read."""
-
-    weights: Tensor
-    quantize: Callable[[Tensor], QuantizedWeight]
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-    def __getitem__(self, e: Any) -> Any:
-        return self.quantize(self.weights[e])
-
-
 def _packed(
     module: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
 ) -> nn.Module:
@@ -327,7 +313,12 @@ def _packed(
     else:
         form = experts_form(module)
         assert form is not None
-        gate_up, down = (reorder_experts(_Experts(getattr(module, name).detach(), quantized)) for name in PRODUCTS)
+
+        def experts(product: str) -> PackedExperts:
+            stack = getattr(module, product).detach()
+            return reorder_experts(WeightsOnDemand(len(stack), lambda e: quantized(stack[e])))
+
+        gate_up, down = map(experts, PRODUCTS)
         layer = MixedExperts(gate_up, down, form.activation, act_quant)
     layer.train(module.training)
     if hasattr(module, "_hf_hook"):

@@ -53,6 +53,7 @@ class Entry:
         has_values: whether ``values`` can give them; False only where there is a ``problem``.
         rounded: how the QuantizedWeight's values differ from ``values``, where by more than the last
             place of fp32, or "".
+        experts: each expert's weight ``[N, K]``, where a tensor of codes stacks those of a layer.
         decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".
         parts: names in the file of the tensors that a quantised weight is made of, where it is more
@@ -70,6 +71,7 @@ class Entry:
     problem: str = ""
     has_values: bool = True
     rounded: str = ""
+    experts: tuple[Quantized, ...] = ()
     decoded: str = ""
     tied_to: str = ""
     parts: tuple[str, ...] = ()

@@ -1,0 +1,187 @@
+"""The experts of a model's layers among the tensors of a checkpoint, which has a matrix for each expert or a stack of all.
+
+What a checkpoint has of a layer becomes, for each of its two products, the matrices of every expert: those of gate and up,
+whose rows are joined, or that of down.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from . import reference
+from .architecture import Architecture
+from .checkpoints import Entry, Quantized
+from .experts import PackedExperts, WeightsOnDemand, reorder_experts
+from .model_experts import PRODUCTS, ExpertsForm
+from .reorder import one_weight
+from .tensor_parallel import row_slice, slice_weight
+from .weight import CheckpointError, QuantizedWeight
+
+_Made = TypeVar("_Made")
+
+
+@dataclass(frozen=True)
+class ExpertsLayer:
+    """The experts of one layer.
+
+    Attributes:
+        name: of the model's module.
+        form: what the module computes.
+        members: the entries that they are made of, by product.
+        matrices: by product, for each expert, entries ``[N, K]``: gate's and up's, or down's. Empty where there is a problem.
+        problem: why they cannot be packed, or "".
+    """
+
+    name: str
+    form: ExpertsForm
+    members: Mapping[str, Sequence[Entry]]
+    matrices: Mapping[str, Sequence[Sequence[Entry]]]
+    problem: str = ""
+
+    @property
+    def entries(self) -> list[Entry]:
+        """All that the checkpoint has of the layer."""
+        return [entry for product in self.members.values() for entry in product]
+
+
+@dataclass(frozen=True)
+class StackedWeight:
+    """The weights of a layer's experts, of one product, known without reading them: what Quantized is of one matrix.
+
+    Attributes:
+        name: of the product, "model.layers.0.mlp.experts.down_proj".
+        path: the checkpoint.
+        shape: ``[E, N, K]``.
+        matrices: for each expert those whose rows are joined; all of one format.
+    """
+
+    name: str
+    path: Path
+    shape: tuple[int, int, int]
+    matrices: Sequence[Sequence[Quantized]]
+
+    @property
+    def bits(self) -> int:
+        """Of a code."""
+        return self.matrices[0][0].bits
+
+    @property
+    def group_size(self) -> int:
+        """As in :class:`cutlass_ops.QuantizedWeight`."""
+        return self.matrices[0][0].group_size
+
+    @property
+    def dtypes(self) -> Mapping[str, torch.dtype]:
+        """As in :class:`Quantized`."""
+        return self.matrices[0][0].dtypes
+
+    def read(self, style: str = "replicate", rank: int = 0, size: int = 1) -> WeightsOnDemand:
+        """The weights ``[N, K]`` of the experts, or the parts that ``rank`` of ``size`` holds; each is read when it is used.
+
+        Raises:
+            CheckpointError: when one is read whose matrices cannot be joined, or by their ``read``.
+        """
+
+        def expert(e: int) -> QuantizedWeight:
+            parts = [slice_weight(matrix.read(), style, rank, size) for matrix in self.matrices[e]]
+            return parts[0] if len(parts) == 1 else self._checked(lambda: one_weight(parts), f"expert {e}: ")
+
+        return WeightsOnDemand(self.shape[0], expert)
+
+    def pack(self, style: str = "replicate", rank: int = 0, size: int = 1) -> PackedExperts:
+        """The same, packed.
+
+        Raises:
+            CheckpointError: as in :meth:`read`, or experts that differ in what they must share.
+        """
+        return self._checked(lambda: reorder_experts(self.read(style, rank, size)))
+
+    def _checked(self, make: Callable[[], _Made], where: str = "") -> _Made:
+        try:
+            return make()
+        except CheckpointError:
+            raise
+        except ValueError as error:
+            hint = "to store their values as floats, leave them out (--exclude)"
+            raise CheckpointError(self.path, f"{where}{error}; {hint}", self.name) from error
+
+
+def layers_of(entries: Iterable[Entry], architecture: Architecture) -> list[ExpertsLayer]:
+    """The layers of experts that the model has in :attr:`Architecture.experts`, as far as the entries are parts of them."""
+    found: dict[str, dict[str, dict[tuple[int | None, int | None], Entry]]] = {}
+    if architecture.experts:
+        for entry in entries:
+            # A quantised weight has the name of a module.
+            places = (architecture.expert_tensor(name) for name in (entry.name, f"{entry.name}.weight"))
+            if (place := next(filter(None, places), None)) is not None:
+                found.setdefault(place.module, {}).setdefault(place.parameter, {})[place.expert, place.part] = entry
+    return [_layer(name, architecture.experts[name], parameters) for name, parameters in found.items()]
+
+
+def _layer(
+    name: str, form: ExpertsForm, parameters: Mapping[str, Mapping[tuple[int | None, int | None], Entry]]
+) -> ExpertsLayer:
+    members = {product: list(parameters.get(product, {}).values()) for product in PRODUCTS}
+    try:
+        matrices = {product: _matrices(form, product, parameters.get(product, {})) for product in PRODUCTS}
+    except ValueError as error:
+        return ExpertsLayer(name, form, members, {}, str(error))
+    return ExpertsLayer(name, form, members, matrices)
+
+
+def _matrices(form: ExpertsForm, product: str, found: Mapping[tuple[int | None, int | None], Entry]) -> list[list[Entry]]:
+    """The matrices of each expert; ValueError if they are not all there, or not of one format."""
+    experts, n, k = form.shape(product)
+    rows = form.rows(product)
+    numbers = range(experts)
+    shape: tuple[int, ...] = (n, k)
+    if found.keys() == {(None, None)}:
+        shape = form.shape(product)
+        stack = found[None, None]
+        matrices = [[_of_stack(stack, e, part) for part in rows] for e in numbers]
+    elif found.keys() == {(e, None) for e in numbers}:
+        matrices = [[_rows_of(found[e, None], part) for part in rows] for e in numbers]
+    elif found.keys() == {(e, part) for e in numbers for part in range(len(rows))}:
+        shape = n // len(rows), k
+        matrices = [[found[e, part] for part in range(len(rows))] for e in numbers]
+    else:
+        raise ValueError(f"{len(found)} tensors of {product} are there, which are not those of {experts} experts")
+    formats = set()
+    for entry in found.values():
+        if entry.problem:
+            raise ValueError(f"{entry.name} {entry.problem}")
+        if entry.shape != shape:
+            raise ValueError(f"{entry.name} is {list(entry.shape)}; {list(shape)} is expected")
+    for entry in (entry for parts in matrices for entry in parts):
+        weight = entry.quantized
+        formats.add((entry.dtype,) if weight is None else (weight.bits, weight.group_size, *sorted(weight.dtypes.items())))
+    if len(formats) > 1:
+        raise ValueError(f"the formats of {product} differ between experts")
+    return matrices
+
+
+def _of_stack(stack: Entry, e: int, rows: slice) -> Entry:
+    """Rows of one expert of a stack."""
+    if not stack.experts:
+        return _rows_of(replace(stack, values=lambda: stack.values()[e]), rows)
+    weight = stack.experts[e]
+    values = partial(_values, weight)
+    return _rows_of(replace(stack, values=values, quantized=weight), rows)
+
+
+def _values(weight: Quantized) -> Tensor:
+    return reference.dequantize_weight(weight.read(), torch.float32)
+
+
+def _rows_of(entry: Entry, rows: slice) -> Entry:
+    """Some rows of a matrix."""
+    weight = entry.quantized
+    part = None if weight is None else replace(weight, read=lambda: row_slice(weight.read(), rows))
+    return replace(entry, values=lambda: entry.values()[rows], quantized=part)
