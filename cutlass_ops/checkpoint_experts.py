@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -22,9 +22,11 @@ from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_experts import PRODUCTS, ExpertsForm
 from .reorder import one_weight
 from .tensor_parallel import row_slice, slice_weight
-from .weight import CheckpointError, QuantizedWeight
+from .weight import FLOAT_TYPES, CheckpointError, QuantizedWeight
 
 _Made = TypeVar("_Made")
+#: A matrix ``[N, K]`` and its bias ``[N]``, if it has one.
+Matrix: TypeAlias = "tuple[Entry, Entry | None]"
 
 
 @dataclass(frozen=True)
@@ -34,21 +36,24 @@ class ExpertsLayer:
     Attributes:
         name: of the model's module.
         form: what the module computes.
-        members: the entries that they are made of, by product.
-        matrices: by product, for each expert, entries ``[N, K]``: gate's and up's, or down's. Empty where there is a problem.
+        members: the entries that their weights are made of, by product.
+        biases: the entry of the biases of all experts, by product, where they have biases.
+        matrices: by product, for each expert, entries ``[N, K]`` and those of their biases: gate's and up's, or down's. Empty
+            where there is a problem.
         problem: why they cannot be packed, or "".
     """
 
     name: str
     form: ExpertsForm
     members: Mapping[str, Sequence[Entry]]
-    matrices: Mapping[str, Sequence[Sequence[Entry]]]
+    biases: Mapping[str, Entry]
+    matrices: Mapping[str, Sequence[Sequence[Matrix]]]
     problem: str = ""
 
     @property
     def entries(self) -> list[Entry]:
         """All that the checkpoint has of the layer."""
-        return [entry for product in self.members.values() for entry in product]
+        return [*(entry for product in self.members.values() for entry in product), *self.biases.values()]
 
 
 @dataclass(frozen=True)
@@ -129,11 +134,16 @@ def _layer(
     name: str, form: ExpertsForm, parameters: Mapping[str, Mapping[tuple[int | None, int | None], Entry]]
 ) -> ExpertsLayer:
     members = {product: list(parameters.get(product, {}).values()) for product in PRODUCTS}
+    stacks = {product: parameters.get(f"{product}_bias", {}).get((None, None)) for product in PRODUCTS}
+    biases = {product: stack for product, stack in stacks.items() if stack is not None}
     try:
-        matrices = {product: _matrices(form, product, parameters.get(product, {})) for product in PRODUCTS}
+        matrices = {
+            product: _with_biases(form, product, _matrices(form, product, parameters.get(product, {})), stacks[product])
+            for product in PRODUCTS
+        }
     except ValueError as error:
-        return ExpertsLayer(name, form, members, {}, str(error))
-    return ExpertsLayer(name, form, members, matrices)
+        return ExpertsLayer(name, form, members, biases, {}, str(error))
+    return ExpertsLayer(name, form, members, biases, matrices)
 
 
 def _matrices(form: ExpertsForm, product: str, found: Mapping[tuple[int | None, int | None], Entry]) -> list[list[Entry]]:
@@ -143,9 +153,9 @@ def _matrices(form: ExpertsForm, product: str, found: Mapping[tuple[int | None, 
     numbers = range(experts)
     shape: tuple[int, ...] = (n, k)
     if found.keys() == {(None, None)}:
-        shape = form.shape(product)
+        shape = form.parameter_shape(product)
         stack = found[None, None]
-        matrices = [[_of_stack(stack, e, part) for part in rows] for e in numbers]
+        matrices = [[_of_stack(stack, form, e, part) for part in rows] for e in numbers]
     elif found.keys() == {(e, None) for e in numbers}:
         matrices = [[_rows_of(found[e, None], part) for part in rows] for e in numbers]
     elif found.keys() == {(e, part) for e in numbers for part in range(len(rows))}:
@@ -167,10 +177,28 @@ def _matrices(form: ExpertsForm, product: str, found: Mapping[tuple[int | None, 
     return matrices
 
 
-def _of_stack(stack: Entry, e: int, rows: slice) -> Entry:
+def _with_biases(
+    form: ExpertsForm, product: str, matrices: Sequence[Sequence[Entry]], biases: Entry | None
+) -> list[list[Matrix]]:
+    """The matrices of each expert with their biases; ValueError if these are not what the experts have."""
+    expected = list(form.shape(product)[:2])
+    if form.biased and (biases is None or list(biases.shape) != expected or biases.dtype not in FLOAT_TYPES):
+        found = "missing" if biases is None else f"{biases.kind} {list(biases.shape)}"
+        raise ValueError(f"{product}_bias is {found}; floats {expected} are expected")
+    if any(entry.quantized is not None and "bias" in entry.quantized.dtypes for parts in matrices for entry in parts):
+        raise ValueError(f"matrices of {product} have biases, which those of the model have not")
+
+    def bias(e: int, rows: slice) -> Entry | None:
+        return None if biases is None else replace(biases, values=lambda: biases.values()[e][rows])
+
+    rows = form.rows(product)
+    return [[(entry, bias(e, part)) for entry, part in zip(parts, rows, strict=True)] for e, parts in enumerate(matrices)]
+
+
+def _of_stack(stack: Entry, form: ExpertsForm, e: int, rows: slice) -> Entry:
     """Rows of one expert of a stack."""
     if not stack.experts:
-        return _rows_of(replace(stack, values=lambda: stack.values()[e]), rows)
+        return _rows_of(replace(stack, values=lambda: form.matrix(stack.values()[e])), rows)
     weight = stack.experts[e]
     values = partial(_values, weight)
     return _rows_of(replace(stack, values=values, quantized=weight), rows)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from . import formats, ops
 from .architecture import features
-from .model_experts import PRODUCTS, ExpertsForm
+from .model_experts import PRODUCTS, ExpertsForm, experts_form
 from .nn import FusedPart, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv
 from .nn_experts import ExpertWeights, MixedExperts
@@ -100,6 +100,8 @@ def experts_without_values(
 
     def weight(product: str) -> PackedExperts:
         form, (experts, n, k) = forms[product], layer.shape(product)
+        if ("bias" in dict(form.tensors)) != layer.biased:
+            raise ValueError(f"{product} has {'no ' if layer.biased else ''}biases; the model's experts have")
         specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
         parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
         return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size)
@@ -154,17 +156,28 @@ def _plain_layer(plain: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
+def _float_experts(module: MixedExperts, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The parameters of an experts module."""
+    form = experts_form(layer)
+    if form is None:
+        raise ValueError(f"packed experts are in the place of a {type(layer).__name__}, which computes something else")
+    values: dict[str, Tensor | None] = {}
+    for product in PRODUCTS:
+        packed = getattr(module, product).packed
+        experts = [packed.expert(e) for e in range(packed.experts)]
+        values[product] = torch.stack([form.to_parameter(product, ops.dequantize(expert, dtype)) for expert in experts])
+        if form.biased:
+            values[f"{product}_bias"] = torch.stack([form.to_parameter(product, expert.bias) for expert in experts])
+    return values
+
+
 def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
     if layer is None and isinstance(module, MixedLinear | FusedPart):
         layer = nn.Linear(module.in_features, module.out_features, device="meta")
     if layer is None:
         raise ValueError(f"a {type(module).__name__} is in the place of a module that the model's class does not make")
     if isinstance(module, MixedExperts):
-        products = (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
-        values: dict[str, Tensor | None] = {
-            part: torch.stack([ops.dequantize(weight, dtype) for weight in product.packed.unpack()])
-            for part, product in products
-        }
+        values = _float_experts(module, layer, dtype)
     else:
         packed = module.packed
         weight = ops.dequantize(packed, dtype)

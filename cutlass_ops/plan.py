@@ -46,8 +46,10 @@ class Step:
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the model's tensors that it stands for."""
-        if self.weight is None or isinstance(self.weight, StackedWeight):
+        if self.weight is None:
             return (self.name,)
+        if isinstance(self.weight, StackedWeight):
+            return (self.name, *((f"{self.name}_bias",) if "bias" in self.weight.dtypes else ()))
         return tuple(f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes)
 
 
@@ -165,8 +167,8 @@ def plan(
         module = entry.name.removesuffix(".weight")
         quantized = entry.quantized is not None or bool(entry.problem)
         held_codes |= quantized or bool(entry.decoded)
-        if entry.decoded:
-            kept[module] = entry.decoded
+        if entry.decoded and is_chosen(entry, False):
+            kept[module] = left.get(entry.name, entry.decoded)
         chosen = not entry.experts and is_chosen(entry, _is_linear(entry) or (not for_model and _is_convolution(entry)))
         reason = ""
         if for_model or not quantized:
@@ -243,10 +245,11 @@ def _experts(
     steps: dict[str, tuple[Step, ...]] = {}
     left: dict[str, str] = {}
     for layer in layers_of(checkpoint.entries.values(), architecture):
-        chosen = [is_chosen(entry, entry.dtype in _FLOAT_TYPES) for entry in layer.entries]
+        weights = [entry for members in layer.members.values() for entry in members]
+        chosen = [is_chosen(entry, entry.dtype in _FLOAT_TYPES) for entry in weights]
         problem = layer.problem if all(chosen) else "others of its layer's experts are not to be packed"
         if any(chosen) and problem:
-            left |= {entry.name: f"the experts of its layer stay plain: {problem}" for entry in layer.entries}
+            left |= {entry.name: f"the experts of its layer stay plain: {problem}" for entry in weights}
         elif any(chosen):
             steps |= _experts_steps(checkpoint.path, layer, options)
     return steps, left
@@ -255,7 +258,8 @@ def _experts(
 def _experts_steps(path: Path, layer: ExpertsLayer, options: Options) -> dict[str, tuple[Step, ...]]:
     """The steps of a layer of experts, by entry: one for each product, with the first of its entries."""
     steps: dict[str, tuple[Step, ...]] = {}
-    for product, members in layer.members.items():
+    for product, weights in layer.members.items():
+        members = [*weights, *((layer.biases[product],) if product in layer.biases else ())]
         weight = stacked_weight(path, layer, product, options.bits, options.group_size, options.symmetric, options.clip)
         entry = replace(
             members[0],
@@ -275,13 +279,13 @@ def stacked_weight(
 ) -> StackedWeight:
     """A product of experts; matrices that are floats are quantised when they are read."""
 
-    def matrix(entry: Entry) -> Quantized:
+    def matrix(entry: Entry, bias: Entry | None) -> Quantized:
         if entry.quantized is not None:
-            return entry.quantized
+            return entry.quantized if bias is None else entry.quantized.with_bias(bias)
         assert bits is not None
-        return to_quantize(path, entry, None, bits, group_size, symmetric, clip)
+        return to_quantize(path, entry, bias, bits, group_size, symmetric, clip)
 
-    matrices = [[matrix(entry) for entry in parts] for parts in layer.matrices[product]]
+    matrices = [[matrix(*part) for part in parts] for parts in layer.matrices[product]]
     return StackedWeight(f"{layer.name}.{product}", path, layer.form.shape(product), matrices)
 
 

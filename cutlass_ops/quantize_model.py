@@ -53,7 +53,8 @@ class _Layer:
     @property
     def weights(self) -> list[tuple[str, Tensor]]:
         """Its weights, by their names."""
-        return [(part, value.detach()) for part, value in self.module._parameters.items() if part != "bias"]
+        parameters = self.module._parameters.items()
+        return [(part, value.detach()) for part, value in parameters if part != "bias" and not part.endswith("_bias")]
 
 
 def quantize_model(
@@ -68,7 +69,7 @@ def quantize_model(
 ) -> _Model:
     """Quantise the linear layers of a model: each becomes a :class:`cutlass_ops.MixedLinear`.
 
-    Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE and DeepSeek-V3, become
+    Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, become
     :class:`cutlass_ops.nn.MixedExperts`.
 
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
@@ -90,8 +91,7 @@ def quantize_model(
       ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found in the
       source of the classes: chains like ``self.mlp.wo.weight``, also through variables, loops and arguments of methods.
       What is read otherwise raises an AttributeError when it is read, since a MixedLinear has no ``weight``;
-    - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
-      as GPT-OSS's.
+    - other parameters of three dimensions outside of ``torch.nn``'s modules: experts of another formula, such as Llama 4's.
 
     Embeddings are never quantised. The configuration of a model of transformers or diffusers names its packed
     layers, so that ``from_pretrained`` reads what ``save_pretrained`` writes.
@@ -315,8 +315,13 @@ def _packed(
         assert form is not None
 
         def experts(product: str) -> PackedExperts:
-            stack = getattr(module, product).detach()
-            return reorder_experts(WeightsOnDemand(len(stack), lambda e: quantized(stack[e])))
+            stack, biases = (module._parameters.get(name) for name in (product, f"{product}_bias"))
+
+            def expert(e: int) -> QuantizedWeight:
+                weight = quantized(form.from_parameter(product, stack[e].detach()))
+                return weight if biases is None else replace(weight, bias=form.from_parameter(product, biases[e].detach()))
+
+            return reorder_experts(WeightsOnDemand(len(stack), expert))
 
         gate_up, down = map(experts, PRODUCTS)
         layer = MixedExperts(gate_up, down, form.activation, act_quant)

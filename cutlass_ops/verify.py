@@ -164,7 +164,8 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         if path.is_dir():
             linears = info.weights.keys() - info.experts.keys()
             stored = [f"{name}.weight" for name in linears] + list(info.experts)
-            stored += [f"{name}.bias" for name in linears if "bias" in info.parts[name]]
+            biased = [name for name in info.weights if "bias" in info.parts[name]]
+            stored += [f"{name}_bias" if name in info.experts else f"{name}.bias" for name in biased]
             found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
         found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
@@ -305,7 +306,7 @@ def _verify_experts(found: Verified, info: PackedInfo, checkpoint: Checkpoint, l
             unpacked, exact = matrix.unpack(), expected[e]
             _compare(found, title, _tensors(exact), _tensors(unpacked), "differs from the checkpoint's")
             if unpacked.shape == exact.shape:
-                parts = [slice_tensor(entry.values().float(), style, rank, size) for entry in layer.matrices[product][e]]
+                parts = [slice_tensor(entry.values().float(), style, rank, size) for entry, _ in layer.matrices[product][e]]
                 _note_difference(found, title, reference.dequantize_weight(unpacked, torch.float32), torch.cat(parts))
     return set(names.values())
 

@@ -59,6 +59,10 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
     "Mixtral": ({"num_local_experts": 4}, ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts")),
     "DeepseekV3": ({**SHARED, **LATENT, "num_key_value_heads": 4}, ("model.layers.1.mlp.experts",)),
     "Glm4Moe": ({**SHARED, "head_dim": 16}, ("model.layers.1.mlp.experts",)),
+    "GptOss": (
+        {"head_dim": 16, "num_local_experts": 4, "num_experts_per_tok": 2, "swiglu_limit": 0.5},
+        ("model.layers.0.mlp.experts", "model.layers.1.mlp.experts"),
+    ),
     "GraniteMoe": (
         {"num_local_experts": 4, "num_experts_per_tok": 2},
         ("model.layers.0.block_sparse_moe.experts", "model.layers.1.block_sparse_moe.experts"),
@@ -71,7 +75,12 @@ def tiny(family: str, **options: Any) -> Any:
         warnings.simplefilter("ignore")
         config = getattr(transformers, f"{family}Config")(**{**SIZES, **FAMILIES[family][0], **options})
         torch.manual_seed(0)
-        return transformers.AutoModelForCausalLM.from_config(config).eval()
+        model = transformers.AutoModelForCausalLM.from_config(config).eval()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if name.endswith("_bias"):
+                    parameter.normal_()
+        return model
 
 
 def logits(model: Any) -> Tensor:
@@ -306,6 +315,70 @@ def test_float_experts_are_quantised(family: str, tmp_path: Path) -> None:
         assert 0.001 < found.largest_difference < 0.2
     loaded.save_pretrained(tmp_path / "again")
     assert diff_packed(tmp_path / "packed", tmp_path / "again").changed == {}
+
+
+def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Blocks and scales of a stack ``[E, K, N]``, and its values."""
+    quantized = [co.quantize(matrix.t().contiguous(), book="mxfp4", group_size=32) for matrix in stack]
+    codes = torch.stack([weight.codes for weight in quantized])
+    blocks = (codes[..., ::2] | codes[..., 1::2] << 4).unflatten(-1, (-1, 16))
+    scales = torch.stack([weight.scales.float().log2().round().to(torch.int32) + 127 for weight in quantized])
+    values = torch.stack([co.dequantize(weight, torch.float32).t() for weight in quantized])
+    return blocks, scales.to(torch.uint8), values
+
+
+def test_stacked_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> None:
+    expected = tiny("GptOss", intermediate_size=64)
+    tensors = {name: tensor.clone() for name, tensor in expected.state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in expected.named_parameters():
+            if name.endswith(("experts.gate_up_proj", "experts.down_proj")):
+                del tensors[name]
+                tensors[f"{name}_blocks"], tensors[f"{name}_scales"], values = mxfp4(parameter)
+                parameter.copy_(values)
+    source = tmp_path / "source"
+    source.mkdir()
+    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
+    config = {**expected.config.to_dict(), "quantization_config": {"quant_method": "mxfp4"}}
+    (source / "config.json").write_text(json.dumps(config))
+    checkpoint = co.load_checkpoint(source)
+    reorder_model(checkpoint, tmp_path / "packed")
+    reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
+    for path in (source, tmp_path / "packed", tmp_path / "packed.safetensors"):
+        model = co.load_model(path, dtype=torch.float32)
+        assert experts_of(model).keys() == set(FAMILIES["GptOss"][1])
+        assert_same_logits(model, expected)
+        weight = experts_of(model)["model.layers.1.mlp.experts"].gate_up_proj.packed.expert(2).unpack()
+        blocks = tensors["model.layers.1.mlp.experts.gate_up_proj_blocks"][2].flatten(1)
+        stored = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
+        assert torch.equal(weight.codes, torch.cat([stored[::2], stored[1::2]]))
+        bias = tensors["model.layers.1.mlp.experts.gate_up_proj_bias"][2]
+        assert weight.bias is not None
+        assert torch.equal(weight.bias, torch.cat([bias[::2], bias[1::2]]))
+    for path in (tmp_path / "packed", tmp_path / "packed.safetensors"):
+        found = verify_packed(path, checkpoint)
+        assert (found.problems, found.largest_difference) == ([], 0)
+    # Left out, they are tensors of their values.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        plain = co.load_model(source, dtype=torch.float32, options=Options(bits=8, group_size=32, exclude="experts"))
+    assert not experts_of(plain)
+    assert torch.equal(plain.model.layers[1].mlp.experts.down_proj, expected.model.layers[1].mlp.experts.down_proj)
+
+
+def test_biases_that_do_not_fit_leave_experts_plain(tmp_path: Path) -> None:
+    tiny("GptOss").save_pretrained(tmp_path / "float")
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[f"{name}_bias"] = tensors[f"{name}_bias"][:, :-1].contiguous()
+    save_file(tensors, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+    done = plan_of(tmp_path / "float", bits=4, group_size=32)
+    assert "gate_up_proj_bias is F32 [4, 191]; floats [4, 192] are expected" in done.kept[name]
+    model = co.quantize_model(tiny("GptOss"), 4, 32)
+    model.save_pretrained(tmp_path / "packed")
+    changed(tmp_path / "packed", lambda modules: modules[name]["tensors"].pop("bias"))
+    with pytest.raises(ValueError, match="gate_up_proj has no biases; the model's experts have"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
 
 
 def test_experts_that_differ_from_their_checkpoint_are_found(tmp_path: Path) -> None:

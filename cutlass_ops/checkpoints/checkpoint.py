@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,11 @@ class Quantized:
     group_size: int
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[], QuantizedWeight]
+
+    def with_bias(self, bias: Entry) -> Quantized:
+        """The same with a bias that the file has beside it."""
+        read = self.read
+        return replace(self, dtypes={**self.dtypes, "bias": bias.dtype}, read=lambda: replace(read(), bias=bias.values()))
 
 
 @dataclass(frozen=True)
