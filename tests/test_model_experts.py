@@ -474,3 +474,67 @@ def test_the_command_line_knows_experts(tmp_path: Path) -> None:
     found = {tensor["name"]: tensor for tensor in run("inspect", packed)["tensors"]}
     assert found[gate_up]["shape"] == [4, 80, 64]
     assert run("diff", packed, packed)["changed"] == {}
+
+
+# ---- trained
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_adapters_around_packed_experts_are_trained(family: str) -> None:
+    """Gradients are those of the dequantised model, the loss falls, and the packed tensors stay."""
+    peft = import_or_skip("peft")
+    model = co.quantize_model(tiny(family), 4, 32)
+    exact = copy.deepcopy(model).dequantize()
+    target = ["q_b_proj", "o_proj"] if family == "DeepseekV3" else ["q_proj", "o_proj"]
+    losses = []
+    for part in (model, exact):
+        torch.manual_seed(1)
+        trained = peft.get_peft_model(part, peft.LoraConfig(r=4, target_modules=target, init_lora_weights=False))
+        loss = trained(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        losses.append((trained, loss))
+    (trained, loss), (other, expected) = losses
+    assert abs(loss.item() - expected.item()) <= 1e-5 * expected.item()
+    gradients = {name: p.grad for name, p in trained.named_parameters() if p.requires_grad}
+    assert len(gradients) == 8
+    for name, p in other.named_parameters():
+        if p.requires_grad:
+            error = (gradients[name] - p.grad).norm() / p.grad.norm()
+            assert error <= 1e-4, name
+    before = {name: tensor.clone() for name, tensor in model.named_buffers()}
+    optimizer = torch.optim.AdamW([p for p in trained.parameters() if p.requires_grad], 0.02)
+    first = loss.item()
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = trained(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.9 * first
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.named_buffers())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"target_parameters": ["mlp.experts.gate_up_proj"]},
+        {"target_modules": ["q_proj"], "target_parameters": ["experts.down_proj"]},
+        {"target_modules": ["gate_up_proj"]},
+        {"target_modules": ["experts"]},
+        {"target_modules": ["q_proj", "gate_proj", "up_proj", "down_proj"]},
+        {"target_modules": "all-linear"},
+    ],
+)
+def test_adapters_of_packed_experts_are_refused(options: dict[str, Any]) -> None:
+    peft = import_or_skip("peft")
+    model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
+    with pytest.raises(ValueError, match=r"of packed experts, .*name other layers in target_modules, as \['q_proj'"):
+        peft.get_peft_model(model, peft.LoraConfig(r=2, **options))
+
+
+def test_adapters_of_float_experts_beside_packed_layers() -> None:
+    """As the refusal says."""
+    peft = import_or_skip("peft")
+    model = co.quantize_model(tiny("Qwen3Moe"), 4, 32, skip=("lm_head", "experts"))
+    trained = peft.get_peft_model(model, peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj"]))
+    assert any("experts" in name and p.requires_grad for name, p in trained.named_parameters())
+    trained(input_ids=TOKENS, labels=TOKENS).loss.backward()
