@@ -317,6 +317,34 @@ def test_float_experts_are_quantised(family: str, tmp_path: Path) -> None:
     assert diff_packed(tmp_path / "packed", tmp_path / "again").changed == {}
 
 
+def test_experts_as_earlier_versions_wrote_them_are_still_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a file each was packed, in a directory they were floats; models have their values."""
+    source, expected = written("compressed-tensors", tmp_path, moe_intermediate_size=64)
+    checkpoint = co.load_checkpoint(source)
+    with monkeypatch.context() as patch:
+        patch.setattr("cutlass_ops.plan.layers_of", lambda *_: [])
+        reorder_checkpoint(checkpoint, tmp_path / "old.safetensors")
+        reorder_model(checkpoint, tmp_path / "old")
+    assert isinstance(co.load_packed(tmp_path / "old.safetensors")["model.layers.0.mlp.experts.3.up_proj"], co.PackedWeight)
+    for path in (tmp_path / "old.safetensors", tmp_path / "old"):
+        model = co.load_model(path, dtype=torch.float32)
+        assert not experts_of(model)
+        assert_same_logits(model, expected)
+        assert verify_packed(path, checkpoint).problems == []
+
+
+def test_experts_in_small_shards_and_on_the_disk(tmp_path: Path) -> None:
+    tiny("Qwen3Moe").save_pretrained(tmp_path / "float")
+    done = reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(4, 32), shard_bytes=30_000)
+    assert len(done.files) > 4
+    names = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0")
+    places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offload", "offload_buffers": True}
+    offloaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed", **options)
+    assert experts_of(offloaded)["model.layers.1.mlp.experts"].down_proj.codes.is_meta
+    assert torch.equal(logits(offloaded), logits(co.load_model(tmp_path / "packed", fuse=False)))
+
+
 def mxfp4(stack: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Blocks and scales of a stack ``[E, K, N]``, and its values."""
     quantized = [co.quantize(matrix.t().contiguous(), book="mxfp4", group_size=32) for matrix in stack]
