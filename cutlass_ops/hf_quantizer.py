@@ -166,8 +166,6 @@ class CutlassOpsQuantizer(HfQuantizer):
             delattr(config, GUARD_KEY)
         return config
 
-    update_tp_plan = update_attn_implementation  # the hook that earlier versions of transformers 5 have there
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
@@ -226,9 +224,12 @@ class CutlassOpsQuantizer(HfQuantizer):
         return found
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only logs."""
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
+        the sizes of parameters, which it does not compare before version 5.23.
+        """
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
+        self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
         def keep(info: Any) -> None:
             adjust(info)
@@ -242,6 +243,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
+                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
         for name, layer in model.named_modules():
             if isinstance(layer, MixedLinear):
                 with _in_memory(layer):

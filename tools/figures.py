@@ -45,7 +45,7 @@ FORMATS = {
 }
 #: README's formats, of one row of x, which is what a chat of one user multiplies.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
-ONE_ROW_SHAPE = (28672, 4096, 1)
+ONE_ROW_SHAPE = 28672, 4096, 1
 EXPERTS = {"qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3-tp8": "DeepSeek-V3, an eighth", "mixtral-8x7b": "Mixtral 8x7B"}
 
 
@@ -367,7 +367,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
     "h200.svg": lambda path: plot.draw(read("h200.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
         [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in rows_of_one()],
-        f"{read('h200.json')['device']}, {ONE_ROW_SHAPE[0]} x {ONE_ROW_SHAPE[1]}, M = {ONE_ROW_SHAPE[2]}: microseconds of one call",
+        "{}, {} x {}, M = {}: microseconds of one call".format(read("h200.json")["device"], *ONE_ROW_SHAPE),
         path,
     ),
     "accuracy.svg": lambda path: plot.draw_accuracy(read("accuracy.json"), path),
