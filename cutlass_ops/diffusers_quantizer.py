@@ -20,15 +20,11 @@ from torch import Tensor, nn
 
 from .architecture import features
 from .nn import MixedLinear
-from .nn_conv import CONVOLUTIONS as _CONVOLUTIONS
-from .nn_conv import MixedConv, mixed_conv
+from .nn_conv import CONVOLUTIONS, MixedConv
 from .packed_buffers import marked
 from .packed_config import QUANT_METHOD, weight_format
 from .packed_file import packed_problem
 from .packed_model import describe, put_floats, without_values
-
-#: Whether models with packed convolutions can be saved.
-CONVOLUTIONS = True
 
 
 class _Method(str, enum.Enum):
@@ -71,15 +67,10 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         config = self.quantization_config.to_dict()
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
         for name, module in list(model.named_modules()):
-            is_convolution = isinstance(module, _CONVOLUTIONS)
-            if not is_convolution and features(module) is None:
-                continue
-            form = weight_format(config, name)
-            if form is None:
-                continue
-            weight = without_values(module, form)
-            layer = mixed_conv(module, weight, *treatment) if is_convolution else MixedLinear(weight, *treatment)
-            model.set_submodule(name, layer)
+            if isinstance(module, CONVOLUTIONS) or features(module) is not None:
+                form = weight_format(config, name)
+                if form is not None:
+                    model.set_submodule(name, without_values(module, form, *treatment))
         model.register_to_config(quantization_config=self.quantization_config)
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
@@ -188,7 +179,7 @@ def attach(model: Any) -> None:
     Raises:
         ValueError: as :func:`describe`.
     """
-    config = CutlassOpsDiffusersConfig(**describe(model, convolutions=True))
+    config = CutlassOpsDiffusersConfig(**describe(model))
     model.hf_quantizer = CutlassOpsDiffusersQuantizer(config)
     model.is_quantized = True
     model.quantization_method = config.quant_method
