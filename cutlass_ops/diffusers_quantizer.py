@@ -23,7 +23,7 @@ from .nn import MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv
 from .packed_buffers import marked
 from .packed_config import QUANT_METHOD, weight_format
-from .packed_file import packed_problem
+from .packed_file import kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, put_floats, without_values
 
 
@@ -136,7 +136,11 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                     f"{key!r} is packed, and the model's configuration does not say so: layers are saved that "
                     "quantize_model, replace_linears or replace_convs of the whole model packed, before they are fused"
                 )
-        return {name: tensor for name, tensor in state_dict.items() if name not in marks}, {}
+        forms = {key.rpartition(".")[0]: form for key, form in marks.items()}
+        weights = {name: (*form["shape"], form["bits"], form["group_size"]) for name, form in forms.items()}
+        kernels = kernels_metadata({name: form["kernel_size"] for name, form in forms.items()})
+        stored = {name: tensor for name, tensor in state_dict.items() if name not in marks}
+        return stored, {"weights": weights_metadata(weights), **kernels}
 
     def _dequantize(self, model: Any) -> Any:
         with torch.device("meta"):

@@ -30,7 +30,7 @@ from .nn_conv import MixedConv
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
-from .packed_file import packed_problem, weights_metadata
+from .packed_file import kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, put_floats, without_values
 from .safetensors_files import opened
 from .weight import PARTS
@@ -298,8 +298,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         layers = {name: m.packed for name, m in modules.items() if isinstance(m, _PACKED) and name not in fused}
         layers.update({name: part.packed for name, part in parts.items()})
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
-        if kernels := {name: list(w.kernel_size) for name, w in sorted(layers.items()) if w.kernel_size}:
-            metadata["kernels"] = json.dumps(kernels)
+        metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
         prefixes = tuple(f"{name}." for name in fused)
         state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
         for name in marked(state):

@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops.packed_file import packed_info
 
 # Parts of diffusers and what it imports warn of each other.
 with warnings.catch_warnings():
@@ -191,6 +192,20 @@ def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path:
         model.save_pretrained(tmp_path)
     co.quantize_model(model, bits=8, group_size=32)  # what is packed already is passed over
     model.save_pretrained(tmp_path)
+
+
+def test_the_files_say_sizes_and_kernels(tmp_path: Path) -> None:
+    model, run = made("unet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        co.quantize_model(model, bits=4, group_size=256, convs=True)
+    model.save_pretrained(tmp_path)
+    info = packed_info(tmp_path / "diffusion_pytorch_model.safetensors")
+    layers = {name: model.get_submodule(name).packed for name in packed(model)}
+    assert info.weights == {name: (w.n, w.k, w.bits, w.group_size) for name, w in layers.items()}
+    assert info.kernels == {name: w.kernel_size for name, w in layers.items() if w.kernel_size}
+    model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "shards")), run(model))
 
 
 @pytest.mark.parametrize(
