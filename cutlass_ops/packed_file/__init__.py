@@ -33,8 +33,8 @@ them last, so it writes the header last: its length does not depend on them.
 
 Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
 ``config.json`` beside them. Of the table they have ``format``, ``weights`` and ``kernels``, the last
-two of the whole model in each shard. Where they lack these, ``config.json`` has bits and group size, and N and K are those of
-``bias`` and ``perm`` or, without them, those of the padded matrix.
+two of the whole model in each shard. Where they lack these, ``config.json`` has bits and group size,
+and N and K are those of ``bias`` and ``perm`` or, without them, those of the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
 naming ``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the
