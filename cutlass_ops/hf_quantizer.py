@@ -30,15 +30,15 @@ from .nn_conv import MixedConv
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
-from .packed_file import packed_problem, weights_metadata
+from .packed_file import kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, put_floats, without_values
 from .safetensors_files import opened
 from .weight import PARTS
 
 #: How many names an error lists.
 _MOST_NAMES = 8
-#: Whether models with packed convolutions can be saved.
-CONVOLUTIONS = False
+#: What holds a packed weight in a model that was loaded.
+_PACKED = (MixedLinear, MixedConv)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -147,8 +147,8 @@ def _listed(names: Sequence[str]) -> str:
 
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
-    """Makes :class:`cutlass_ops.MixedLinear` layers for the tensors of a packed model, and checks
-    what was loaded.
+    """Makes :class:`cutlass_ops.MixedLinear` layers and packed convolutions for the tensors of a
+    packed model, and checks what was loaded.
 
     Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of
     ``from_pretrained`` is that of x, norms and embeddings; scales and zero points keep the
@@ -166,8 +166,6 @@ class CutlassOpsQuantizer(HfQuantizer):
             delattr(config, GUARD_KEY)
         return config
 
-    update_tp_plan = update_attn_implementation  # the hook that earlier versions of transformers 5 have there
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
@@ -178,11 +176,11 @@ class CutlassOpsQuantizer(HfQuantizer):
                 stacklevel=2,
             )
         for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
+            treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
             try:
-                weight = without_values(model.get_submodule(name), form)
+                layer = without_values(model.get_submodule(name), form, *treatment)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
-            layer = MixedLinear(weight, config.get("act_quant", "none"), config.get("act_symmetric", True))
             model.set_submodule(name, layer)
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
@@ -197,7 +195,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         """Formats of the layers to replace, by the model's names of them.
 
         Raises:
-            ValueError: a packed weight of which the model cannot make a linear layer.
+            ValueError: a packed weight of which the model cannot make a linear layer or a convolution.
         """
         if files is None:  # a state_dict that load_model made, with the model's own names
             linears = [name for name, module in model.named_modules() if features(module) is not None]
@@ -207,7 +205,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
         for stored in _packed_names(files):
-            name, reason = architecture.place(stored)
+            name, reason = architecture.place(stored, convolutions=True)
             # save_pretrained has the model's names in the configuration, and the checkpoint's in
             # the files.
             form = weight_format(config, name if stored not in named and name in named else stored)
@@ -226,9 +224,12 @@ class CutlassOpsQuantizer(HfQuantizer):
         return found
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only logs."""
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
+        the sizes of parameters, which it does not compare before version 5.23.
+        """
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
+        self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
         def keep(info: Any) -> None:
             adjust(info)
@@ -242,8 +243,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
+                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
         for name, layer in model.named_modules():
-            if isinstance(layer, MixedLinear):
+            if isinstance(layer, _PACKED):
                 with _in_memory(layer):
                     layer.view_buffers()
                     problem = packed_problem(layer.packed)
@@ -258,7 +262,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         As transformers has it, the body of a model may be loaded without its head, or with a new
         one, which is random.
         """
-        layers = [name for name, module in model.named_modules() if isinstance(module, MixedLinear)]
+        layers = [name for name, module in model.named_modules() if isinstance(module, _PACKED)]
         parts = {f"{name}.{part}" for name in layers for part in PARTS}
         if lost := sorted(parts & found.missing_and_mismatched()):
             raise ValueError(f"tensor {lost[0]!r} is not in the model's files, or is of another size")
@@ -283,22 +287,22 @@ class CutlassOpsQuantizer(HfQuantizer):
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`),
-                experts, and convolutions.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), and
+                experts.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
-        for kind, what in ((MixedExperts, "experts"), (MixedConv, "convolutions")):
-            if names := [name for name, module in model.named_modules() if isinstance(module, kind)]:
-                raise ValueError(f"layers of packed {what} cannot be saved in a model yet: {_listed(names)}")
+        if names := [name for name, module in model.named_modules() if isinstance(module, MixedExperts)]:
+            raise ValueError(f"layers of packed experts cannot be saved in a model yet: {_listed(names)}")
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         shared = {id(part.shared) for part in parts.values()}
         modules = dict(model.named_modules())
         fused = {name for name, module in modules.items() if id(module) in shared}
-        layers = {name: m.packed for name, m in modules.items() if isinstance(m, MixedLinear) and name not in fused}
+        layers = {name: m.packed for name, m in modules.items() if isinstance(m, _PACKED) and name not in fused}
         layers.update({name: part.packed for name, part in parts.items()})
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
+        metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
         prefixes = tuple(f"{name}." for name in fused)
         state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
         for name in marked(state):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from . import ops
 from .architecture import features
 from .nn import FusedPart, MixedLinear
-from .nn_conv import CONVOLUTIONS, MixedConv
+from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv
 from .nn_experts import MixedExperts
 from .packed_config import WeightFormat, quantization_config
 from .packed_file import packed_specs
@@ -19,24 +19,19 @@ from .packed_weight import PackedWeight
 from .weight import PARTS
 
 
-def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
+def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
-
-    Args:
-        model: any.
-        convolutions: whether it describes those, too.
 
     Raises:
         ValueError: no packed layer, or layers with an activation, or with different treatment of x:
             neither is stored.
     """
-    kinds = (MixedLinear, FusedPart, MixedConv) if convolutions else (MixedLinear, FusedPart)
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
     weights: dict[str, WeightFormat] = {}
     treatments: dict[tuple[str, bool], str] = {}
     for name, module in modules.items():
-        if not isinstance(module, kinds) or id(module) in shared:
+        if not isinstance(module, MixedLinear | FusedPart | MixedConv) or id(module) in shared:
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
         if layer.activation is not None:
@@ -51,16 +46,23 @@ def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
     if len(treatments) > 1:
         listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
         raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
-    plain = [
-        name
-        for name, module in modules.items()
-        if features(module) is not None or (convolutions and isinstance(module, CONVOLUTIONS))
-    ]
+    plain = [name for name, module in modules.items() if features(module) is not None or isinstance(module, CONVOLUTIONS)]
     return quantization_config(weights, plain, *next(iter(treatments)))
 
 
-def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
-    """A packed weight in place of a linear layer's or a convolution's, of tensors that have shapes and dtypes alone."""
+def without_values(layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool) -> MixedLinear | MixedConv:
+    """The packed layer in place of a linear layer or a convolution; its tensors have shapes and dtypes alone.
+
+    Raises:
+        ValueError: a format with tensors that no packed weight has, or a layer that cannot be packed.
+    """
+    weight = _weight_without_values(layer, form)
+    if isinstance(layer, CONVOLUTIONS):
+        return mixed_conv(layer, weight, act_quant, act_symmetric)
+    return MixedLinear(weight, act_quant, act_symmetric)
+
+
+def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     dtypes = dict(form.tensors)
     if layer.bias is not None:
         dtypes.setdefault("bias", layer.bias.dtype)

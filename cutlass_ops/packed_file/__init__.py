@@ -31,10 +31,10 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ``verify`` checks the checksums; a loader, which does not read all data, cannot. The writer knows
 them last, so it writes the header last: its length does not depend on them.
 
-Files that ``save_pretrained`` of transformers wrote are recognised by the ``config.json`` beside
-them. Of the table they have ``format`` and ``weights``, the latter of the whole model in each
-shard. Where they lack that, ``config.json`` has bits and group size, and N and K are those of
-``bias`` and ``perm`` or, without them, those of the padded matrix.
+Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
+``config.json`` beside them. Of the table they have ``format``, ``weights`` and ``kernels``, the last
+two of the whole model in each shard. Where they lack these, ``config.json`` has bits and group size,
+and N and K are those of ``bias`` and ``perm`` or, without them, those of the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
 naming ``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the
@@ -46,7 +46,7 @@ stored as a tensor of the fp32 values that its file gives it, a tied embedding t
 from .info import PackedInfo, is_packed, packed_info
 from .layout import PACKED_DTYPES, Slices, check_names, empty_packed, packed_specs
 from .load import load_packed, packed_problem, read_packed_weight
-from .write import experts_metadata, packed_metadata, save_packed, weights_metadata
+from .write import experts_metadata, kernels_metadata, packed_metadata, save_packed, weights_metadata
 
 __all__ = [
     "PACKED_DTYPES",
@@ -56,6 +56,7 @@ __all__ = [
     "empty_packed",
     "experts_metadata",
     "is_packed",
+    "kernels_metadata",
     "load_packed",
     "packed_info",
     "packed_metadata",
