@@ -26,6 +26,8 @@ PYTEST_ARGS ?=
 DEMO_ARGS ?= $(if $(filter OFF,$(DEMO_CUDA)),--tokens 16)
 
 PY := $(VENV)/bin/python
+# A process a core, each with one thread.
+PYTEST = OMP_NUM_THREADS=1 $(PY) -m pytest -n auto
 # pip and CMake must find this environment's cmake, ninja and clang-format.
 export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
@@ -102,7 +104,7 @@ build: $(VENV)/.ready
 
 test: build
 	ctest --test-dir $(BUILD) --output-on-failure -j 2
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PYTEST) $(PYTEST_ARGS)
 
 # The lower bounds of pyproject.toml, first on the path, except torch's, whose old releases take gigabytes.
 define BOUNDS
@@ -111,12 +113,18 @@ print(*(line.replace(">=", "==") for line in requires("cutlass_ops") if "extra =
 endef
 export BOUNDS
 
+# transformers and PEFT at their lower bounds want other versions of packages beside them: those of constraints-oldest.txt.
 oldest: build
-	rm -rf build/oldest
+	rm -rf build/oldest build/oldest-hf
 	$(PY) -c "$$BOUNDS" > $(VENV)/oldest.txt
 	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
-	PYTHONPATH=$(abspath build/oldest) $(PY) -m pytest -q -m "not slow and not gpu" \
+	PYTHONPATH=$(abspath build/oldest) $(PYTEST) -q -m "not slow and not gpu" \
 	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
+	grep -vxFf constraints.txt constraints-oldest.txt > $(VENV)/oldest.txt
+	$(PY) -m pip install -q --no-deps --target build/oldest-hf -r $(VENV)/oldest.txt
+	PYTHONPATH=$(abspath build/oldest-hf) $(PYTEST) -q -m "not slow and not gpu" \
+	  tests/test_gguf_models.py tests/test_hf.py tests/test_load_model.py tests/test_packed_state.py tests/test_peft.py \
+	  tests/test_quantize_model.py
 
 # Every test without constraints, in a new environment. pytest says which versions are others than in constraints.txt.
 newest:
@@ -127,12 +135,18 @@ newest:
 HELD = 'torch==2.13.0' 'transformers<5.24'
 
 # For Python 3.10 and later, on any platform. Torch pins the packages of CUDA that it needs.
+# $(call resolve,FILE,OPTIONS): the versions for the requirements of $(VENV)/requirements.txt.
+define resolve
+	uv pip compile -q --upgrade --universal --python-version 3.10 --no-annotate --no-header --no-python-downloads $(2) \
+	  -o $(VENV)/compiled.txt $(VENV)/requirements.txt
+	{ echo "# Made by make constraints."; grep -vE '^(nvidia-|cuda-toolkit|triton)' $(VENV)/compiled.txt; } > $(1)
+endef
 constraints: $(VENV)/.base
 	$(PIP_INSTALL) uv
 	{ $(PY) -c "$$REQUIREMENTS"; printf '%s\n' uv ros-gtest-vendor $(BUILD_TOOLS) $(HELD); } > $(VENV)/requirements.txt
-	uv pip compile -q --upgrade --universal --python-version 3.10 --no-annotate --no-header --no-python-downloads \
-	  -o $(VENV)/compiled.txt $(VENV)/requirements.txt
-	{ echo "# Made by make constraints."; grep -vE '^(nvidia-|cuda-toolkit|triton)' $(VENV)/compiled.txt; } > constraints.txt
+	$(call resolve,constraints.txt)
+	{ $(PY) -c "$$REQUIREMENTS" hf demo peft; printf '%s\n' $(HELD); } > $(VENV)/requirements.txt
+	$(call resolve,constraints-oldest.txt,--resolution lowest-direct)
 
 # For the Python of the environment, and this machine's glibc or a later one: auditwheel names it in the tag, and fails where a
 # library would be needed that not every Linux has. The wheels of both kinds have one name, so each has a folder.

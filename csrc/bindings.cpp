@@ -393,6 +393,14 @@ PYBIND11_MODULE(_C, m) {
       py::arg("symmetric"), py::arg("quantized"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"),
       py::arg("out_type"), py::arg("threads"), "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
   m.def(
+      "cpu_dequantize",
+      [](Weight const& weight, Pointer out, DataType type, int first_row, int rows, int threads) {
+        py::gil_scoped_release release;
+        cpu_dequantize({weight, as<void>(out), type, first_row, rows}, threads);
+      },
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("first_row"), py::arg("rows"), py::arg("threads"),
+      "dequantize in host memory.");
+  m.def(
       "dequantize",
       [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {
         check(dequantize({weight, as<void>(out), type, first_row, rows}, as<void>(stream)));

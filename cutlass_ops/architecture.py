@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from .model_experts import PRODUCTS, ExpertsForm, experts_form
+from .nn_conv import CONVOLUTIONS
 from .weight_reads import readers
 
 #: Module names that are no linear layers of transformers' models, with the reason; used where the
@@ -112,9 +113,9 @@ class Architecture:
             self._readers = readers(model, lambda read, module: all(_may_be(*test, module) for test in read.tests))
             self._conversions = Conversions(model)
 
-    def place(self, module: str) -> tuple[str, str]:
+    def place(self, module: str, convolutions: bool = False) -> tuple[str, str]:
         """The model's name of a checkpoint's module, and why its weight is not that of a linear
-        layer there.
+        layer there, or with ``convolutions`` of a convolution.
 
         Returns:
             Name and reason. The reason is "" for a linear layer; the name is "" if the model is not
@@ -130,7 +131,8 @@ class Architecture:
         kind = type(owner).__name__
         if pattern is not None:
             return name, f"transformers loads it as part of {renamed}"
-        if part != "weight" or owner is None or features(owner) is None:
+        fits = owner is not None and (features(owner) is not None or (convolutions and isinstance(owner, CONVOLUTIONS)))
+        if part != "weight" or not fits:
             what = "an embedding" if isinstance(owner, nn.Embedding) else f"a parameter of {kind}, which is no nn.Linear"
             return name, f"it is {what}"
         if isinstance(owner, nn.Linear) and not _is_plain(cast(Hashable, type(owner))):
@@ -273,12 +275,13 @@ def skeleton(transformers: ModuleType, config: Any) -> Any:
 
 
 def output_heads(model: Any) -> set[str]:
-    """Names of the linear layers that make the results of a model of transformers, which suffer most from few bits."""
+    """Names of the layers that make the results of a model of transformers, which suffer most from few bits."""
     head = model.get_output_embeddings()
     return {
         name
         for name, module in model.named_modules()
-        if features(module) is not None and (module is head or not _HEADS.isdisjoint(name.split(".")))
+        if (features(module) is not None or isinstance(module, CONVOLUTIONS))
+        and (module is head or not _HEADS.isdisjoint(name.split(".")))
     }
 
 

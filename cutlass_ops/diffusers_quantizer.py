@@ -20,15 +20,11 @@ from torch import Tensor, nn
 
 from .architecture import features
 from .nn import MixedLinear
-from .nn_conv import CONVOLUTIONS as _CONVOLUTIONS
-from .nn_conv import MixedConv, mixed_conv
+from .nn_conv import CONVOLUTIONS, MixedConv
 from .packed_buffers import marked
 from .packed_config import QUANT_METHOD, weight_format
-from .packed_file import packed_problem
+from .packed_file import kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, put_floats, without_values
-
-#: Whether models with packed convolutions can be saved.
-CONVOLUTIONS = True
 
 
 class _Method(str, enum.Enum):
@@ -71,15 +67,10 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         config = self.quantization_config.to_dict()
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
         for name, module in list(model.named_modules()):
-            is_convolution = isinstance(module, _CONVOLUTIONS)
-            if not is_convolution and features(module) is None:
-                continue
-            form = weight_format(config, name)
-            if form is None:
-                continue
-            weight = without_values(module, form)
-            layer = mixed_conv(module, weight, *treatment) if is_convolution else MixedLinear(weight, *treatment)
-            model.set_submodule(name, layer)
+            if isinstance(module, CONVOLUTIONS) or features(module) is not None:
+                form = weight_format(config, name)
+                if form is not None:
+                    model.set_submodule(name, without_values(module, form, *treatment))
         model.register_to_config(quantization_config=self.quantization_config)
 
     def update_missing_keys(self, model: Any, missing_keys: list[str], prefix: str) -> list[str]:
@@ -145,7 +136,11 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
                     f"{key!r} is packed, and the model's configuration does not say so: layers are saved that "
                     "quantize_model, replace_linears or replace_convs of the whole model packed, before they are fused"
                 )
-        return {name: tensor for name, tensor in state_dict.items() if name not in marks}, {}
+        forms = {key.rpartition(".")[0]: form for key, form in marks.items()}
+        weights = {name: (*form["shape"], form["bits"], form["group_size"]) for name, form in forms.items()}
+        kernels = kernels_metadata({name: form["kernel_size"] for name, form in forms.items()})
+        stored = {name: tensor for name, tensor in state_dict.items() if name not in marks}
+        return stored, {"weights": weights_metadata(weights), **kernels}
 
     def _dequantize(self, model: Any) -> Any:
         with torch.device("meta"):
@@ -188,7 +183,7 @@ def attach(model: Any) -> None:
     Raises:
         ValueError: as :func:`describe`.
     """
-    config = CutlassOpsDiffusersConfig(**describe(model, convolutions=True))
+    config = CutlassOpsDiffusersConfig(**describe(model))
     model.hf_quantizer = CutlassOpsDiffusersQuantizer(config)
     model.is_quantized = True
     model.quantization_method = config.quant_method

@@ -160,6 +160,13 @@ def padded_k(k: int, taps: int = 1) -> int:
     return taps * -(-k // taps // K_PER_TILE) * K_PER_TILE
 
 
+def packed_bytes(shape: Sequence[int], bits: int) -> int:
+    """Bytes of the packed codes of a weight ``[N, K]``, or of a convolution's ``[N, C, *kernel]``, each tap of it padded."""
+    n, channels, *kernel = shape
+    taps = math.prod(kernel)
+    return padded_rows(n) * padded_k(taps * channels, taps) * bits // 8
+
+
 def padded_groups(k: int, group_size: int, taps: int = 1) -> int:
     """Groups in a packed group vector: those of the padded K where several share a tile."""
     if group_size in (32, 64):

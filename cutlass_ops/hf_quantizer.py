@@ -25,22 +25,22 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, Conversions, features
 from .checkpoints.gguf_models import exceeds_fp16
-from .model_experts import PRODUCTS, experts_form
+from .model_experts import PRODUCTS
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, weight_format
 from .packed_experts import PackedExperts
-from .packed_file import experts_metadata, packed_problem, weights_metadata
+from .packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
 from .safetensors_files import opened
 from .weight import PARTS
 
 #: How many names an error lists.
 _MOST_NAMES = 8
-#: Whether models with packed convolutions can be saved.
-CONVOLUTIONS = False
+#: What holds a packed weight in a model that was loaded.
+_PACKED = (MixedLinear, MixedConv)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -168,8 +168,8 @@ def _listed(names: Sequence[str]) -> str:
 
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
-    """Makes :class:`cutlass_ops.MixedLinear` and :class:`cutlass_ops.nn.MixedExperts` layers for the
-    tensors of a packed model, and checks what was loaded.
+    """Makes :class:`cutlass_ops.MixedLinear` layers, packed convolutions and
+    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks what was loaded.
 
     Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of
     ``from_pretrained`` is that of x, norms and embeddings; scales and zero points keep the
@@ -187,8 +187,6 @@ class CutlassOpsQuantizer(HfQuantizer):
             delattr(config, GUARD_KEY)
         return config
 
-    update_tp_plan = update_attn_implementation  # the hook that earlier versions of transformers 5 have there
-
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
@@ -198,19 +196,17 @@ class CutlassOpsQuantizer(HfQuantizer):
                 f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
                 stacklevel=2,
             )
-        options = config.get("act_quant", "none"), config.get("act_symmetric", True)
-        linears, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"))
-        for name in (*linears, *experts):
+        treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
+        layers, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"))
+        for name in (*layers, *experts):
             module = model.get_submodule(name)
-            layer: MixedLinear | MixedExperts | None = None
             try:
-                if name in linears:
-                    layer = MixedLinear(without_values(module, linears[name]), *options)
-                elif (form := experts_form(module)) is not None:
-                    layer = experts_without_values(form, experts[name], *options)
+                if name in layers:
+                    layer: nn.Module = without_values(module, layers[name], *treatment)
+                else:
+                    layer = experts_without_values(module, experts[name], *treatment)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
-            assert layer is not None
             model.set_submodule(name, layer)
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
@@ -224,7 +220,7 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _packed_layers(
         self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None
     ) -> tuple[dict[str, WeightFormat], dict[str, dict[str, WeightFormat]]]:
-        """Formats of the linear layers to replace, by the model's names of them, and of experts' products.
+        """Formats of the linear layers and convolutions to replace, by the model's names of them, and of experts' products.
 
         Raises:
             ValueError: a packed weight of which the model cannot make a layer.
@@ -249,7 +245,7 @@ class CutlassOpsQuantizer(HfQuantizer):
                 else:
                     experts.setdefault(place[0], {})[place[1]] = form
                 continue
-            name, reason = architecture.place(stored)
+            name, reason = architecture.place(stored, convolutions=True)
             # save_pretrained has the model's names in the configuration, and the checkpoint's in
             # the files.
             form = weight_format(config, name if stored not in named and name in named else stored)
@@ -271,9 +267,12 @@ class CutlassOpsQuantizer(HfQuantizer):
         return found, experts
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only logs."""
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
+        the sizes of parameters, which it does not compare before version 5.23.
+        """
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
+        self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
 
         def keep(info: Any) -> None:
             adjust(info)
@@ -287,6 +286,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
+                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
         for name, layer in packed_layers(model).items():
             with _in_memory(layer):
                 layer.view_buffers()
@@ -326,23 +328,22 @@ class CutlassOpsQuantizer(HfQuantizer):
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`),
-                experts whose tensors transformers would convert, and convolutions.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), or
+                experts whose tensors transformers would convert.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
-        if names := [name for name, module in model.named_modules() if isinstance(module, MixedConv)]:
-            raise ValueError(f"layers of packed convolutions cannot be saved in a model yet: {_listed(names)}")
         experts = _products(model)
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         shared = {id(part.shared) for part in parts.values()}
         modules = dict(model.named_modules())
         fused = {name for name, module in modules.items() if id(module) in shared}
-        layers = {name: m.packed for name, m in modules.items() if isinstance(m, MixedLinear) and name not in fused}
+        layers = {name: m.packed for name, m in modules.items() if isinstance(m, _PACKED) and name not in fused}
         layers.update({name: part.packed for name, part in parts.items()})
         layers.update({name: packed.weight for name, packed in experts.items()})
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
+        metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
         if experts:
             metadata["experts"] = experts_metadata({name: (packed.experts, packed.n) for name, packed in experts.items()})
         prefixes = tuple(f"{name}." for name in fused)

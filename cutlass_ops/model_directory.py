@@ -34,6 +34,7 @@ from typing import Any
 
 from .architecture import architecture_of
 from .checkpoints import Checkpoint
+from .checkpoints.gguf_header import ADDS_BOS
 from .model_card import CARD, model_card
 from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
 from .packed_file import Slices
@@ -295,8 +296,9 @@ def _gguf_files(checkpoint: Checkpoint) -> tuple[dict[str, bytes], str]:
                 # Alone in a directory: transformers would read settings that stand beside it.
                 (Path(scratch) / "model.gguf").symlink_to(checkpoint.files[0].resolve())
                 # Not AutoTokenizer, which takes the architecture's class; some files have a
-                # tokenizer of another.
-                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf")
+                # tokenizer of another. Before transformers 5.23 it took no notice of this key.
+                begins = {"add_bos_token": True} if checkpoint.metadata.get(ADDS_BOS) == "True" else {}
+                tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(scratch, gguf_file="model.gguf", **begins)
                 saved = Path(scratch) / "saved"
                 tokenizer.save_pretrained(saved)
                 files |= {file.name: file.read_bytes() for file in sorted(saved.iterdir())}

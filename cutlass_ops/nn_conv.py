@@ -172,7 +172,7 @@ def mixed_conv(conv: Any, packed: PackedWeight, act_quant: str, act_symmetric: b
         ValueError: a padding that :func:`cutlass_ops.mixed_conv2d` does not have.
     """
     layer = next(layer for kind, layer in _LAYERS.items() if isinstance(conv, kind))
-    return layer(packed, conv.stride, _padding(conv), conv.dilation, conv.groups, act_quant, act_symmetric)
+    return layer(packed, conv.stride, padding_of(conv), conv.dilation, conv.groups, act_quant, act_symmetric)
 
 
 def replace_convs(
@@ -184,9 +184,8 @@ def replace_convs(
     """Put a :class:`MixedConv` in the place of each convolution that ``packed`` names.
 
     A layer's own bias is kept where the packed weight has none. Every name is checked before the first layer is replaced, so
-    that an error leaves the model as it was. A packed weight stays on its device; move the model after. The packed weights of
-    convolutions are kept by :func:`cutlass_ops.save_packed`, and by ``save_pretrained`` of diffusers' models;
-    that of transformers' refuses them.
+    that an error leaves the model as it was. A packed weight stays on its device; move the model after. Models of transformers
+    and diffusers are saved and loaded with their packed convolutions.
 
     Args:
         model: any module; changed in place.
@@ -199,7 +198,8 @@ def replace_convs(
     Raises:
         ValueError: a name that the model does not have, a weight of another shape than the layer's, or a padding that
             :func:`cutlass_ops.mixed_conv2d` does not have: of another mode than "zeros", or "same" where that is not
-            the same on both sides; a model of transformers or diffusers that another method quantised.
+            the same on both sides; a model of transformers or diffusers that another method quantised, or whose packed
+            layers differ in ``act_quant`` or ``act_symmetric`` once these are in place.
         TypeError: a named module that is no ``torch.nn.Conv1d``, ``Conv2d`` or ``Conv3d``, or a value that is not a
             PackedWeight.
     """
@@ -227,13 +227,17 @@ def replace_convs(
         parent, _, child = name.rpartition(".")
         replacement.train(modules[name].training)
         setattr(modules[parent], child, replacement)
-    if layers and quantizer is not None and quantizer.CONVOLUTIONS:
+    if layers and quantizer is not None:
         quantizer.attach(model)
     return list(layers)
 
 
-def _padding(conv: Any) -> tuple[int, ...]:
-    """The padding of one of torch's convolutions, which may be "valid" or "same"."""
+def padding_of(conv: Any) -> tuple[int, ...]:
+    """The padding of one of torch's convolutions, which may be "valid" or "same", in pixels.
+
+    Raises:
+        ValueError: one that :func:`cutlass_ops.mixed_conv2d` does not have.
+    """
     if conv.padding_mode != "zeros":
         raise ValueError(f"padding_mode is {conv.padding_mode!r}; 'zeros' is supported")
     if conv.padding == "valid":

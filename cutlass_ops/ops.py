@@ -422,12 +422,14 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
-    if weight.gpu < 0:
-        return reference.dequantize_weight(weight.row_panels(start, stop).unpack(), dtype)
     if weight.kernel_size:
         taps = run_dequantize(weight.matrix, dtype, start, stop).view(stop - start, *weight.kernel_size, -1)
         return taps[..., : weight.k // weight.taps].movedim(-1, 1).contiguous()
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
+    if weight.gpu < 0:
+        threads = torch.get_num_threads()
+        _C.cpu_dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads)
+        return out
     with on_device(weight.device):
         _C.dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, stop - start)
     return out

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from . import formats, ops
 from .architecture import features
-from .model_experts import PRODUCTS, ExpertsForm, experts_form
+from .model_experts import PRODUCTS, experts_form
 from .nn import FusedPart, MixedLinear
-from .nn_conv import CONVOLUTIONS, MixedConv
+from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv
 from .nn_experts import ExpertWeights, MixedExperts
 from .packed_config import WeightFormat, quantization_config
 from .packed_experts import PackedExperts
@@ -22,25 +22,20 @@ from .packed_weight import PackedWeight
 from .weight import PARTS
 
 
-def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
+def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
-
-    Args:
-        model: any.
-        convolutions: whether it describes those, too.
 
     Raises:
         ValueError: no packed layer, or layers with an activation, or with different treatment of x:
             neither is stored.
     """
-    kinds = (MixedLinear, FusedPart, MixedExperts, *((MixedConv,) if convolutions else ()))
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
     weights: dict[str, WeightFormat] = {}
     experts = []
     treatments: dict[tuple[str, bool], str] = {}
     for name, module in modules.items():
-        if not isinstance(module, kinds) or id(module) in shared:
+        if not isinstance(module, MixedLinear | FusedPart | MixedConv | MixedExperts) or id(module) in shared:
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
         treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
@@ -58,11 +53,7 @@ def describe(model: nn.Module, convolutions: bool = False) -> dict[str, Any]:
     if len(treatments) > 1:
         listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
         raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
-    plain = [
-        name
-        for name, module in modules.items()
-        if features(module) is not None or (convolutions and isinstance(module, CONVOLUTIONS))
-    ]
+    plain = [name for name, module in modules.items() if features(module) is not None or isinstance(module, CONVOLUTIONS)]
     return quantization_config(weights, plain, *next(iter(treatments)), experts)
 
 
@@ -71,13 +62,25 @@ def _format(packed: PackedWeight | PackedExperts, left_out: set[str]) -> WeightF
     return WeightFormat(packed.bits, packed.group_size, tuple((part, t.dtype) for part, t in parts if part not in left_out))
 
 
-def packed_layers(model: nn.Module) -> dict[str, MixedLinear | ExpertWeights]:
-    """The modules of a model that hold tensors of packed matrices, by their names."""
-    return {name: module for name, module in model.named_modules() if isinstance(module, MixedLinear | ExpertWeights)}
+def packed_layers(model: nn.Module) -> dict[str, MixedLinear | MixedConv | ExpertWeights]:
+    """The modules of a model that hold the tensors of packed weights, by their names."""
+    kinds = MixedLinear | MixedConv | ExpertWeights
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
-    """A packed weight in place of a linear layer's or a convolution's, of tensors that have shapes and dtypes alone."""
+def without_values(layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool) -> MixedLinear | MixedConv:
+    """The packed layer in place of a linear layer or a convolution; its tensors have shapes and dtypes alone.
+
+    Raises:
+        ValueError: a format with tensors that no packed weight has, or a layer that cannot be packed.
+    """
+    weight = _weight_without_values(layer, form)
+    if isinstance(layer, CONVOLUTIONS):
+        return mixed_conv(layer, weight, act_quant, act_symmetric)
+    return MixedLinear(weight, act_quant, act_symmetric)
+
+
+def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     dtypes = _dtypes(form)
     if layer.bias is not None:
         dtypes.setdefault("bias", layer.bias.dtype)
@@ -94,20 +97,28 @@ def without_values(layer: Any, form: WeightFormat) -> PackedWeight:
 
 
 def experts_without_values(
-    layer: ExpertsForm, forms: Mapping[str, WeightFormat], act_quant: str, act_symmetric: bool
+    layer: nn.Module, forms: Mapping[str, WeightFormat], act_quant: str, act_symmetric: bool
 ) -> MixedExperts:
-    """The same of experts, as a module; ``forms`` by product."""
+    """The same in place of an experts module, with the formats of its products.
+
+    Raises:
+        ValueError: as above, biases that the module has not, or has.
+    """
+    own = experts_form(layer)
+    if own is None:
+        raise ValueError(f"{type(layer).__name__} computes something else than packed experts")
 
     def weight(product: str) -> PackedExperts:
-        form, (experts, n, k) = forms[product], layer.shape(product)
-        if ("bias" in dict(form.tensors)) != layer.biased:
-            raise ValueError(f"{product} has {'no ' if layer.biased else ''}biases; the model's experts have")
+        form, (experts, n, k) = forms[product], own.shape(product)
+        if ("bias" in dict(form.tensors)) != own.biased:
+            stated, has = ("no biases", "biases") if own.biased else ("biases", "no biases")
+            raise ValueError(f"{product} is said to have {stated}; the model's experts have {has}")
         specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
         parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
         return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size)
 
     gate_up, down = map(weight, PRODUCTS)
-    return MixedExperts(gate_up, down, layer.activation, act_quant, act_symmetric)
+    return MixedExperts(gate_up, down, own.activation, act_quant, act_symmetric)
 
 
 def _dtypes(form: WeightFormat) -> dict[str, torch.dtype]:

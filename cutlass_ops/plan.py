@@ -318,9 +318,9 @@ def _is_convolution(entry: Entry) -> bool:
 
 def _reason_against_taps(entry: Entry, bits: int) -> str:
     """Why a convolution of few channels stays plain: packed it is larger; "" if it is not."""
-    n, channels, *kernel = entry.shape
+    _, channels, *kernel = entry.shape
     taps = math.prod(kernel)
-    packed = formats.padded_rows(n) * formats.padded_k(taps * channels, taps) * bits // 8
+    packed = formats.packed_bytes(entry.shape, bits)
     if packed < entry.nbytes:
         return ""
     return f"its {taps} taps of {channels} channels take {packed} bytes packed, and {entry.nbytes} as they are"

@@ -9,11 +9,12 @@ from warnings import warn
 
 from torch import Tensor, nn
 
-from . import arguments, native
+from . import arguments, formats, native
 from .architecture import output_heads
 from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_experts import PRODUCTS, experts_form
 from .nn import MixedLinear
+from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv, padding_of
 from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
 from .quantizer_module import quantizer_module
@@ -25,6 +26,10 @@ _Model = TypeVar("_Model", bound=nn.Module)
 
 #: The output head of most models. ``skip`` may name it where there is none.
 _LM_HEAD = "lm_head"
+#: What models of diffusers call their first and last convolutions.
+_ENDS = ("conv_in", "conv_out")
+#: Convolutions of torch, with those that no packed layer takes the place of.
+_ANY_CONVOLUTION = (*CONVOLUTIONS, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 #: Subclasses of torch.nn.Linear that compute what it does and whose weights nobody else reads.
 _PLAIN_SUBCLASSES = ("transformers.models.falcon.modeling_falcon.FalconLinear",)
@@ -39,7 +44,7 @@ _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A linear layer of a model, or one of experts: its first name, and each module that has it, with its name there."""
+    """A layer of a model, linear, a convolution or of experts: its first name; each module that has it, and its name there."""
 
     name: str
     places: list[tuple[nn.Module, str]]
@@ -66,8 +71,10 @@ def quantize_model(
     skip: Collection[str] | None = None,
     book: str | Tensor | None = None,
     clip: str | None = None,
+    convs: bool = False,
 ) -> _Model:
-    """Quantise the linear layers of a model: each becomes a :class:`cutlass_ops.MixedLinear`.
+    """Quantise the linear layers of a model, and with ``convs`` its convolutions: each linear layer becomes a
+    :class:`cutlass_ops.MixedLinear`, each convolution a :class:`cutlass_ops.nn.MixedConv2d` or its like.
 
     Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, become
     :class:`cutlass_ops.nn.MixedExperts`.
@@ -75,15 +82,23 @@ def quantize_model(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
 
-    Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K. Each layer keeps its device,
-    its bias (a buffer from then on), its training flag and its accelerate hook. Scales have the dtype of the
-    weight. Layers that are MixedLinear already are passed over. A model of transformers is converted (``model.half()``)
-    before it is quantised, or loaded with the ``dtype`` that it shall have: transformers converts no quantised model.
+        unet = UNet2DConditionModel.from_pretrained(name, subfolder="unet", torch_dtype=torch.float16).cuda()
+        co.quantize_model(unet, bits=8, act_quant="block", convs=True)
+
+    Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K, and with ``convs``
+    ``torch.nn.Conv1d``, ``Conv2d`` and ``Conv3d``. Each layer keeps its device, its bias (a buffer from then on), its training
+    flag and its accelerate hook. Scales have the dtype of the weight. Packed layers are passed over. A model of transformers
+    is converted (``model.half()``) before it is quantised, or loaded with the ``dtype`` that it shall have: transformers
+    converts no quantised model.
 
     Left as they are, with one warning that has their names and the reason, before the first layer changes:
 
     - subclasses of ``torch.nn.Linear``, such as layers of bitsandbytes and PEFT and the ``out_proj`` of
       ``torch.nn.MultiheadAttention``; Falcon's is quantised;
+    - subclasses of torch's convolutions, such as timm's that pad x or standardise the weight in the call, transposed
+      convolutions, and paddings that :func:`cutlass_ops.mixed_conv2d` does not have (reflected, or more on one side);
+    - convolutions that packed would be larger, because the channels of a tap are padded to 128 and output channels to 64:
+      those that read an image, depthwise ones, others of few channels or few output channels;
     - layers whose weight or bias is also another module's (tied heads), is computed (parametrizations, weight norm),
       or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or an own
       ``forward``;
@@ -102,7 +117,7 @@ def quantize_model(
     someone else, such as an optimiser, keeps it.
 
     Args:
-        model: any module with linear layers inside; changed in place.
+        model: any module with such layers inside; changed in place.
         bits: 4 or 8.
         group_size: 32, 64, a multiple of 128, or -1 (one group for all of K). The last group may be short.
         symmetric: whether codes are centred on ``2**(bits-1)``; otherwise each group has an integer zero point.
@@ -113,17 +128,20 @@ def quantize_model(
             "model.lm_head"; "layers.0" matches "model.layers.0.mlp.up_proj" and not "model.layers.01". An entry
             that matches no module is refused, but for "lm_head". None leaves output heads, which suffer most from few
             bits: "lm_head", and in models of transformers also what ``get_output_embeddings`` returns and layers in
-            modules named "classifier", "score", "qa_outputs" and "embed_out". With ``()`` nothing is left.
+            modules named "classifier", "score", "qa_outputs" and "embed_out". With ``convs`` it also leaves
+            "conv_in" and "conv_out", the first and last convolutions of models of diffusers. With ``()`` nothing is left.
         book: None, "nf4", "fp4", "mxfp4", "e4m3" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
         clip: None or "mse", as in :func:`cutlass_ops.quantize`.
+        convs: whether convolutions are quantised, too. Groups are ``group_size`` channels of a tap, of which the last may be
+            short; -1 is one group for all taps.
 
     Returns:
         ``model`` itself.
 
     Raises:
         TypeError: the model is not a module, or an argument has the wrong type.
-        ValueError: an argument that is not supported; a model that is compiled, is itself the linear layer, or has no
-            layer to quantise; a model of transformers or diffusers that another method quantised, or that has packed layers
+        ValueError: an argument that is not supported; a model that is compiled, is itself the layer, or has no layer
+            to quantise; a model of transformers or diffusers that another method quantised, or that has packed layers
             with another ``act_quant``; a weight without values (on the meta device), on a device that is neither CPU nor
             CUDA, or that has NaN or infinite values. All this is found before the first layer changes.
         RuntimeError: quantising a layer failed, as it does without enough memory (then a torch.OutOfMemoryError or
@@ -135,41 +153,46 @@ def quantize_model(
     check_options(bits, group_size, book, clip)
     if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
-    if type(symmetric) is not bool:
-        raise TypeError(f"symmetric is {symmetric!r}; True or False is expected")
+    for option, value in (("symmetric", symmetric), ("convs", convs)):
+        if type(value) is not bool:
+            raise TypeError(f"{option} is {value!r}; True or False is expected")
     if book is not None and act_quant != "none":
         raise ValueError(f"act_quant is {act_quant!r}; with a code book it is 'none'")
     if skip is not None:
         _check_skip(model, skip)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError("the model is compiled; quantise it first, then compile it")
-    if _is_linear(model):
+    if _is_layer(model, convs):
         raise ValueError(
             f"the model is itself a {type(model).__name__} and cannot be replaced in place; "
-            "use cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(weight)))"
+            "make a layer of cutlass_ops of its weight (cutlass_ops.quantize, then cutlass_ops.reorder)"
         )
     quantizer = quantizer_module(model)
     if skip is None:
-        skip = (_LM_HEAD, *(output_heads(model) if hasattr(model, "get_output_embeddings") else ()))
-    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, MixedLinear | MixedExperts)}
+        heads = output_heads(model) if hasattr(model, "get_output_embeddings") else ()
+        skip = (_LM_HEAD, *heads, *(_ENDS if convs else ()))
+    packed = MixedLinear | MixedExperts | MixedConv
+    before = {name: layer for name, layer in model.named_modules() if isinstance(layer, packed)}
     for name, layer in before.items():
         if quantizer is not None and layer.act_quant != act_quant:
             raise ValueError(
                 f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
                 "such a model is saved with one (cutlass_ops.set_activations)"
             )
-    chosen, left = _choose(model, skip)
+    chosen, left = _choose(model, skip, bits if convs else None)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
     if not chosen and not before:
-        raise ValueError("the model has no linear layer to quantise" + (f" ({stays})" if stays else ""))
-    for linear in chosen:
-        _check_values(linear)
+        what = "linear layer or convolution" if convs else "linear layer"
+        raise ValueError(f"the model has no {what} to quantise" + (f" ({stays})" if stays else ""))
+    for found in chosen:
+        _check_values(found)
     if stays:
         warn(f"these stay as they are: {stays}", stacklevel=2)
     try:
-        _replace(chosen, lambda linear: _packed(linear, bits, group_size, symmetric, act_quant, book, clip))
+        _replace(chosen, lambda layer: _packed(layer, bits, group_size, symmetric, act_quant, book, clip))
     finally:  # what is done can be saved, even after an error
-        if quantizer is not None and any(isinstance(module, MixedLinear | MixedExperts) for module in model.modules()):
+        kinds = MixedLinear | MixedConv | MixedExperts
+        if quantizer is not None and any(isinstance(module, kinds) for module in model.modules()):
             quantizer.attach(model)
     return model
 
@@ -191,12 +214,20 @@ def _is_linear(module: nn.Module) -> bool:
     return isinstance(module, nn.Linear) or (type(module).__name__ == "Conv1D" and hasattr(module, "nf"))
 
 
+def _is_layer(module: nn.Module, convs: bool) -> bool:
+    """Whether a module is a linear layer, or, if it shall be, any convolution."""
+    return _is_linear(module) or (convs and isinstance(module, _ANY_CONVOLUTION))
+
+
 def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict[str, list[str]]]:
-    """The layers to quantise, and the names of what is not quantised by reason, without those that ``skip`` names."""
+def _choose(model: nn.Module, skip: Collection[str], conv_bits: int | None) -> tuple[list[_Layer], dict[str, list[str]]]:
+    """The layers to quantise, and the names of what is not quantised by reason, without those that ``skip`` names.
+
+    ``conv_bits`` is how many bits convolutions get, None for none.
+    """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -216,10 +247,12 @@ def _choose(model: nn.Module, skip: Collection[str]) -> tuple[list[_Layer], dict
     for module, its_names in names.items():
         if any(_matches(name, skip) for name in its_names):
             continue
-        if _is_linear(module):
+        if _is_layer(module, conv_bits is not None):
             reason = _reason_against(module, owners) or next(
                 (f"{reading[n]} reads the weight itself" for n in its_names if n in reading), ""
             )
+            if conv_bits is not None and isinstance(module, CONVOLUTIONS):
+                reason = reason or _reason_against_conv(module, conv_bits)
             if reason:
                 left.setdefault(reason, []).append(its_names[0])
             else:
@@ -239,12 +272,14 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if plain else id(tensor)
 
 
-def _reason_against(linear: Any, owners: dict[int, set[nn.Module]]) -> str:
-    """Why a linear layer cannot be replaced, whatever is around it; "" if it can."""
-    kind = _qualified(type(linear))
-    if isinstance(linear, nn.Linear) and type(linear) is not nn.Linear and kind not in _PLAIN_SUBCLASSES:
+def _reason_against(layer: Any, owners: dict[int, set[nn.Module]]) -> str:
+    """Why a linear layer or a convolution cannot be replaced, whatever is around it; "" if it can."""
+    kind = _qualified(type(layer))
+    if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear and kind not in _PLAIN_SUBCLASSES:
         return f"{kind} is a subclass of torch.nn.Linear"
-    parameters = linear._parameters
+    if isinstance(layer, _ANY_CONVOLUTION) and type(layer) not in CONVOLUTIONS:
+        return f"{kind} is not torch.nn.Conv1d, Conv2d or Conv3d itself"
+    parameters = layer._parameters
     if parameters.keys() != {"weight", "bias"}:
         return f"the parameters are {', '.join(parameters)}, not weight and bias"
     for part, parameter in parameters.items():
@@ -258,12 +293,22 @@ def _reason_against(linear: Any, owners: dict[int, set[nn.Module]]) -> str:
             return f"the {part} is empty"
         if len(owners[_address(parameter)]) > 1:
             return f"the {part} is also another module's"
-    hooks = (linear._forward_hooks, linear._forward_pre_hooks, linear._backward_hooks, linear._backward_pre_hooks)
+    hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks):
         return "hooks are registered"
-    if "forward" in vars(linear) and not hasattr(linear, "_hf_hook"):
+    if "forward" in vars(layer) and not hasattr(layer, "_hf_hook"):
         return "the layer's forward was replaced"
     return ""
+
+
+def _reason_against_conv(conv: Any, bits: int) -> str:
+    """Why a convolution that could be replaced is not; "" if it is."""
+    try:
+        padding_of(conv)
+    except ValueError as error:
+        return str(error)
+    weight = conv.weight
+    return "" if formats.packed_bytes(weight.shape, bits) < weight.nbytes else "the packed weight would not be smaller"
 
 
 def _check_values(layer: _Layer) -> None:
@@ -302,14 +347,15 @@ def _packed(
         return quantize(weight, bits, group_size, symmetric, book, clip)
 
     layer: nn.Module
-    if _is_linear(module):
+    if _is_layer(module, convs=True):
         weight = module.weight.detach()
-        if not isinstance(module, nn.Linear):
+        if _is_linear(module) and not isinstance(module, nn.Linear):
             weight = weight.t()  # Conv1D has [K, N]
         packed = reorder(quantized(weight))
         if module.bias is not None:
             packed = replace(packed, bias=module.bias.detach().contiguous())
-        layer = MixedLinear(packed, act_quant)
+        is_linear = _is_linear(module)
+        layer = MixedLinear(packed, act_quant) if is_linear else mixed_conv(module, packed, act_quant, act_symmetric=True)
     else:
         form = experts_form(module)
         assert form is not None

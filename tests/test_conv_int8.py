@@ -456,7 +456,7 @@ def node_tests() -> Iterator[tuple[str, str, dict[str, np.ndarray], dict[str, An
 
     ``collect_testcases`` makes those of all operators, which takes half a minute.
     """
-    onnx = pytest.importorskip("onnx", reason="onnx is not installed")
+    onnx = import_or_skip("onnx")
     found: list[tuple[str, str, dict[str, np.ndarray], dict[str, Any], np.ndarray]] = []
 
     def expect(node: Any, inputs: list[np.ndarray], outputs: list[np.ndarray], name: str) -> None:

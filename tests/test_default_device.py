@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -115,7 +116,7 @@ class Arguments:
 
 
 def load_model(a: Arguments) -> Any:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     if not a.llama.exists():
         sizes = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 32}
         config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2)

@@ -10,13 +10,14 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor, nn
 
 import cutlass_ops as co
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.plan import Options
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = import_or_skip("transformers")
 # Python's own parts of transformers and torch warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 

@@ -10,10 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops.packed_file import packed_info
 
 # Parts of diffusers and what it imports warn of each other.
 with warnings.catch_warnings():
@@ -66,7 +68,7 @@ def unet() -> tuple[Any, Callable[[Any], Tensor]]:
 
 
 def vae() -> tuple[Any, Callable[[Any], Tensor]]:
-    model = diffusers.AutoencoderKL(block_out_channels=(32,), norm_num_groups=8)
+    model = diffusers.AutoencoderKL(block_out_channels=(64,), norm_num_groups=8)
     return model, lambda m: m(randn(1, 3, 16, 16)).sample
 
 
@@ -98,16 +100,23 @@ def packed(model: nn.Module) -> dict[str, type]:
     return {name: type(module) for name, module in model.named_modules() if isinstance(module, kinds)}
 
 
-@pytest.mark.parametrize("convolutions", [False, True])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_packed_model_is_saved_and_loaded(name: str, convolutions: bool, tmp_path: Path) -> None:
+#: Ways to pack a model: its linear layers; these by quantize_model and convolutions by replace_convs; both by quantize_model.
+WAYS: dict[str, Callable[[Any], object]] = {
+    "linear": lambda model: co.quantize_model(model, bits=4, group_size=32),
+    "replaced": lambda model: convolved(co.quantize_model(model, bits=4, group_size=32)),
+    "convs": lambda model: co.quantize_model(model, bits=4, group_size=32, convs=True),
+    "int8": lambda model: co.quantize_model(model, bits=8, group_size=32, act_quant="block", convs=True),
+}
+
+
+@pytest.mark.filterwarnings("ignore:these stay as they are:UserWarning")
+@pytest.mark.parametrize(("name", "way"), [("flux", "linear"), *((name, way) for name in ("unet", "vae") for way in WAYS)])
+def test_a_packed_model_is_saved_and_loaded(name: str, way: str, tmp_path: Path) -> None:
     model, run = made(name)
     plain = run(model)
-    co.quantize_model(model, bits=4, group_size=32)
-    if convolutions:
-        if name == "flux":
-            return  # it has none
-        convolved(model)
+    WAYS[way](model)
+    assert any(issubclass(kind, co.nn.MixedConv) for kind in packed(model).values()) == (way != "linear")
+    assert not any("conv_in" in layer or "conv_out" in layer for layer in packed(model) if way != "replaced")
     expected = run(model)
     assert 0 < (expected - plain).norm() < 0.5 * plain.norm()
     model.save_pretrained(tmp_path)
@@ -117,6 +126,33 @@ def test_a_packed_model_is_saved_and_loaded(name: str, convolutions: bool, tmp_p
     assert torch.equal(run(again), expected)
     again.save_pretrained(tmp_path / "again")  # a loaded one, too
     assert torch.equal(run(type(model).from_pretrained(tmp_path / "again")), expected)
+
+
+def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:
+    """Its models are of diffusers and of transformers."""
+    transformers = import_or_skip("transformers")
+    text = transformers.CLIPTextConfig(
+        vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, eos_token_id=2
+    )
+    models = {"unet": made("unet")[0], "vae": made("vae")[0], "text_encoder": transformers.CLIPTextModel(text).eval()}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for model in models.values():
+            co.quantize_model(model, bits=8, group_size=32, act_quant="block", convs=True)
+    absent = dict.fromkeys(("tokenizer", "safety_checker", "feature_extractor"))
+    pipeline = diffusers.StableDiffusionPipeline(
+        **models, **absent, scheduler=diffusers.DDIMScheduler(), requires_safety_checker=False
+    )
+    pipeline.save_pretrained(tmp_path)
+    again = diffusers.DiffusionPipeline.from_pretrained(tmp_path, **absent)
+    tokens, images = torch.tensor([[5, 9, 2]]), []
+    for one in (pipeline, again):
+        one.set_progress_bar_config(disable=True)
+        words = one.text_encoder(tokens)[0]
+        noise = {"latents": randn(1, 4, 8, 8), "num_inference_steps": 1, "guidance_scale": 1.0}
+        images.append(one(prompt_embeds=words, **noise, output_type="pt").images)
+    assert torch.equal(*images)
+    assert {name: packed(getattr(again, name)) for name in models} == {name: packed(model) for name, model in models.items()}
 
 
 def test_scales_keep_their_dtype(tmp_path: Path) -> None:
@@ -156,6 +192,20 @@ def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path:
         model.save_pretrained(tmp_path)
     co.quantize_model(model, bits=8, group_size=32)  # what is packed already is passed over
     model.save_pretrained(tmp_path)
+
+
+def test_the_files_say_sizes_and_kernels(tmp_path: Path) -> None:
+    model, run = made("unet")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        co.quantize_model(model, bits=4, group_size=256, convs=True)
+    model.save_pretrained(tmp_path)
+    info = packed_info(tmp_path / "diffusion_pytorch_model.safetensors")
+    layers = {name: model.get_submodule(name).packed for name in packed(model)}
+    assert info.weights == {name: (w.n, w.k, w.bits, w.group_size) for name, w in layers.items()}
+    assert info.kernels == {name: w.kernel_size for name, w in layers.items() if w.kernel_size}
+    model.save_pretrained(tmp_path / "shards", max_shard_size="200KB")
+    assert torch.equal(run(type(model).from_pretrained(tmp_path / "shards")), run(model))
 
 
 @pytest.mark.parametrize(

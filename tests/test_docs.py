@@ -38,7 +38,7 @@ def test_the_readme_is_short() -> None:
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda example: example.stem)
 def test_examples_run(example: Path) -> None:
-    for package in ("transformers", "onnxruntime", "onnx"):
+    for package in ("diffusers", "transformers", "onnxruntime", "onnx"):
         if package in example.read_text():
             import_or_skip(package)
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+transformers = import_or_skip("transformers")
 # Parts of transformers and torch warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore")
 

@@ -32,21 +32,18 @@ def test_every_page_holds_the_results(figures: ModuleType) -> None:
         assert figures.fill(page.read_text()) == page.read_text(), f"{page} is not what results/ says: run tools/figures.py"
 
 
-def test_the_five_numbers_of_the_readme_are_the_files() -> None:
+def test_the_numbers_of_the_readme_are_the_files() -> None:
     """Read here without the tool's help: the shape and formats that the text names, and the picture's numbers too."""
-    lines = [
-        line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| (W\dA|NF4)[^|]* \| [\d.]+ \|", line)
-    ]
-    assert [line[0] for line in lines] == ["W4A16", "W8A16", "W4A8, scales for blocks", "W8A8, scales for blocks", "NF4"]
+    lines = [line.strip("| ").split(" | ") for line in README.splitlines() if re.match(r"\| W\dA[^|]* \| [\d.]+ \|", line)]
+    assert [line[0] for line in lines] == ["W4A16", "W8A16", "W4A8, scales for blocks", "W8A8, scales for blocks"]
     assert "28672 x 4096, M = 1" in README
-    picture = (ROOT / "results/five.svg").read_text()
+    picture = (ROOT / "results/one_row.svg").read_text()
     rows = {row["format"]: row for row in RESULT["rows"] if (row["n"], row["k"], row["m"]) == (28672, 4096, 1)}
-    for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4"), strict=True):
-        peer = "bitsandbytes" if name == "nf4" else "humming"
-        us, theirs = rows[name]["us"], rows[name]["peers_us"][peer]
-        assert line[1:] == [f"{us:.1f}", f"{theirs:.1f} ({peer})", f"{theirs / us:.2f}"]
+    for line, name in zip(lines, ("w4a16", "w8a16", "w4a8-block", "w8a8-block"), strict=True):
+        us, theirs = rows[name]["us"], rows[name]["peers_us"]["humming"]
+        assert line[1:] == [f"{us:.1f}", f"{theirs:.1f} (humming)", f"{theirs / us:.2f}"]
         assert f">cutlass_ops {us:.1f}<" in picture
-        assert f">{peer} {theirs:.1f}<" in picture
+        assert f">humming {theirs:.1f}<" in picture
 
 
 def test_the_pictures_are_those_of_the_results() -> None:
@@ -64,15 +61,15 @@ def test_other_results_give_other_pages(figures: ModuleType, tmp_path: Path, mon
     for path in (ROOT / "results").glob("*.json"):
         shutil.copy(path, tmp_path)
     other = json.loads(json.dumps(RESULT))
-    (row,) = (row for row in other["rows"] if (row["format"], row["n"], row["m"]) == ("nf4", 28672, 1))
+    (row,) = (row for row in other["rows"] if (row["format"], row["n"], row["m"]) == ("w8a16", 28672, 1))
     row["us"] = 98.76
     (tmp_path / "h200.json").write_text(json.dumps(other))
     rows = [{"threads": 2, "name": "int4 A8", "prompt_tokens_per_s": 384.1, "tokens_per_s": 33.87}]
     about = {"machine": "x86_64", "cores": 2, "load_average": 0.1, "kernels": "avx2", "torch": "2.x", "model": "m", "prompt": 9}
     (tmp_path / "cpu.json").write_text(json.dumps(about | {"rows": rows}))
     monkeypatch.setattr(figures, "RESULTS", tmp_path)
-    assert "| NF4 | 98.8 | 52.6 (bitsandbytes) | 0.53 |" in figures.on_page_markdown(README, page=None)
-    assert "bitsandbytes in NF4, 28672 x 4096, M = 1 (46.8 %)" in figures.behind()
+    assert "| W8A16 | 98.8 | 34.7 (humming) | 0.35 |" in figures.on_page_markdown(README, page=None)
+    assert "humming in W8A16, 28672 x 4096, M = 1 (64.9 %)" in figures.behind()
     assert "| int4 A8 | 2 | 384 | 33.9 |" in figures.cpu()
 
 
@@ -86,6 +83,6 @@ def test_the_site_draws_its_pictures(figures: ModuleType, tmp_path: Path, monkey
     monkeypatch.delitem(figures.PICTURES, "h200.svg")  # takes seconds
     (tmp_path / "results").mkdir()
     figures.on_post_build(config={"site_dir": str(tmp_path)})
-    for name in ("five.svg", "accuracy.svg"):
+    for name in ("one_row.svg", "accuracy.svg"):
         drawn, kept = (folder / "results" / name for folder in (tmp_path, ROOT))
         assert re.findall(r"<text[^>]*>([^<]+)", drawn.read_text()) == re.findall(r"<text[^>]*>([^<]+)", kept.read_text())

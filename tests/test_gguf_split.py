@@ -10,6 +10,7 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from imports import import_or_skip
 
 import cutlass_ops as co
 from cutlass_ops.model_directory import reorder_model
@@ -17,7 +18,7 @@ from cutlass_ops.verify import verify_packed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    pytest.importorskip("transformers", reason="transformers, which makes the models, is not installed")
+    import_or_skip("transformers")
 
 SIZE, WORDS = 64, 96
 MATRICES = ("attn_q", "attn_k", "attn_v", "attn_output", "ffn_gate", "ffn_up", "ffn_down")

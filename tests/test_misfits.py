@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -21,7 +22,7 @@ from cutlass_ops.verify import verify_packed
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers, which makes the models, is not installed")
+    transformers = import_or_skip("transformers")
 
 OPTIONS = Options(bits=8, group_size=32)
 WEIGHTS = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from imports import import_or_skip
 from safetensors.torch import load_file, load_model, save_file, save_model
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ def test_fused_parts_know_their_rows() -> None:
 
 
 def test_experts_are_marked_where_transformers_has_parameters(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     sizes = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "num_attention_heads": 4, "vocab_size": 96}
     config = transformers.MixtralConfig(**sizes, num_key_value_heads=2, num_local_experts=2)
     model = transformers.MixtralForCausalLM(config)
@@ -137,7 +138,7 @@ def test_layers_without_values_are_not_marked() -> None:
 
 
 def test_the_hub_mixin_refuses_to_save_a_packed_module(tmp_path: Path) -> None:
-    hub = pytest.importorskip("huggingface_hub", reason="huggingface_hub is not installed")
+    hub = import_or_skip("huggingface_hub")
 
     class Hub(Net, hub.PyTorchModelHubMixin):  # type: ignore[misc,name-defined]
         pass

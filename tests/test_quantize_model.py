@@ -643,7 +643,7 @@ CLASSES = {
 
 @pytest.mark.parametrize("name", CLASSES)
 def test_output_heads_of_any_name_stay_floats(name: str, tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    transformers = import_or_skip("transformers")
     family, heads = CLASSES[name]
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 4}
     config = getattr(transformers, f"{family}Config")(**sizes, **({} if family == "ViT" else {"vocab_size": 96}))

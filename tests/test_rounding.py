@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
+from imports import import_or_skip
 from safetensors.torch import save_file
 from typer.testing import CliRunner
 
@@ -27,7 +28,7 @@ from cutlass_ops.verify import verify_packed
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
-    transformers = pytest.importorskip("transformers", reason="transformers, which makes the models, is not installed")
+    transformers = import_or_skip("transformers")
 
 SIZE, WORDS = 256, 96
 SAID = "Q6_K may be rounded to codes of 8 bits, by at most 0.13 of its step"

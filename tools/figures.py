@@ -43,9 +43,9 @@ FORMATS = {
     "w8a8-block-asym": "W8A8, scales and zero points for blocks",
     "nf4": "NF4",
 }
-#: README's five: one row of x, which is what a chat of one user multiplies.
-FIVE = ("w4a16", "w8a16", "w4a8-block", "w8a8-block", "nf4")
-FIVE_SHAPE = (28672, 4096, 1)
+#: README's formats, of one row of x, which is what a chat of one user multiplies.
+ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
+ONE_ROW_SHAPE = 28672, 4096, 1
 EXPERTS = {"qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3-tp8": "DeepSeek-V3, an eighth", "mixtral-8x7b": "Mixtral 8x7B"}
 
 
@@ -161,16 +161,16 @@ def host() -> str:
     return markdown(["call, M =", *ms], ([call, *(digits(by_m[m]) for m in ms)] for call, by_m in times.items()))
 
 
-def five_rows() -> list[Row]:
-    """The rows of README's five numbers."""
+def rows_of_one() -> list[Row]:
+    """The rows of README's numbers."""
     rows = {(row["format"], row["n"], row["k"], row["m"]): row for row in read("h200.json")["rows"]}
-    return [rows[(name, *FIVE_SHAPE)] for name in FIVE]
+    return [rows[(name, *ONE_ROW_SHAPE)] for name in ONE_ROW]
 
 
-def five() -> str:
-    """README's five numbers, with the best peer's."""
+def one_row() -> str:
+    """README's numbers, with the best peer's."""
     lines = []
-    for row in five_rows():
+    for row in rows_of_one():
         name, us = peer_of_format(row) or ("", 0.0)
         lines.append([FORMATS[row["format"]], digits(row["us"]), f"{digits(us)} ({name})", f"{us / row['us']:.2f}"])
     return markdown(["format", "us", "best peer", "times as fast"], lines)
@@ -247,6 +247,22 @@ def engines() -> str:
     ]
     heads = ["checkpoint", "kernels", "batch 1, ms a token", "batch 16", "prompts, tokens a second"]
     return f"{about('h200-vllm.json')}\n\n{markdown(heads, lines)}"
+
+
+def vllm_cpu() -> str:
+    """One linear layer on a CPU, beside the kernel that vLLM chooses for it."""
+    result = read("vllm-cpu.json")
+    facts = f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch {result['torch']}"
+    facts += f", zentorch {result['zentorch']}, commit `{result['commit'][:7]}`"
+    ms = ("1", "2", "4", "8", "32", "128")
+    lines = [
+        [row["weights"], row["kernel"], mode, *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms)]
+        for row in result["rows"]
+        for mode, times in row["ms"].items()
+        if mode != "vllm"
+    ]
+    heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
+    return f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, {facts}.\n\n{markdown(heads, lines)}"
 
 
 def cpu() -> str:
@@ -336,12 +352,13 @@ TABLES: dict[str, Callable[[], str]] = {
         behind,
         copies,
         host,
-        five,
+        one_row,
         generation,
         training,
         experts,
         convolutions,
         engines,
+        vllm_cpu,
         cpu,
         accuracy,
         four_bits,
@@ -365,9 +382,9 @@ def fill(text: str) -> str:
 
 PICTURES: dict[str, Callable[[Path], None]] = {
     "h200.svg": lambda path: plot.draw(read("h200.json"), path),
-    "five.svg": lambda path: plot.draw_bars(
-        [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in five_rows()],
-        f"{read('h200.json')['device']}, {FIVE_SHAPE[0]} x {FIVE_SHAPE[1]}, M = {FIVE_SHAPE[2]}: microseconds of one call",
+    "one_row.svg": lambda path: plot.draw_bars(
+        [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in rows_of_one()],
+        "{}, {} x {}, M = {}: microseconds of one call".format(read("h200.json")["device"], *ONE_ROW_SHAPE),
         path,
     ),
     "accuracy.svg": lambda path: plot.draw_accuracy(read("accuracy.json"), path),

@@ -32,7 +32,7 @@ from ..weight import CheckpointError, QuantizedWeight
 from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .gguf_blocks import BLOCK_TYPES, GROUP_SIZE, convert_blocks
-from .gguf_header import TensorInfo, read_header
+from .gguf_header import ADDS_BOS, TensorInfo, read_header
 from .gguf_models import ARCHITECTURES, MAX_ROPE_FACTORS, Architecture, ConfigError, model_config, rope_tensors
 
 _PLAIN = {
@@ -105,7 +105,9 @@ def read(path: Path) -> Checkpoint:
         dialect="gguf",
         files=tuple(file.path for file in files),
         entries=entries,
-        metadata={k: str(v) for k, v in keys.items() if not k.startswith("tokenizer.") and len(str(v)) <= 200},
+        metadata={
+            k: str(v) for k, v in keys.items() if k == ADDS_BOS or (not k.startswith("tokenizer.") and len(str(v)) <= 200)
+        },
         config=config,
         config_problem=config_problem,
     )

@@ -25,6 +25,8 @@ from ..weight import CheckpointError
 if TYPE_CHECKING:
     import gguf
 
+#: The key that says whether a tokenizer begins a text with the token bos.
+ADDS_BOS = "tokenizer.ggml.add_bos_token"
 _MAX_DIMENSIONS = 4
 _MAX_COUNT = 500_000  # of tensors and keys: more than any model has
 

@@ -35,10 +35,11 @@ The experts of a model's layer are two weights, named as transformers names the 
 ``model.layers.0.mlp.experts.gate_up_proj`` (each expert's rows of gate before those of up) and
 ``model.layers.0.mlp.experts.down_proj``, whatever names the checkpoint had.
 
-Files that ``save_pretrained`` of transformers wrote are recognised by the ``config.json`` beside
-them. Of the table they have ``format``, ``weights`` and ``experts``, the latter two of the whole
-model in each shard. Where they lack that, ``config.json`` has bits and group size, and N and K are those of
-``bias`` and ``perm`` or, without them, those of the padded matrix.
+Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
+``config.json`` beside them. Of the table they have ``format``, ``weights``, ``kernels`` and
+``experts``, the last three of the whole model in each shard. Where they lack these, ``config.json``
+has bits and group size, and N and K are those of ``bias`` and ``perm`` or, without them, those of
+the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
 naming ``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the
@@ -50,7 +51,7 @@ stored as a tensor of the fp32 values that its file gives it, a tied embedding t
 from .info import PackedInfo, is_packed, packed_info
 from .layout import PACKED_DTYPES, Slices, check_names, empty_packed, packed_specs
 from .load import load_packed, packed_problem, read_packed_weight
-from .write import experts_metadata, packed_metadata, save_packed, weights_metadata
+from .write import experts_metadata, kernels_metadata, packed_metadata, save_packed, weights_metadata
 
 __all__ = [
     "PACKED_DTYPES",
@@ -60,6 +61,7 @@ __all__ = [
     "empty_packed",
     "experts_metadata",
     "is_packed",
+    "kernels_metadata",
     "load_packed",
     "packed_info",
     "packed_metadata",

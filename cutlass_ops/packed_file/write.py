@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -28,6 +28,12 @@ def experts_metadata(experts: Mapping[str, tuple[int, int]]) -> str:
     return json.dumps({name: {"experts": e, "n": n} for name, (e, n) in experts.items()})
 
 
+def kernels_metadata(kernels: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """``kernels`` of that table as an entry of the metadata, by name; without convolutions, which have (), none."""
+    kernels = {name: kernel for name, kernel in kernels.items() if kernel}
+    return {"kernels": json.dumps(kernels)} if kernels else {}
+
+
 def packed_metadata(
     weights: Mapping[str, tuple[int, int, int, int]],
     tied: Mapping[str, str],
@@ -35,7 +41,7 @@ def packed_metadata(
     options: Mapping[str, Any],
     slices: Slices | None = None,
     experts: Mapping[str, tuple[int, int]] | None = None,
-    kernels: Mapping[str, tuple[int, ...]] | None = None,
+    kernels: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
     """``__metadata__`` of a packed file, as in the table of :mod:`cutlass_ops.packed_file`.
 
@@ -53,8 +59,7 @@ def packed_metadata(
     }
     if experts:
         metadata["experts"] = experts_metadata(experts)
-    if kernels:
-        metadata["kernels"] = json.dumps(dict(kernels))
+    metadata |= kernels_metadata(kernels or {})
     if slices is not None:
         metadata["tensor_parallel"] = json.dumps({"rank": slices.rank, "size": slices.size, "styles": dict(slices.styles)})
     return metadata
