@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from . import reference
-from .architecture import Architecture
+from .architecture import Architecture, ExpertTensor
 from .checkpoints import Entry, Quantized
 from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_experts import PRODUCTS, ExpertsForm
@@ -120,25 +120,23 @@ class StackedWeight:
 
 def layers_of(entries: Iterable[Entry], architecture: Architecture) -> list[ExpertsLayer]:
     """The layers of experts that the model has in :attr:`Architecture.experts`, as far as the entries are parts of them."""
-    found: dict[str, dict[str, dict[tuple[int | None, int | None], Entry]]] = {}
+    found: dict[str, dict[str, list[tuple[ExpertTensor, Entry]]]] = {}
     if architecture.experts:
         for entry in entries:
             # A quantised weight has the name of a module.
             places = (architecture.expert_tensor(name) for name in (entry.name, f"{entry.name}.weight"))
             if (place := next(filter(None, places), None)) is not None:
-                found.setdefault(place.module, {}).setdefault(place.parameter, {})[place.expert, place.part] = entry
+                found.setdefault(place.module, {}).setdefault(place.parameter, []).append((place, entry))
     return [_layer(name, architecture.experts[name], parameters) for name, parameters in found.items()]
 
 
-def _layer(
-    name: str, form: ExpertsForm, parameters: Mapping[str, Mapping[tuple[int | None, int | None], Entry]]
-) -> ExpertsLayer:
-    members = {product: list(parameters.get(product, {}).values()) for product in PRODUCTS}
-    stacks = {product: parameters.get(f"{product}_bias", {}).get((None, None)) for product in PRODUCTS}
-    biases = {product: stack for product, stack in stacks.items() if stack is not None}
+def _layer(name: str, form: ExpertsForm, parameters: Mapping[str, Sequence[tuple[ExpertTensor, Entry]]]) -> ExpertsLayer:
+    found = {product: parameters.get(product, ()) for product in PRODUCTS}
+    members = {product: [entry for _, entry in found[product]] for product in PRODUCTS}
+    biases = {product: entry for product in PRODUCTS for _, entry in parameters.get(f"{product}_bias", ())}
     try:
         matrices = {
-            product: _with_biases(form, product, _matrices(form, product, parameters.get(product, {})), stacks[product])
+            product: _with_biases(form, product, _matrices(form, product, found[product]), biases.get(product))
             for product in PRODUCTS
         }
     except ValueError as error:
@@ -146,30 +144,33 @@ def _layer(
     return ExpertsLayer(name, form, members, biases, matrices)
 
 
-def _matrices(form: ExpertsForm, product: str, found: Mapping[tuple[int | None, int | None], Entry]) -> list[list[Entry]]:
-    """The matrices of each expert; ValueError if they are not all there, or not of one format."""
+def _matrices(form: ExpertsForm, product: str, found: Sequence[tuple[ExpertTensor, Entry]]) -> list[list[Entry]]:
+    """The matrices of each expert; ValueError if they are not all there, each once, or not of one format."""
     experts, n, k = form.shape(product)
     rows = form.rows(product)
-    numbers = range(experts)
-    shape: tuple[int, ...] = (n, k)
-    if found.keys() == {(None, None)}:
-        shape = form.parameter_shape(product)
-        stack = found[None, None]
-        matrices = [[_of_stack(stack, form, e, part) for part in rows] for e in numbers]
-    elif found.keys() == {(e, None) for e in numbers}:
-        matrices = [[_rows_of(found[e, None], part) for part in rows] for e in numbers]
-    elif found.keys() == {(e, part) for e in numbers for part in range(len(rows))}:
-        shape = n // len(rows), k
-        matrices = [[found[e, part] for part in range(len(rows))] for e in numbers]
-    else:
+    numbers, parts = range(experts), range(len(rows))
+    entries = {(place.expert, place.part): entry for place, entry in found}
+    shapes: dict[frozenset[tuple[int | None, int | None]], tuple[int, ...]] = {
+        frozenset({(None, None)}): form.parameter_shape(product),
+        frozenset((e, None) for e in numbers): (n, k),
+        frozenset((e, part) for e in numbers for part in parts): (n // len(rows), k),
+    }
+    shape = shapes.get(frozenset(entries))
+    if shape is None or len(entries) < len(found):
         raise ValueError(f"{len(found)} tensors of {product} are there, which are not those of {experts} experts")
-    formats = set()
-    for entry in found.values():
+    for entry in entries.values():
         if entry.problem:
             raise ValueError(f"{entry.name} {entry.problem}")
         if entry.shape != shape:
             raise ValueError(f"{entry.name} is {list(entry.shape)}; {list(shape)} is expected")
-    for entry in (entry for parts in matrices for entry in parts):
+    if (stack := entries.get((None, None))) is not None:
+        matrices = [[_of_stack(stack, form, e, part) for part in rows] for e in numbers]
+    elif (0, None) in entries:
+        matrices = [[_rows_of(entries[e, None], part) for part in rows] for e in numbers]
+    else:
+        matrices = [[entries[e, part] for part in parts] for e in numbers]
+    formats = set()
+    for entry in (entry for joined in matrices for entry in joined):
         weight = entry.quantized
         formats.add((entry.dtype,) if weight is None else (weight.bits, weight.group_size, *sorted(weight.dtypes.items())))
     if len(formats) > 1:

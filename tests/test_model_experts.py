@@ -386,6 +386,11 @@ def test_stacked_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> No
     for path in (tmp_path / "packed", tmp_path / "packed.safetensors"):
         found = verify_packed(path, checkpoint)
         assert (found.problems, found.largest_difference) == ([], 0)
+    (source / "config.json").write_text(json.dumps({**config, "num_local_experts": 5}))
+    done = plan_of(source, bits=8, group_size=32)
+    name = "model.layers.1.mlp.experts.gate_up_proj"
+    assert f"{name} is [4, 64, 128]; [5, 64, 128] is expected" in done.kept[name]
+    (source / "config.json").write_text(json.dumps(config))
     # Left out, they are tensors of their values.
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -453,6 +458,22 @@ def test_experts_stay_plain_where_they_cannot_be_one_weight(tmp_path: Path) -> N
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
     done = plan_of(source)
     assert "7 tensors of gate_up_proj are there, which are not those of 4 experts" in done.kept[f"{name}.2.gate_proj"]
+
+
+def test_an_expert_that_is_there_twice_or_of_another_size_leaves_its_layer_plain(tmp_path: Path) -> None:
+    tiny("Qwen3Moe").save_pretrained(tmp_path / "float")
+    tensors = load_file(tmp_path / "float" / "model.safetensors")
+    name = "model.layers.0.mlp.experts"
+    twice = {**tensors, f"{name}.01.up_proj.weight": tensors[f"{name}.1.up_proj.weight"].clone()}
+    other = {**tensors, f"{name}.1.up_proj.weight": tensors[f"{name}.1.up_proj.weight"][:32].clone()}
+    for changes, reason in (
+        (twice, "9 tensors of gate_up_proj are there"),
+        (other, "up_proj.weight is [32, 64]; [40, 64] is expected"),
+    ):
+        save_file(changes, tmp_path / "float" / "model.safetensors", metadata={"format": "pt"})
+        done = plan_of(tmp_path / "float", bits=4, group_size=32)
+        assert reason in done.kept[f"{name}.1.up_proj"]
+        assert "model.layers.1.mlp.experts.gate_up_proj" in done.weights
 
 
 def test_act_orders_of_gate_and_up_that_differ_are_refused(tmp_path: Path) -> None:
