@@ -364,6 +364,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets, "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
         "Choose another, for tests; the bits are the same.");
+  m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16, "Whether this machine has instructions for products of bf16.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",

@@ -263,6 +263,14 @@ void use_cpu_instruction_set(std::string const& name) {
   throw std::invalid_argument("there are no kernels for the instruction set " + name + " on this machine");
 }
 
+bool cpu_multiplies_bfloat16() {
+#if defined(CUTLASS_OPS_AVX2)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
+}
+
 std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }
 
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {

@@ -22,6 +22,9 @@ void cpu_dequantize(DequantizeProblem const& problem, int threads);
 std::vector<std::string> cpu_instruction_sets();
 void use_cpu_instruction_set(std::string const& name);
 
+// Whether this machine has instructions for products of bf16 (every CPU with AMX has AVX-512's, too).
+bool cpu_multiplies_bfloat16();
+
 // The name of the kernels that are chosen.
 std::string cpu_kernel();
 
