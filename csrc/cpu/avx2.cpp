@@ -1,6 +1,7 @@
 // Kernels for CPUs with AVX2.
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
+#include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
 namespace {
@@ -20,6 +21,6 @@ using Four = ByteTiles<4, PairProduct>;
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>, dequantize};
+CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>, dequantize, quantize_block};
 
 }  // namespace cutlass_ops

@@ -3,6 +3,7 @@
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
 #include "cpu/avx512_rows.h"
+#include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
 namespace {
@@ -36,6 +37,6 @@ CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize, quantize_block};
 
 }  // namespace cutlass_ops

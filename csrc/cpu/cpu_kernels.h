@@ -61,6 +61,8 @@ struct CpuKernels {
   void (*multiply)(CpuProduct const& product, int panel, int first, int rows);
   // The values [rows, k] of the weight's rows from 64 * panel on, at most 64, without an act order.
   void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
+  // A block of activations as reference.quantize_activations defines it; zero is null if symmetric.
+  void (*quantize_block)(float const* x, int count, int8_t* codes, float* scale, int8_t* zero);
 };
 
 extern CpuKernels const kScalarKernels;

@@ -37,47 +37,11 @@ std::atomic<CpuKernels const*>& chosen() {
 
 // ---- activations
 
-constexpr uint32_t kInfinity = 0x7f800000;
-
 constexpr std::array<uint8_t, kLaneColumns> kLaneOrder = [] {
   std::array<uint8_t, kLaneColumns> columns{};
   for (int place = 0; place < kLaneColumns; ++place) columns[size_t(place)] = uint8_t(lane_column(place));
   return columns;
 }();
-
-// Rounded half to even, for magnitudes below 2^22: fp32 has no bits behind the point from 2^23 on.
-float rounded(float value) {
-  constexpr float kMagic = 0x1.8p23f;
-  return value + kMagic - kMagic;
-}
-
-// One block as reference.quantize_activations defines it; zero is null if symmetric.
-void quantize_block(float const* x, int count, int8_t* codes, float* scale, int8_t* zero) {
-  // Bits of floats without a sign are ordered as integers, NaN above infinity.
-  int32_t high = 0, low = 0;
-  for (int i = 0; i < count; ++i) {
-    int32_t const bits = int32_t(as_bits(x[i])), opposite = int32_t(as_bits(x[i]) ^ 0x80000000u);
-    high = std::max(high, bits), low = std::max(low, opposite);
-  }
-  if (!zero) high = std::max(high, low);
-  float const hi = as_float(uint32_t(high)), lo = as_float(uint32_t(low));  // lo: of -x
-  float const span = zero ? hi + lo : hi, steps = zero ? 255.0f : 127.0f;
-  bool const finite = uint32_t(high) < kInfinity && uint32_t(low) < kInfinity && as_bits(span) < kInfinity;
-  *scale = finite ? 1.0f : as_float(0x7fc00000);
-  if (zero) *zero = 0;
-  if (!finite || span < 0x1p-100f) return void(std::fill_n(codes, count, int8_t(0)));
-  *scale = span / steps;
-  float const reciprocal = steps / span;
-  float shift = 0.0f, least = -127.0f;
-  if (zero) {
-    shift = std::min(std::max(rounded(-128.0f + lo * reciprocal), -128.0f), 127.0f), least = -128.0f;
-    *zero = int8_t(shift);
-  }
-  for (int i = 0; i < count; ++i) {
-    float const code = rounded(x[i] * reciprocal) + shift;
-    codes[i] = int8_t(std::min(std::max(code, least), 127.0f));
-  }
-}
 
 // A row in fp32, columns in the order of `perm`.
 void gather_row(void const* x, DataType type, int64_t start, int k, int32_t const* perm, float* out) {
@@ -276,6 +240,7 @@ std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }
 
 void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
   QuantizedActivations const& out = problem.out;
+  CpuKernels const& kernels = *chosen().load();
   int const k = problem.k, k_pad = int(padded_k(k)), block = out.block == -1 ? k_pad : out.block;
   for (int index = 0; index < k_pad / block; ++index) {
     std::fill_n(out.scales + int64_t(index) * out.stride, out.stride, 1.0f);
@@ -293,7 +258,8 @@ void cpu_quantize_activations(QuantizeProblem const& problem, int threads) {
         }
         // Zeros behind the last column extend no range, and get the zero point for a code.
         int64_t const at = int64_t(begin / block) * out.stride + row;
-        quantize_block(natural.data() + begin, block, codes + begin, out.scales + at, out.zeros ? out.zeros + at : nullptr);
+        kernels.quantize_block(natural.data() + begin, block, codes + begin, out.scales + at,
+                               out.zeros ? out.zeros + at : nullptr);
       }
       for (int i = 0; i < k_pad; i += 16) store(codes + i, zip_halves(load(codes + i)));
     }

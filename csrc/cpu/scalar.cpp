@@ -1,7 +1,7 @@
 // Kernels for any CPU, and what the others are compared with: a tile's codes are unpacked to bytes in the order of lane_column.
 #include <algorithm>
 
-#include "cpu/cpu_kernels.h"
+#include "cpu/quantize_block.h"
 
 namespace cutlass_ops {
 namespace {
@@ -137,6 +137,6 @@ CpuKernels::IntegerOrder integer_order(CpuProduct const&) { return {kLaneColumns
 
 }  // namespace
 
-CpuKernels const kScalarKernels = {"scalar", integer_order, multiply, dequantize};
+CpuKernels const kScalarKernels = {"scalar", integer_order, multiply, dequantize, quantize_block};
 
 }  // namespace cutlass_ops
