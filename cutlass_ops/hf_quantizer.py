@@ -11,7 +11,6 @@ import functools
 import json
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from .architecture import Architecture, features
 from .checkpoints.gguf_models import exceeds_fp16
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
+from .nn_embedding import in_memory
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
@@ -129,14 +129,6 @@ def _packed_names(files: Sequence[str]) -> list[str]:
         with opened(Path(file)) as tensors:
             names += [name.removesuffix(".codes") for name in tensors.keys() if name.endswith(".codes")]  # noqa: SIM118
     return names
-
-
-def _in_memory(layer: nn.Module) -> AbstractContextManager[None]:
-    """A time in which a layer has its tensors, wherever accelerate keeps them."""
-    if not hasattr(layer, "_hf_hook"):
-        return nullcontext()
-    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(layer)
-    return aligned
 
 
 def _listed(names: Sequence[str]) -> str:
@@ -248,7 +240,7 @@ class CutlassOpsQuantizer(HfQuantizer):
                 raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
         for name, layer in model.named_modules():
             if isinstance(layer, _PACKED):
-                with _in_memory(layer):
+                with in_memory(layer):
                     layer.view_buffers()
                     problem = packed_problem(layer.packed)
                 layer.view_buffers()
