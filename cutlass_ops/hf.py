@@ -111,7 +111,7 @@ def load_model(
     act_symmetric: bool | None = None,
     fuse: bool = True,
 ) -> nn.Module:
-    """Load a causal model of transformers, its linear layers packed.
+    """Load a causal model of transformers, its linear layers and quantised word embeddings packed.
 
     Args:
         path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint
@@ -264,7 +264,7 @@ def _tensors(
     """What any file holds.
 
     Returns:
-        Packed weights and other tensors by name; the names of modules that a weight serves as well;
+        Packed weights and other tensors by name; the embeddings whose rows a weight has as well;
         and the ``act_quant`` and ``act_symmetric`` that it was made for, if it says so.
     """
     if is_packed(path):
@@ -279,13 +279,15 @@ def _tensors(
     for how, name in rounded.items():
         warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
     values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
-    return values, {}, checkpoint.activations
+    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
+    return values, tied, checkpoint.activations
 
 
 def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a model's state_dict shall be; the weights in it are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
+    embeddings: dict[str, str] = {}
     architecture = Architecture(model)
     tensors, tied, activations = _tensors(path, architecture, options, dtype)
     for name, value in tensors:
@@ -295,29 +297,36 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
         if isinstance(value, PackedExperts):
             raise ValueError(f"{path}: {name!r} are experts packed as one, which no model is loaded with yet")
         layer, reason = architecture.place(name)
-        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its
-        # values.
-        table = name if reason or not layer else tied.get(name)
-        if table is not None:
-            state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
-        if table == name:
+        if architecture.is_embedding(name):
+            reason = architecture.reason_to_keep(name)
+        # What is no such layer, such as an expert, becomes a tensor of its values.
+        if reason or not layer:
+            state[f"{name}.weight"] = ops.dequantize(value, dtype=dtype)
             continue
-        linear = model.get_submodule(layer)
-        if (shape := features(linear)) != value.shape:
-            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape or ())}")
+        if (embedding := tied.get(name)) is not None:
+            if architecture.reason_against_rows(embedding):
+                state[f"{embedding}.weight"] = ops.dequantize(value, dtype=dtype)
+            else:
+                embeddings[architecture.place(embedding)[0]] = layer
+        linear: Any = model.get_submodule(layer)
+        if isinstance(linear, nn.Embedding):
+            embeddings[layer] = layer
+        if (shape := features(linear) or (linear.num_embeddings, linear.embedding_dim)) != value.shape:
+            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
         parts = value.tensors()
         state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
         dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
         weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
-        if linear is model.get_output_embeddings():  # type: ignore[operator]
+        if linear is model.get_output_embeddings():  # type: ignore[operator, unused-ignore]
             config.tie_word_embeddings = False  # the head has separate tensors
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
-        what = f"none of its quantised weights is a linear layer of {type(model).__name__}"
+        what = f"none of its quantised weights is a linear layer or an embedding of {type(model).__name__}"
         warnings.warn(f"{path}: {what}: their values are loaded as {dtype}", stacklevel=3)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         return state
-    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)))
+    treatment = activations or ("none", True)
+    config.quantization_config = quantization_config(weights, not_converted, *treatment, embeddings)
     return state

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
@@ -24,9 +25,10 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, features
 from .checkpoints.gguf_models import exceeds_fp16
+from .model_embeddings import packed_embedding
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
-from .nn_embedding import in_memory
+from .nn_embedding import MixedEmbedding, TiedEmbedding, in_memory
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
@@ -38,7 +40,8 @@ from .weight import PARTS
 #: How many names an error lists.
 _MOST_NAMES = 8
 #: What holds a packed weight in a model that was loaded.
-_PACKED = (MixedLinear, MixedConv)
+_PACKED = (MixedLinear, MixedConv, MixedEmbedding)
+_EMBEDDINGS = (MixedEmbedding, TiedEmbedding)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -52,9 +55,18 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, **fields: Any) -> None:
-        for key, kind in (("modules", dict), ("modules_to_not_convert", list), ("act_symmetric", bool), ("act_quant", str)):
+        for key, kind in (
+            ("modules", dict),
+            ("modules_to_not_convert", list),
+            ("embeddings", dict),
+            ("act_symmetric", bool),
+            ("act_quant", str),
+        ):
             if not isinstance(fields.get(key, kind()), kind):
                 raise ValueError(f"quantization_config: {key} is {fields[key]!r:.100}; a {kind.__name__} is expected")
+        for name, layer in fields.get("embeddings", {}).items():
+            if not isinstance(layer, str):
+                raise ValueError(f"quantization_config: embeddings has {layer!r:.100} for {name!r}; a name is expected")
         weight_format({**fields, "modules_to_not_convert": []}, "")
         self.__dict__.update(fields)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
@@ -85,7 +97,7 @@ PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # t
 
 @functools.cache
 def _guard_heads() -> None:
-    """Let ``resize_token_embeddings`` refuse a model whose head is packed before it resizes the embedding.
+    """Let ``resize_token_embeddings`` refuse a model whose head or embedding is packed before it resizes either.
 
     Called where the first model is packed: the class is not there yet when this module is imported.
     """
@@ -96,17 +108,18 @@ def _guard_heads() -> None:
     def guarded(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if not isinstance(self.get_output_embeddings(), MixedLinear):
+        embeddings, head = self.get_input_embeddings(), self.get_output_embeddings()
+        if not isinstance(head, MixedLinear) and not isinstance(embeddings, _EMBEDDINGS):
             return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-        embeddings = self.get_input_embeddings()
-        rows = len(embeddings.weight)
+        rows: int = embeddings.num_embeddings if isinstance(embeddings, _EMBEDDINGS) else len(embeddings.weight)
         wanted = rows if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted == rows:
             return embeddings
         raise ValueError(
-            f"the output head is packed and has {rows} rows; {wanted} are requested: "
+            f"the {'output head' if isinstance(head, MixedLinear) else 'embedding'} is packed and has {rows} rows; "
+            f"{wanted} are requested: "
             "resize the float model and pack it then, or make this one float first (model.dequantize())"
         )
 
@@ -167,13 +180,23 @@ class CutlassOpsQuantizer(HfQuantizer):
                 f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
                 stacklevel=2,
             )
-        for name, form in self._packed_layers(model, config, kwargs.get("checkpoint_files")).items():
+        files = kwargs.get("checkpoint_files")
+        architecture = None if files is None else Architecture(model)
+        layers = self._packed_layers(model, config, files, architecture)
+        tied = self._tied(model, config, layers, architecture)
+        changed = []
+        for name, form in layers.items():
             treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
             try:
                 layer = without_values(model.get_submodule(name), form, *treatment)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             model.set_submodule(name, layer)
+            changed.append(name)
+        for name, holder in tied.items():
+            model.set_submodule(name, packed_embedding(model.get_submodule(name), model.get_submodule(holder)))
+            changed.append(name)
+        for name in changed:
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
             # for the layer's weight.
@@ -183,16 +206,18 @@ class CutlassOpsQuantizer(HfQuantizer):
         self._watch(model)
         return model
 
-    def _packed_layers(self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None) -> dict[str, WeightFormat]:
+    def _packed_layers(
+        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None, architecture: Architecture | None
+    ) -> dict[str, WeightFormat]:
         """Formats of the layers to replace, by the model's names of them.
 
         Raises:
-            ValueError: a packed weight of which the model cannot make a linear layer or a convolution.
+            ValueError: a packed weight of which the model cannot make a linear layer, a convolution or an embedding.
         """
-        if files is None:  # a state_dict that load_model made, with the model's own names
+        if files is None or architecture is None:  # a state_dict that load_model made, with the model's own names
             linears = [name for name, module in model.named_modules() if features(module) is not None]
+            linears += [name for name, holder in config.get("embeddings", {}).items() if name == holder]
             return {name: form for name in linears if (form := weight_format(config, name)) is not None}
-        architecture = Architecture(model)
         named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
@@ -215,6 +240,46 @@ class CutlassOpsQuantizer(HfQuantizer):
             )
         return found
 
+    def _tied(
+        self, model: Any, config: Mapping[str, Any], layers: dict[str, WeightFormat], architecture: Architecture | None
+    ) -> dict[str, str]:
+        """The layers whose weights the embeddings share, by the model's names of both.
+
+        A model without the head, such as AutoModel makes, gets the head's weight as its embedding's, in ``layers`` too.
+
+        Raises:
+            ValueError: embeddings that cannot share it.
+        """
+
+        def own_name(stored: str) -> str:
+            name = "" if architecture is None else architecture.place(stored)[0]
+            return name or (stored if stored in modules else "")
+
+        modules = dict(model.named_modules())
+        self._moved: dict[str, str] = {}
+        tied = {}
+        for stored, stored_holder in config.get("embeddings", {}).items():
+            name, holder = own_name(stored), own_name(stored_holder)
+            if stored == stored_holder or not name:
+                continue
+            if not isinstance(modules[name], nn.Embedding) or (holder and holder not in layers):
+                raise ValueError(f"quantization_config: embeddings ties {stored!r} to {stored_holder!r}, which cannot be")
+            holder = holder or self._moved.get(stored_holder, "")
+            if holder:
+                tied[name] = holder
+            elif (form := weight_format(config, stored_holder)) is not None:
+                layers[name] = form
+                self._moved[stored_holder] = name
+        return tied
+
+    def get_weight_conversions(self) -> list[Any]:
+        """The names of a head's tensors where the model has no head and its embedding takes them."""
+        renaming = import_module("transformers.core_model_loading").WeightRenaming
+        self._renamings = [
+            renaming(rf"^{re.escape(head)}\.{part}$", f"{name}.{part}") for head, name in self._moved.items() for part in PARTS
+        ]
+        return self._renamings
+
     def _watch(self, model: Any) -> None:
         """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
         the sizes of parameters, which it does not compare before version 5.23.
@@ -232,6 +297,8 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model._adjust_missing_and_unexpected_keys
         found, self._found = self._found, None
+        # save_pretrained would undo them, and the configuration then has the embedding's own name.
+        model._weight_conversions = [c for c in model._weight_conversions if all(c is not own for own in self._renamings)]
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
@@ -303,8 +370,10 @@ class CutlassOpsQuantizer(HfQuantizer):
             state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
         return state, metadata
 
-    def _dequantize(self, model: Any, dtype: torch.dtype | None = None) -> Any:
+    def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Put float layers of the same values in the place of the packed ones."""
+        if isinstance(dtype, str):  # as save_pretrained leaves it in the configuration, where transformers takes it from
+            dtype = getattr(torch, dtype)
         with torch.device("meta"):
             plain = type(model)(copy.deepcopy(model.config))
         put_floats(model, plain, dtype or model.dtype)
@@ -361,11 +430,18 @@ def attach(model: Any) -> None:
     _untie(model)
 
 
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def _untie(model: Any) -> None:
     """Let packed layers share no weight with others: their tensors are separate."""
-    if isinstance(model.get_output_embeddings(), MixedLinear):
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (MixedLinear, *_EMBEDDINGS))}
+    if isinstance(model.get_output_embeddings(), MixedLinear) or isinstance(_input_embeddings(model), _EMBEDDINGS):
         _guard_heads()
         model.config.tie_word_embeddings = False
-    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
     ties = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}

@@ -76,6 +76,8 @@ def items_of(
         module, _, part = (step.name, "", "") if step.weight else step.name.rpartition(".")
         linear = step.weight is not None or (part in ("weight", "bias") and module in matrices)
         style = split_style(module, splits) if linear and ranks > 1 else "replicate"
+        if style != "replicate" and step.weight is not None and step.entry.tied_to:
+            raise ValueError(f"{step.name!r} cannot be {style}: every rank looks up rows of {step.entry.tied_to!r} in it")
         if style == "colwise":
             check_heads(module, checkpoint.config, ranks)
         try:

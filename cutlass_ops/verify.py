@@ -159,7 +159,8 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
             stored = [
                 name for name in weights if not name.endswith(".bias") or "bias" in info.parts[name.removesuffix(".bias")]
             ]
-            found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
+            tied = [f"{embedding}.weight" for embedding in info.tied.values()]
+            found.problems += misfits(architecture_of(against.config), [*stored, *tied, *info.tensors])
         found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
 
