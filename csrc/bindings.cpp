@@ -364,6 +364,7 @@ PYBIND11_MODULE(_C, m) {
   m.def("cpu_instruction_sets", &cpu_instruction_sets, "Those that CPU kernels are chosen from here, the fastest first.");
   m.def("use_cpu_instruction_set", &use_cpu_instruction_set, py::arg("name"),
         "Choose another, for tests; the bits are the same.");
+  m.def("cpu_multiplies_bfloat16", &cpu_multiplies_bfloat16, "Whether this machine has instructions for products of bf16.");
   m.def("cpu_kernel", &cpu_kernel, "The name of the kernels that compute on a CPU.");
   m.def(
       "cpu_quantize_activations",
@@ -392,6 +393,14 @@ PYBIND11_MODULE(_C, m) {
       py::arg("weight"), py::arg("m"), py::arg("x_type"), py::arg("x_ptr"), py::arg("x_stride"), py::arg("act_quant"),
       py::arg("symmetric"), py::arg("quantized"), py::arg("bias_ptr"), py::arg("bias_type"), py::arg("out_ptr"),
       py::arg("out_type"), py::arg("threads"), "x @ W^T + bias in host memory, of floats or, if given, quantized codes.");
+  m.def(
+      "cpu_dequantize",
+      [](Weight const& weight, Pointer out, DataType type, int first_row, int rows, int threads) {
+        py::gil_scoped_release release;
+        cpu_dequantize({weight, as<void>(out), type, first_row, rows}, threads);
+      },
+      py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("first_row"), py::arg("rows"), py::arg("threads"),
+      "dequantize in host memory.");
   m.def(
       "dequantize",
       [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {

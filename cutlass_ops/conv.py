@@ -1,6 +1,6 @@
 """Convolutions of floats, or of activations that are quantised in the call, with packed weights.
 
-On a CPU they are the reference; ``conv_gpu.py`` has what a GPU does.
+``conv_gpu.py`` has what a GPU does, and ``conv_torch.py`` what a CPU does.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from typing import Any, TypeAlias, cast
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import activations, arguments, conv_gpu, library, native, reference
+from . import activations, arguments, conv_gpu, conv_torch, library, native, reference
 from .packed_weight import PackedWeight
-from .reference import conv as reference_conv
 from .reference.conv import Geometry
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
@@ -258,10 +257,8 @@ def run_conv(
         "out_dtype": out_dtype,
     }
     with arguments.without_autocast(x.device):
-        if weight.gpu >= 0:
-            y = conv_gpu.convolve(x.detach(), weight, geometry, **options)
-        else:
-            y = reference_conv.mixed_conv(x.detach(), weight.unpack(), geometry, **options)
+        convolve = conv_torch.convolve if weight.gpu < 0 else conv_gpu.convolve
+        y = convolve(x.detach(), weight, geometry, **options)
     return y.contiguous().movedim(-1, 1)
 
 

@@ -8,13 +8,12 @@ convolves the dequantised x with the dequantised weight.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, formats, kept, native, ops, reference
+from . import _C, conv_torch, formats, kept, native, ops, reference
 from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
@@ -50,7 +49,17 @@ def convolve(
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
     elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
-        y = _by_torch(x, weight, geometry, bias, activation, act_quant, act_symmetric, residual, out_dtype)
+        y = conv_torch.convolve(
+            x,
+            weight,
+            geometry,
+            bias=bias,
+            activation=activation,
+            act_quant=act_quant,
+            act_symmetric=act_symmetric,
+            residual=residual,
+            out_dtype=out_dtype,
+        )
     return y
 
 
@@ -172,37 +181,3 @@ def _by_products(
             if own_y is not y:
                 y[..., features] = own_y
     return True
-
-
-def _by_torch(
-    x: Tensor,
-    weight: PackedWeight,
-    geometry: Geometry,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-) -> Tensor:
-    """torch's convolution of dequantised operands: of x's 16-bit type where the result has it, or else of fp32."""
-    compute = x.dtype if x.dtype == out_dtype else torch.float32
-    values = reference_conv.dequantized_pixels(x, weight.group_size, geometry.groups, act_quant, act_symmetric, torch.float32)
-    convolution: Any = torch._convolution
-    # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
-    total = convolution(
-        values.to(compute),
-        ops.run_dequantize(weight, compute),
-        None,
-        geometry.stride,
-        geometry.padding,
-        geometry.dilation,
-        False,
-        [0] * len(geometry.stride),
-        geometry.groups,
-        benchmark=False,
-        deterministic=True,
-        cudnn_enabled=True,
-        allow_tf32=False,
-    )
-    return reference.epilogue(total.movedim(1, -1).float(), bias, activation, residual, out_dtype).contiguous()

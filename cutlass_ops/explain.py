@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +32,7 @@ class Explanation:
     Attributes:
         device: "cpu" or the GPU's architecture, "sm_90".
         kernel: the kernel's name, and in ``csrc/kernels`` its file's; on a CPU that of its instruction set; "torch.matmul" for
-            an fp32 x that is not quantised.
+            an x that is not quantised and is fp32, or on a CPU has many rows.
         launches: the files in ``csrc/kernels`` of the kernels that run, in order: quantize_activations (unless `kernel`
             quantises x itself), upcast_activations or compensate_zeros, weight_colsum (where terms of zero points are needed
             and not kept), `kernel`, splitk_reduce; for "torch.matmul" dequantize, for each panel. Empty without rows of x.
@@ -174,35 +175,29 @@ def explain(
         arguments.check_residual(residual, weight, (*shape[:-1], weight.n))
 
     gpu = _device(weight.device if device is None else device)
+    if isinstance(x, Tensor) and dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        dtype = torch.get_autocast_dtype(x.device.type)
+        x = torch.empty_like(x, dtype=dtype, device="meta")
+    m = math.prod(shape[:-1])
+    if not isinstance(x, QuantizedActivations):
+        end = (bias, *native.split_activation(activation), residual, out_dtype or dtype, saturate, batch_invariant, 0, exact)
+        compute = ops.panel_type(m, weight, gpu is not None, dtype, act_quant, end)
+        if compute is not None:
+            return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:
         nothing = (0, 0)
         why = "the bits are the reference's"
         return Explanation("cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
-    m = math.prod(shape[:-1])
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):
         quantized, act_quant, act_symmetric = ops.native_quantized(x), "none", True
         if m == 0:  # as mixed_gemm has it
             dtype = torch.float16
     elif isinstance(x, Tensor):
-        if dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
-            dtype = torch.get_autocast_dtype(x.device.type)
-            x = torch.empty_like(x, dtype=dtype, device="meta")
         plain = type(x) in arguments.TENSORS and not (x.requires_grad and torch.is_grad_enabled())
         plain = plain and bias is None and activation is None and residual is None and out_dtype is None
         plain = plain and not (saturate or batch_invariant or architecture or exact)
         ptr, stride = _memory(x, plain, batch_invariant)
-    if not isinstance(x, QuantizedActivations) and ops.takes_panels(dtype, act_quant):
-        ops.check_panels(batch_invariant)
-        if not 0 <= m <= MAX_M:
-            raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
-        nothing = (0, 0)
-        scratch = 4 * weight.k * ops.panel_rows(weight)
-        why = "no kernel takes an fp32 x: the weight is dequantised in panels of rows for torch's fp32 product"
-        launches = ("dequantize",) if m else ()
-        return Explanation(
-            f"sm_{gpu.architecture}", "torch.matmul", launches, nothing, nothing, 1, 0, 0, 0, 1, 0, scratch, True, why
-        )
     weight.check_sums()
     plan = _C.plan(
         weight.native,
@@ -235,3 +230,16 @@ def explain(
         not plan.rounds,
         plan.why,
     )
+
+
+def _panels(m: int, weight: PackedWeight, gpu: Any, compute: torch.dtype, batch_invariant: bool) -> Explanation:
+    """What :func:`ops.panel_gemm` does with m rows, on a CPU if gpu is None."""
+    ops.check_panels(batch_invariant)
+    if not 0 <= m <= MAX_M:
+        raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
+    nothing, exact = (0, 0), compute is torch.float32
+    scratch = (4 if exact else 2) * weight.k * ops.panel_rows(weight, ops.panel_values(gpu is not None))
+    reason = "a CPU multiplies many rows faster so" if gpu is None else "no kernel takes an fp32 x"
+    why = f"{reason}: the weight is dequantised in panels of rows for torch's {str(compute).removeprefix('torch.')} product"
+    name, launches = ("cpu", ()) if gpu is None else (f"sm_{gpu.architecture}", ("dequantize",) if m else ())
+    return Explanation(name, "torch.matmul", launches, nothing, nothing, 1, 0, 0, 0, 1, 0, scratch, exact, why)

@@ -24,8 +24,7 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
     """Gradients of x and, fp32, of the bias; an empty tensor where one is not wanted."""
     weight, (bias, activation, low, high, *call, dtype, shape, wanted) = conv.packed_weight(args), args[conv.BEHIND :]
     stride, padding, dilation, groups = call[:4]
-    # The CPU computes in fp64, as the reference does.
-    compute = torch.float64 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
+    compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_x, of_bias = grad.new_empty(0, dtype=dtype), grad.new_empty(0, dtype=torch.float32)
     with arguments.without_autocast(grad.device):
         if x is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -52,6 +53,11 @@ from .weight import QuantizedWeight
 
 #: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
 _PANEL_VALUES = 1 << 26
+
+#: And on a CPU, where they stay in a core's cache: so many a thread.
+_CPU_PANEL_VALUES = 1 << 20
+#: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes longer than it gains.
+_CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
 
 #: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
 #: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
@@ -136,9 +142,22 @@ def _cpu_gemm(
     return reference.epilogue(y, bias, named_activation(activation, low, high), rows, out_dtype, saturate)
 
 
-def takes_panels(dtype: torch.dtype, act_quant: str) -> bool:
-    """Whether :func:`panel_gemm` computes a product of floats on a GPU: no kernel multiplies fp32 as it is."""
-    return dtype is torch.float32 and act_quant == "none"
+def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, act_quant: str, end: End) -> torch.dtype | None:
+    """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where kernels compute it.
+
+    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16 where it has instructions
+    for that and nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
+    """
+    if act_quant != "none":
+        return None
+    if on_gpu:
+        return torch.float32 if dtype is torch.float32 else None
+    bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, _, exact = end
+    bias = weight.bias if bias is None else bias
+    rounds_once = activation is None and residual is None and not saturate and (bias is None or bias.dtype is dtype)
+    in_bfloat16 = dtype is out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
+    compute = torch.bfloat16 if in_bfloat16 else torch.float32
+    return None if batch_invariant or exact or m < _CPU_PANEL_ROWS[compute] else compute
 
 
 def check_panels(batch_invariant: bool) -> None:
@@ -150,29 +169,39 @@ def check_panels(batch_invariant: bool) -> None:
         )
 
 
-def panel_rows(weight: PackedWeight) -> int:
-    """Rows of a weight that are dequantised at a time."""
-    rows = max(_PANEL_VALUES // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
+def panel_values(on_gpu: bool) -> int:
+    """Values of a panel of a product."""
+    return _PANEL_VALUES if on_gpu else _CPU_PANEL_VALUES * torch.get_num_threads()
+
+
+def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
+    """Rows of a weight that are dequantised at a time, with at most so many values or else the fewest rows there can be."""
+    values = _PANEL_VALUES if values is None else values
+    rows = max(values // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
     return min(rows, weight.n)
 
 
-def panels(weight: PackedWeight, dtype: torch.dtype) -> Iterator[tuple[slice, Tensor]]:
-    """The weight's values, some rows at a time: which, and ``[rows, K]``."""
-    step = panel_rows(weight)
+def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """The weight's values, :func:`panel_rows` at a time: which, and ``[rows, K]``."""
+    step = panel_rows(weight, values)
     for start in range(0, weight.n, step):
         stop = min(start + step, weight.n)
         yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
 
 
-def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
-    """An fp32 x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product with :func:`panels` of the weight."""
+def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End, compute: torch.dtype) -> Tensor:
+    """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
     bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
     check_panels(batch_invariant)
-    total = torch.empty(x.shape[0], weight.n, dtype=torch.float32, device=x.device)
-    with without_autocast(x.device):
-        for rows, values in panels(weight, torch.float32):
-            total[:, rows] = x @ values.t()
+    total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
     bias = weight.bias if bias is None else bias
+    added = None if compute is torch.float32 else bias
+    x = x.to(compute)
+    with without_autocast(x.device):
+        for rows, values in panels(weight, compute, panel_values(x.is_cuda)):
+            total[:, rows] = F.linear(x, values, None if added is None else added[rows])
+    if compute is not torch.float32:
+        return total.masked_fill_(~total.isfinite(), torch.nan).view(shape)  # as reference.epilogue
     rows_added = None if residual is None else residual.view(shape)
     return reference.epilogue(total.view(shape), bias, named_activation(activation, low, high), rows_added, out_dtype, saturate)
 
@@ -181,10 +210,10 @@ def gemm_floats(
     x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: End
 ) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
+    if (compute := panel_type(m, weight, weight.gpu >= 0, x.dtype, act_quant, end)) is not None:
+        return panel_gemm(x, weight, shape, end, compute)
     if weight.gpu < 0:
         return _cpu_gemm(row_matrix(x), None, m, weight, ACT_QUANT[act_quant], act_symmetric, shape, end)
-    if takes_panels(x.dtype, act_quant):
-        return panel_gemm(x, weight, shape, end)
     batch_invariant = end[7]
     if batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
@@ -264,6 +293,10 @@ def mixed_gemm(
     codes, which :meth:`PackedWeight.sum_codes` makes and keeps, or makes them itself: the bits are the same.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
 
+    A CPU has the reference's bits with any number of threads; but from 128 rows on (32 in bf16, where it has instructions for
+    that) an x that is not quantised is multiplied by torch, whose sums have another order, with values that are dequantised in
+    panels, in bf16 rounded once to it. ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
+
     On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is dequantised in panels of rows, at
     most 256 MB of fp32 values at a time, and multiplied by torch, in TF32 only where
     ``torch.backends.cuda.matmul.allow_tf32`` is set, which torch does not do by itself. That takes many times as long as fp16
@@ -302,8 +335,8 @@ def mixed_gemm(
             Split-K takes slices x M x N x 4 bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
         architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones; 0
             for those of the GPU. For tests and comparisons; unused on a CPU.
-        exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; a
-            CPU never does.
+        exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; on a
+            CPU, have the reference's bits.
 
     Returns:
         ``[..., N]`` of ``out_dtype``.
@@ -368,7 +401,7 @@ def mixed_gemm(
         raise TypeError(f"out_dtype is {out_dtype}; supported are {dtype_names(DATA_TYPES)}")
     if weight.gpu < 0 or not _C.built_with_cuda:
         check_device(device)
-    elif isinstance(x, Tensor) and takes_panels(dtype, act_quant):
+    elif isinstance(x, Tensor) and dtype is torch.float32 and act_quant == "none":
         check_panels(batch_invariant)
     end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
     if isinstance(x, QuantizedActivations):
@@ -422,12 +455,14 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
-    if weight.gpu < 0:
-        return reference.dequantize_weight(weight.row_panels(start, stop).unpack(), dtype)
     if weight.kernel_size:
         taps = run_dequantize(weight.matrix, dtype, start, stop).view(stop - start, *weight.kernel_size, -1)
         return taps[..., : weight.k // weight.taps].movedim(-1, 1).contiguous()
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
+    if weight.gpu < 0:
+        threads = torch.get_num_threads()
+        _C.cpu_dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads)
+        return out
     with on_device(weight.device):
         _C.dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, stop - start)
     return out

@@ -289,7 +289,7 @@ def test_doctor_multiplies() -> None:
     assert facts["ok"]
     assert facts["torch"].startswith(torch.__version__)
     assert facts["self_test"]["cpu"] == dict.fromkeys(cli.doctor._PRODUCTS, "ok")
-    assert set(facts["kernels"]["cpu"].values()) == {_C.cpu_kernel()}
+    assert set(facts["kernels"]["cpu"].values()) == {_C.cpu_kernel(), f"{_C.cpu_kernel()} / torch.matmul"}
     shown = run("doctor")
     assert shown.exit_code == 0
     assert "W4A8 block" in shown.stdout

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import conv_gpu
+from cutlass_ops import conv_torch
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 
@@ -87,7 +87,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> torch.Tensor:
         raise AssertionError("no kernel took it")
 
-    monkeypatch.setattr(conv_gpu, "_by_torch", refuse)
+    monkeypatch.setattr(conv_torch, "convolve", refuse)
 
 
 @pytest.mark.usefixtures("by_kernels")

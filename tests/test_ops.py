@@ -812,15 +812,18 @@ def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, x = co.reorder(qw), activations(6, K)
     monkeypatch.setattr(ops, "_PANEL_VALUES", values)
+    monkeypatch.setattr(ops, "_CPU_PANEL_VALUES", values // torch.get_num_threads())
     assert [rows.stop - rows.start for rows, _ in ops.panels(packed, torch.float16)] == (
         [64, 64, 64, 8] if values < 1 << 26 else [200]
     )
     exact = product(x, qw)
-    found = ops.panel_gemm(x, packed, (2, 3, 200), (None, None, 0.0, 0.0, None, torch.float32, False, False, 0, False))
+    found = ops.panel_gemm(
+        x, packed, (2, 3, 200), (None, None, 0.0, 0.0, None, torch.float32, False, False, 0, False), torch.float32
+    )
     assert torch.equal(found.double().view(6, 200), exact)
     bias, residual = activations(200), activations(6, 200)
     end = (bias, "clamp", -40.0, 24.5, residual, torch.float16, True, False, 0, True)
-    found = ops.panel_gemm(x, packed, (6, 200), end)
+    found = ops.panel_gemm(x, packed, (6, 200), end, torch.float32)
     expected = (exact + bias).clamp(-40, 24.5) + residual
     assert found.dtype == torch.float16
     assert torch.equal(found.double(), expected.half().double())
@@ -831,12 +834,75 @@ def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
     end = (None, "relu", 0.0, 0.0, None, torch.float32, False, False, 0, False)
     x = activations(3, K)
     x[0, 3], x[2, 5] = NAN, INF
-    y = ops.panel_gemm(x, packed, (3, 200), end)
+    y = ops.panel_gemm(x, packed, (3, 200), end, torch.float32)
     assert y[[0, 2]].isnan().all()
     assert y[1].isfinite().all()
-    assert ops.panel_gemm(x[:0], packed, (0, 200), end).shape == (0, 200)
+    assert ops.panel_gemm(x[:0], packed, (0, 200), end, torch.float32).shape == (0, 200)
     with pytest.raises(ValueError, match="batch_invariant is True"):
-        ops.panel_gemm(x, packed, (3, 200), (*end[:7], True, 0, False))
+        ops.panel_gemm(x, packed, (3, 200), (*end[:7], True, 0, False), torch.float32)
+
+
+# What a CPU does with many rows of an x that is not quantised.
+
+
+@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "perm"])
+@pytest.mark.parametrize("bits", [4, 8])
+def test_many_rows_on_a_cpu_are_multiplied_by_torch(bits: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
+    packed, bias = co.reorder(qw), activations(200)
+    monkeypatch.setattr(ops, "_CPU_PANEL_VALUES", 70 * K)  # four panels
+    relative = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-8}
+    for dtype, rows in ((torch.float32, 128), (torch.float16, 128), (torch.bfloat16, 128), (torch.bfloat16, 32)):
+        x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(dtype)
+        for given in (None, bias.to(dtype), bias):
+            for more in ({}, {"out_dtype": torch.float32}, {"activation": "relu"}, {"residual": torch.zeros(rows, 200)}):
+                y = co.mixed_gemm(x, packed, given, **more)
+                exact = co.explain(x, packed, bias=given, **more).exact
+                values = reference.dequantize_weight(qw, torch.float64 if exact else torch.bfloat16).double()
+                expected = x.double() @ values.t() + (0 if given is None else given.double())
+                absolute = 1e-5 * expected.square().mean().sqrt()
+                expected = expected.relu() if "activation" in more else expected
+                assert y.dtype == more.get("out_dtype", dtype)
+                assert ((y.double() - expected).abs() <= relative[y.dtype] * expected.abs() + absolute).all()
+        for keeps in ("exact", "batch_invariant"):
+            y = co.mixed_gemm(x, packed, **{keeps: True})
+            assert torch.equal(y, reference.mixed_gemm(x, qw))
+            assert torch.equal(y[:5], co.mixed_gemm(x[:5], packed))
+
+
+def test_many_rows_on_a_cpu_that_are_not_finite() -> None:
+    packed = co.reorder(weight(n=200))
+    for dtype in (torch.bfloat16, torch.float32):
+        x = activations(128, K).to(dtype)
+        x[0, 3], x[7, 5] = NAN, INF
+        y = co.mixed_gemm(x, packed)
+        assert y[[0, 7]].isnan().all()
+        assert y[1:7].isfinite().all()
+
+
+def test_explain_says_what_a_cpu_does_with_many_rows() -> None:
+    packed = sized(4096, 4096, 4)
+    in_bfloat16 = _C.cpu_multiplies_bfloat16()
+    for m, dtype, options, rounds in (
+        (128, torch.float32, {}, False),
+        (128, torch.float16, {}, False),
+        (128, torch.bfloat16, {}, in_bfloat16),
+        (128, torch.bfloat16, {"out_dtype": torch.float32}, False),
+        (128, torch.bfloat16, {"bias": torch.zeros(4096)}, False),
+        (128, torch.bfloat16, {"activation": "relu"}, False),
+    ):
+        found = co.explain(m, packed, dtype=dtype, **options)
+        assert (found.device, found.kernel, found.launches, found.exact) == ("cpu", "torch.matmul", (), not rounds)
+        assert found.workspace == (2 if rounds else 4) * 2**20 * min(torch.get_num_threads(), 16)
+    for m, dtype, options in (
+        (127, torch.float32, {}),
+        (31, torch.bfloat16, {}),
+        (128, torch.float32, {"exact": True}),
+        (128, torch.float32, {"batch_invariant": True}),
+        (128, torch.float32, {"act_quant": "block"}),
+    ):
+        assert co.explain(m, packed, dtype=dtype, **options).kernel == _C.cpu_kernel()
+    assert (co.explain(32, packed, dtype=torch.bfloat16).kernel == "torch.matmul") == in_bfloat16
 
 
 @pytest.mark.skipif(_C.built_with_cuda, reason="this build has CUDA kernels")

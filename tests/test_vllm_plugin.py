@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
+from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
+from cutlass_ops.vllm import experts, linear
 
 
 @pytest.fixture
@@ -49,3 +51,97 @@ def test_amx_is_requested_where_torch_can(exists: bool, tables: object, monkeypa
         monkeypatch.setattr(torch.cpu, "_init_amx", lambda: requests.append(None), raising=False)
     plugin.register()
     assert len(requests) == exists
+
+
+# ---- which layers are ours on a CPU
+
+FOUR_BITS = ["uint4", "uint4b8"]
+
+
+@pytest.fixture
+def cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """vLLM on a CPU that has our kernels and neither AMX nor zentorch; ``settings`` are the plugin's."""
+    settings: dict[str, Any] = {}
+    state = SimpleNamespace(settings=settings, is_cpu=True, is_zen=False, has_amx=False, instruction_sets=["avx2", "scalar"])
+    platform = SimpleNamespace(is_cpu=lambda: state.is_cpu, is_zen_cpu=lambda: state.is_zen)
+    config = SimpleNamespace(additional_config={"cutlass_ops": settings})
+    for module, name, value in (
+        (linear, "current_platform", platform),
+        (experts, "current_platform", platform),
+        (linear, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=False)),
+        (linear, "get_current_vllm_config_or_none", lambda: config),
+        (torch.cpu, "_is_amx_tile_supported", lambda: state.has_amx),
+        (_C, "cpu_instruction_sets", lambda: state.instruction_sets),
+        (_C, "built_with_cuda", True),
+    ):
+        monkeypatch.setattr(module, name, value, raising=False)
+    return state
+
+
+def layer(weight_type: str, act_type: torch.dtype = torch.bfloat16) -> SimpleNamespace:
+    """vLLM's description of a linear layer."""
+    shape = (256, 64)
+    return SimpleNamespace(
+        full_weight_shape=shape, partition_weight_shape=shape, weight_type=weight_type, act_type=act_type, group_size=128
+    )
+
+
+@pytest.mark.parametrize("weight_type", linear._BITS)
+def test_a_cpu_has_kernels_for_every_type_of_weight(cpu: SimpleNamespace, weight_type: str) -> None:
+    assert linear._reason_against(layer(weight_type)) is None
+
+
+@pytest.mark.parametrize("weight_type", linear._BITS)
+def test_four_bit_layers_stay_with_zentorch(cpu: SimpleNamespace, weight_type: str) -> None:
+    cpu.is_zen = True
+    reason = linear._reason_against(layer(weight_type))
+    assert (reason is not None and "zentorch" in reason) if weight_type in FOUR_BITS else reason is None
+
+
+@pytest.mark.parametrize("act_quant", ["block", "token"])
+def test_four_bit_layers_are_ours_where_the_user_quantises_activations(cpu: SimpleNamespace, act_quant: str) -> None:
+    cpu.is_zen = cpu.has_amx = True
+    cpu.settings["act_quant"] = act_quant
+    assert linear._reason_against(layer("uint4")) is None
+
+
+@pytest.mark.parametrize("act_type", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("weight_type", linear._BITS)
+def test_four_bit_layers_stay_with_vllm_where_it_uses_amx(
+    cpu: SimpleNamespace, weight_type: str, act_type: torch.dtype
+) -> None:
+    cpu.has_amx = True
+    reason = linear._reason_against(layer(weight_type, act_type))
+    uses = weight_type in FOUR_BITS and act_type is torch.bfloat16
+    assert (reason is not None and "AMX" in reason) if uses else reason is None
+
+
+def test_no_layer_is_ours_on_a_cpu_without_fast_kernels(cpu: SimpleNamespace) -> None:
+    cpu.instruction_sets = ["scalar"]
+    assert linear._reason_against(layer("uint4b8")) == "the package has no fast kernels for this CPU"
+
+
+@pytest.mark.parametrize("is_cpu", [True, False])
+def test_layers_with_8_bit_activations_stay_with_vllm_on_a_cpu_alone(cpu: SimpleNamespace, is_cpu: bool) -> None:
+    cpu.is_cpu = is_cpu
+    reason = linear._reason_against_int8(SimpleNamespace(is_static_input_scheme=False))
+    assert reason == ("vLLM's kernel is faster on a CPU" if is_cpu else None)
+
+
+def test_experts_stay_with_vllm_on_a_cpu(cpu: SimpleNamespace) -> None:
+    assert experts._reason_of_device(128) == "experts have kernels for GPUs alone"
+
+
+def test_a_setting_that_does_not_exist_is_an_error_whatever_the_layers(cpu: SimpleNamespace) -> None:
+    cpu.settings["reference"] = True
+    with pytest.raises(ValueError, match="additional_config has 'reference' for cutlass_ops; known are act_quant"):
+        linear._reason_against_int8(SimpleNamespace(is_static_input_scheme=True))
+
+
+def test_experts_of_another_class_are_left_to_vllm_with_a_reason(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(experts, "_log_left", lines.append)
+    method = type("AutoAWQMoEMethod", (), {})()
+    get_quant_method = experts._wrapped(lambda config, layer, prefix: method)
+    assert get_quant_method(None, type("DbrxExperts", (), {})(), "layers.0") is method
+    assert lines == ["the layer is a DbrxExperts"]

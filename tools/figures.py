@@ -249,6 +249,22 @@ def engines() -> str:
     return f"{about('h200-vllm.json')}\n\n{markdown(heads, lines)}"
 
 
+def vllm_cpu() -> str:
+    """One linear layer on a CPU, beside the kernel that vLLM chooses for it."""
+    result = read("vllm-cpu.json")
+    facts = f"{result['machine']}, {result['kernels']}, one thread, vllm-cpu {result['vllm']}, torch {result['torch']}"
+    facts += f", zentorch {result['zentorch']}, commit `{result['commit'][:7]}`"
+    ms = ("1", "2", "4", "8", "32", "128")
+    lines = [
+        [row["weights"], row["kernel"], mode, *(f"{times[m]:.2f} ({row['ms']['vllm'][m] / times[m]:.2f})" for m in ms)]
+        for row in result["rows"]
+        for mode, times in row["ms"].items()
+        if mode != "vllm"
+    ]
+    heads = ["weights", "vLLM's kernel", "act_quant", *(f"M = {m}" for m in ms)]
+    return f"`results/vllm-cpu.json`: {result['n']} x {result['k']}, {facts}.\n\n{markdown(heads, lines)}"
+
+
 def cpu() -> str:
     """Tokens a second of a model on a CPU: a table for each file of tools/bench_cpu.py."""
     parts = []
@@ -342,6 +358,7 @@ TABLES: dict[str, Callable[[], str]] = {
         experts,
         convolutions,
         engines,
+        vllm_cpu,
         cpu,
         accuracy,
         four_bits,

@@ -1,4 +1,5 @@
 // Kernels for CPUs with AVX2.
+#include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
 
 namespace cutlass_ops {
@@ -19,6 +20,6 @@ using Four = ByteTiles<4, PairProduct>;
 
 }  // namespace
 
-CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>};
+CpuKernels const kAvx2Kernels = {"avx2", integer_order<Four, HalfTiles>, multiply<Four, HalfTiles>, dequantize};
 
 }  // namespace cutlass_ops

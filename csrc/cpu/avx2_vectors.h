@@ -27,8 +27,8 @@ __m256 load_floats(void const* data, DataType type, int64_t index) {
   return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_cvtepu16_epi32(halves), 16));
 }
 
-// Vector j of rows becomes row j of vectors.
-void transpose(__m256 (&v)[8]) {
+// Vector j of rows becomes row j of vectors. Inlined, as a call would pass the vectors through memory.
+[[gnu::always_inline]] inline void transpose(__m256 (&v)[8]) {
   __m256 pairs[8], fours[8];
   for (int i = 0; i < 8; i += 2) {
     pairs[i] = _mm256_unpacklo_ps(v[i], v[i + 1]), pairs[i + 1] = _mm256_unpackhi_ps(v[i], v[i + 1]);

@@ -1,4 +1,5 @@
 // Kernels for CPUs with AVX-512 VNNI: those for AVX2, and sums of four products of bytes by one instruction.
+#include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
 
 namespace cutlass_ops {
@@ -14,6 +15,6 @@ using Eight = ByteTiles<8, QuadProduct>;
 
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", integer_order<Four, Eight>, multiply<Four, Eight>};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni", integer_order<Four, Eight>, multiply<Four, Eight>, dequantize};
 
 }  // namespace cutlass_ops

@@ -59,6 +59,8 @@ struct CpuKernels {
   IntegerOrder (*integer_order)(CpuProduct const& product);
   // Columns of out from 64 * panel on, of rows first .. first + rows - 1, at most kMostRows.
   void (*multiply)(CpuProduct const& product, int panel, int first, int rows);
+  // The values [rows, k] of the weight's rows from 64 * panel on, at most 64, without an act order.
+  void (*dequantize)(CpuProduct const& product, int panel, int rows, void* out, DataType type);
 };
 
 extern CpuKernels const kScalarKernels;

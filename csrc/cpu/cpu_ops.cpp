@@ -84,6 +84,12 @@ void gather_row(void const* x, DataType type, int64_t start, int k, int32_t cons
   for (int i = 0; i < k; ++i) out[i] = load_float(x, type, start + perm[i]);
 }
 
+// At most all there are, with padding.
+int columns_of_group(PackedWeight const& w) {
+  int const k_pad = int(padded_k(w.k));
+  return w.group_size == -1 ? k_pad : std::min(w.group_size, k_pad);
+}
+
 // Memory for activations that a product quantises itself.
 struct Quantized {
   std::unique_ptr<int8_t[]> codes;
@@ -221,22 +227,23 @@ void prepare_integers(GemmProblem const& problem, CpuKernels const& kernels, Cpu
   p.offset_x = memory.offset_x.data();
 }
 
-// The values of codes that are no integers, by code: where another format begins.
-void prepare_codebook(GemmProblem const& problem, CpuProduct& p, Prepared& memory) {
-  if (has_integer_codes(problem.weight)) return;
-  memory.codebook.resize(size_t(1) << problem.weight.bits);
+// The values of codes that are no integers, by code, rounded to `type`: where another format begins.
+void prepare_codebook(DataType type, CpuProduct& p, Prepared& memory) {
+  PackedWeight const& w = p.weight;
+  if (has_integer_codes(w)) return;
+  memory.codebook.resize(size_t(1) << w.bits);
   for (size_t code = 0; code < memory.codebook.size(); ++code) {
     float value;
-    if (problem.weight.e4m3) {
+    if (w.e4m3) {
       uint32_t const exponent = code >> 3 & 15, mantissa = code & 7;
       value = exponent ? as_float((exponent + 120) << 23 | mantissa << 20) : float(mantissa) * 0x1p-9f;
       if (code & 0x80) value = -value;
     } else {
-      value = problem.weight.book[code];
+      value = w.book[code];
     }
-    float stored;  // in as many of its bytes as x's type has
-    store_float(&stored, problem.x_type, 0, value);
-    memory.codebook[code] = load_float(&stored, problem.x_type, 0);
+    float stored;  // in as many of its bytes as the type has
+    store_float(&stored, type, 0, value);
+    memory.codebook[code] = load_float(&stored, type, 0);
   }
   p.codebook = memory.codebook.data();
 }
@@ -254,6 +261,14 @@ void use_cpu_instruction_set(std::string const& name) {
     if (name == kernels->name) return chosen().store(kernels);
   }
   throw std::invalid_argument("there are no kernels for the instruction set " + name + " on this machine");
+}
+
+bool cpu_multiplies_bfloat16() {
+#if defined(CUTLASS_OPS_AVX2)
+  return __builtin_cpu_supports("avx512bf16");
+#else
+  return false;
+#endif
 }
 
 std::string cpu_kernel() { return std::string("cpu_") + chosen().load()->name; }
@@ -299,8 +314,7 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   p.weight = w, p.m = problem.m, p.out = problem.out, p.out_type = problem.out_type;
   p.has_floats = !problem.quantized.codes;
   p.tiles = int(padded_k(w.k) / kKPerTile);
-  int const k_pad = p.tiles * kKPerTile;
-  int const group = w.group_size == -1 ? k_pad : std::min(w.group_size, k_pad);
+  int const group = columns_of_group(w);
   p.block = problem.quantized.codes && problem.quantized.block != -1 ? std::min(group, problem.quantized.block) : group;
   p.blocks = int(ceil_div(w.k, p.block));
   p.group_blocks = group / p.block;
@@ -310,7 +324,7 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
     load_row(problem.bias, problem.bias_type, 0, w.n, memory.bias.data());
     p.bias = memory.bias.data();
   }
-  prepare_codebook(problem, p, memory);
+  prepare_codebook(problem.x_type, p, memory);
   problem.quantized.codes ? prepare_integers(problem, kernels, p, memory, threads)
                           : prepare_floats(problem, p, memory, threads);
   // Threads are at work in less time than so many products take.
@@ -321,6 +335,33 @@ void cpu_mixed_gemm(GemmProblem const& given, int threads) {
   for_each_index(panels * parts, batch, used, [&](int64_t index) {
     int64_t const part = index / panels, first = p.m * part / parts;
     kernels.multiply(p, int(index % panels), int(first), int(p.m * (part + 1) / parts - first));
+  });
+}
+
+void cpu_dequantize(DequantizeProblem const& problem, int threads) {
+  PackedWeight const& w = problem.weight;
+  CpuKernels const& kernels = *chosen().load();
+  CpuProduct p;
+  p.weight = w;
+  p.tiles = int(padded_k(w.k) / kKPerTile);
+  p.block = columns_of_group(w), p.blocks = int(ceil_div(w.k, p.block)), p.group_blocks = 1;
+  Prepared memory;
+  prepare_codebook(DataType::kFloat32, p, memory);
+  int const all = problem.rows < 0 ? w.n - problem.first_row : problem.rows;
+  int64_t const size = problem.out_type == DataType::kFloat32 ? 4 : 2, panels = ceil_div(all, kRowsPerPanel);
+  // Threads are at work in less time than so many values take.
+  constexpr int64_t kValuesOfThread = 1 << 16;
+  int const used = int(std::min<int64_t>(threads, std::max<int64_t>(1, int64_t(all) * w.k / kValuesOfThread)));
+  for_each_index(panels, 1, used, [&](int64_t index) {
+    int const panel = int(problem.first_row / kRowsPerPanel + index);
+    int const rows = int(std::min<int64_t>(kRowsPerPanel, all - index * kRowsPerPanel));
+    char* const out = static_cast<char*>(problem.out) + index * kRowsPerPanel * w.k * size;
+    if (!w.perm) return kernels.dequantize(p, panel, rows, out, problem.out_type);
+    std::unique_ptr<float[]> const values(new float[size_t(rows) * size_t(w.k)]);
+    kernels.dequantize(p, panel, rows, values.get(), DataType::kFloat32);
+    for (int64_t start = 0; start < int64_t(rows) * w.k; start += w.k) {
+      for (int i = 0; i < w.k; ++i) store_float(out, problem.out_type, start + w.perm[i], values[size_t(start + i)]);
+    }
   });
 }
 

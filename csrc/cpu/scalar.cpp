@@ -110,10 +110,33 @@ void multiply(CpuProduct const& p, int panel, int first, int count) {
   }
 }
 
+void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
+  PackedWeight const& w = p.weight;
+  uint8_t const* const tiles = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(w.bits);
+  int const middle = 1 << (w.bits - 1);
+  Tile tile;
+  for (int begin = 0; begin < w.k; begin += kKPerTile) {
+    uint8_t const* const codes = tiles + begin / kKPerTile * int64_t(k_tile_bytes(w.bits));
+    w.bits == 4 ? unpack_tile<4>(codes, tile) : unpack_tile<8>(codes, tile);
+    for (int place = 0; place < kKPerTile; ++place) {
+      int const column = begin + place / kLaneColumns * kLaneColumns + lane_column(place % kLaneColumns);
+      if (column >= w.k) continue;
+      for (int i = 0; i < rows; ++i) {
+        int const row = group_row(i), code = tile[row][place];
+        int64_t const vector = column / p.block * padded_rows(w.n) + panel * kRowsPerPanel + row;
+        float value = p.codebook ? p.codebook[code + middle] : float(code - (w.zeros ? w.zeros[vector] : 0));
+        value *= load_float(w.scales, w.scale_type, vector);
+        if (w.offsets) value += load_float(w.offsets, w.offset_type, vector);
+        store_float(out, type, int64_t(i) * w.k + column, value);
+      }
+    }
+  }
+}
+
 CpuKernels::IntegerOrder integer_order(CpuProduct const&) { return {kLaneColumns, kLaneColumns, true, lane_column}; }
 
 }  // namespace
 
-CpuKernels const kScalarKernels = {"scalar", integer_order, multiply};
+CpuKernels const kScalarKernels = {"scalar", integer_order, multiply, dequantize};
 
 }  // namespace cutlass_ops

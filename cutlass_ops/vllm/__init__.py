@@ -14,7 +14,6 @@ of compiled graphs:
 act_quant    how x is quantised: "none" (the default), "token" or "block". Checkpoints that say
              that activations are 8-bit integers have "token" as their default, packed directories
              what they say.
-reference    true: take layers on a CPU too, with the reference, which is slow and made for tests.
 ===========  =====================================================================================
 """
 

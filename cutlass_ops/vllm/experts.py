@@ -23,6 +23,7 @@ from .linear import MISSING, logger, reason_against_all, settings, unpacked
 
 if MISSING is None:
     from vllm import envs
+    from vllm.platforms import current_platform
 
 _QUANTIZATION = "vllm.model_executor.layers.quantization"
 _CONFIGS = (
@@ -65,7 +66,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def get_quant_method(self: Any, layer: torch.nn.Module, prefix: str) -> Any:
         method = original(self, layer, prefix)
-        if type(layer).__name__ == "RoutedExperts" and type(method).__name__ in _METHODS:
+        if type(method).__name__ in _METHODS:
             if reason := _reason_against(method, layer):
                 _log_left(reason)
             else:
@@ -101,6 +102,8 @@ def _reason_against(method: Any, layer: Any) -> str | None:
 
 
 def _reason(method: Any, layer: Any) -> str | None:
+    if type(layer).__name__ != "RoutedExperts":  # those of some models load or compute otherwise
+        return f"the layer is a {type(layer).__name__}"
     moe = layer.moe_config
     parallel = moe.moe_parallel_config
     bits, group_size, has_zeros = _form(method)
@@ -140,7 +143,9 @@ def _reason(method: Any, layer: Any) -> str | None:
 
 
 def _reason_of_device(inner: int) -> str | None:
-    """Where a GPU's kernels do not take the whole layer, whose call CUDA graphs could not hold."""
+    """Where no kernels take the whole layer, whose call CUDA graphs could not hold."""
+    if current_platform.is_cpu():
+        return "experts have kernels for GPUs alone"
     if torch.cuda.is_available():
         capability = torch.cuda.get_device_capability()
         if capability != (9, 0):

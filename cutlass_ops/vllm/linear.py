@@ -29,11 +29,13 @@ except ImportError as error:
     Int8ScaledMMLinearKernel = MPLinearKernel = object
 
 _ACT_QUANT = ("none", "token", "block")
-_SETTINGS = ("act_quant", "reference")
+_SETTINGS = ("act_quant",)
 #: vLLM's names of weight types, and their bits. Those with "b" have their zero point in the middle, those without are
 #: unsigned with zero points that are stored, and int4 is signed, one code a byte, in checkpoints with 8-bit activations.
 _BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
 _SIGNED = ("int4",)
+#: Those that vLLM has kernels for on a CPU that are not far slower than ours.
+_CPU_TYPES = ("uint4", "uint4b8")
 #: The name of the submodule that holds a layer's packed weight.
 MODULE = "cutlass_ops_linear"
 
@@ -54,16 +56,19 @@ def settings() -> dict[str, Any]:
             raise ValueError(f"additional_config has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}")
     if (mode := found.get("act_quant", "none")) not in _ACT_QUANT:
         raise ValueError(f"cutlass_ops' act_quant is {mode!r:.100}; supported are {', '.join(map(repr, _ACT_QUANT))}")
-    if type(reference := found.get("reference", False)) is not bool:
-        raise TypeError(f"cutlass_ops' reference is {reference!r:.100}; true or false is expected")
     return found
 
 
 def reason_against_all() -> str | None:
-    """Why no layer of vLLM's checkpoints is ours; None if some can be."""
+    """Why no layer of vLLM's checkpoints is ours; None if some can be.
+
+    Raises:
+        TypeError, ValueError: wrong settings, whatever the layers are.
+    """
+    settings()
     if current_platform.is_cpu():
-        if not settings().get("reference", False):
-            return 'on a CPU there is the reference alone, which additional_config {"cutlass_ops": {"reference": true}} allows'
+        if len(_C.cpu_instruction_sets()) == 1:  # the portable kernels, which are always there
+            return "the package has no fast kernels for this CPU"
     elif not _C.built_with_cuda:
         return "the package was built without CUDA"
     if envs.VLLM_BATCH_INVARIANT:
@@ -89,6 +94,29 @@ def _reason_against(c: Any) -> str | None:
             return f"a rank's {k} input features are not whole groups of {c.group_size}"
     if getattr(c, "has_g_idx", False) and c.full_weight_shape[0] != k:
         return "the weight has an act order and its input features are split over ranks"
+    return _reason_of_cpu(c) if current_platform.is_cpu() else None
+
+
+def _reason_of_cpu(c: Any) -> str | None:
+    """Why a layer that is ours on other CPUs is not on this one."""
+    if str(c.weight_type) not in _CPU_TYPES or settings().get("act_quant", "none") != "none":
+        return None
+    if current_platform.is_zen_cpu():  # results/vllm-cpu.json: as fast for one token, and faster for more
+        return "vLLM's kernels of zentorch are faster on this CPU"
+    # Not measured: AMX has many times the products of AVX-512, and vLLM quantises x to int8 for it.
+    if c.act_type is torch.bfloat16 and torch.cpu._is_amx_tile_supported():
+        return "vLLM's kernels use AMX on this CPU; those of cutlass_ops do not"
+    return None
+
+
+def _reason_against_int8(c: Any) -> str | None:
+    """Why layers with 8-bit activations are not ours; None if they are."""
+    if (reason := reason_against_all()) is not None:
+        return reason
+    if c.is_static_input_scheme:
+        return "x has one scale that the checkpoint fixes"
+    if current_platform.is_cpu():  # for 1 to 128 tokens: results/vllm-cpu.json
+        return "vLLM's kernel is faster on a CPU"
     return None
 
 
@@ -195,7 +223,7 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
     @classmethod
     def can_implement(cls, c: Any) -> tuple[bool, str | None]:
         """Whether layers of configuration ``c`` are ours, or else why not, which is logged once."""
-        reason = "x has one scale that the checkpoint fixes" if c.is_static_input_scheme else reason_against_all()
+        reason = _reason_against_int8(c)
         if reason is not None:
             logger.info_once("cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: %s", reason)
         return reason is None, reason
