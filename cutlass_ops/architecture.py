@@ -13,7 +13,8 @@ import re
 import sys
 import warnings
 from collections.abc import Hashable, Iterable, Mapping
-from functools import cache
+from dataclasses import dataclass
+from functools import cache, cached_property
 from importlib import import_module
 from types import CodeType, ModuleType, SimpleNamespace
 from typing import Any, cast
@@ -22,6 +23,7 @@ import torch
 from torch import nn
 
 from .model_embeddings import reason_against_embedding
+from .model_experts import PRODUCTS, ExpertsForm, experts_form
 from .nn_conv import CONVOLUTIONS
 from .weight_reads import readers
 
@@ -37,6 +39,61 @@ _TRANSPOSED = ("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp")
 #: What transformers calls modules at a model's end, besides what ``get_output_embeddings`` returns.
 _HEADS = frozenset(("lm_head", "embed_out", "classifier", "score", "qa_outputs"))
 _MOST_LAYERS = 1000
+
+
+@dataclass(frozen=True)
+class ExpertTensor:
+    """Which part of an experts module's weights a tensor of a checkpoint is.
+
+    Attributes:
+        module, parameter: of the model.
+        expert: the number of the expert; None if the tensor stacks all of them.
+        part: which of the matrices whose rows make the expert's weight; None if it is all of it.
+    """
+
+    module: str
+    parameter: str
+    expert: int | None = None
+    part: int | None = None
+
+
+class Conversions:
+    """How transformers renames and converts the tensors of a model's checkpoint.
+
+    Args:
+        model: a model of transformers, on any device, "meta" included.
+    """
+
+    def __init__(self, model: Any) -> None:
+        found = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        self._loading = import_module("transformers.core_model_loading")
+        self._renamings = [c for c in found if isinstance(c, self._loading.WeightRenaming)]
+        self._converters = [c for c in found if isinstance(c, self._loading.WeightConverter)]
+        self._prefix = model.base_model_prefix
+
+    def renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
+        """The model's name of a tensor, by the names that the model has, and the pattern of a conversion of its values."""
+        # As transformers' loader does it, its second try included.
+        rename = self._loading.rename_source_key
+        name, pattern = rename(tensor, self._renamings, self._converters, self._prefix, known)
+        if name not in known and tensor in known:
+            name, pattern = rename(tensor, [], [], self._prefix, known)
+        return name, pattern
+
+    def keep(self, tensor: str) -> bool:
+        """Whether a tensor that a file has under the model's name is loaded there as it is."""
+        return self.renamed(tensor, {tensor: True}) == (tensor, None)
+
+    def stacked(self, tensor: str, pattern: str) -> tuple[int, int | None] | None:
+        """The number of the expert whose matrix a conversion stacks, and which of those that it joins; None of another one."""
+        converter = next(c for c in self._converters if pattern in c.source_patterns)
+        operations = [(type(operation).__name__, getattr(operation, "dim", None)) for operation in converter.operations]
+        joined = len(converter.source_patterns)
+        expected = [("MergeModulelist", 0), ("Concatenate", 1)]
+        number = re.search(pattern.replace("*.", r"(?P<expert>\d+)\."), tensor)
+        if operations != expected[:joined] or number is None or "expert" not in number.groupdict():
+            return None
+        return int(number["expert"]), converter.source_patterns.index(pattern) if joined > 1 else None
 
 
 class Architecture:
@@ -55,10 +112,7 @@ class Architecture:
             self._tensors = dict.fromkeys(model.state_dict(), True)
             self._heads = output_heads(model)
             self._readers = readers(model, lambda read, module: all(_may_be(*test, module) for test in read.tests))
-            conversions = import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
-            self._loading = import_module("transformers.core_model_loading")
-            self._renamings = [c for c in conversions if isinstance(c, self._loading.WeightRenaming)]
-            self._converters = [c for c in conversions if isinstance(c, self._loading.WeightConverter)]
+            self._conversions = Conversions(model)
 
     def place(self, module: str, convolutions: bool = False) -> tuple[str, str]:
         """The model's name of a checkpoint's module, and why its weight is not that of a linear
@@ -70,7 +124,7 @@ class Architecture:
         """
         if self.model is None:
             return "", ""
-        renamed, pattern = self._renamed(f"{module}.weight", self._tensors)
+        renamed, pattern = self._conversions.renamed(f"{module}.weight", self._tensors)
         if renamed not in self._tensors:
             return "", ""
         name, _, part = renamed.rpartition(".")
@@ -86,18 +140,44 @@ class Architecture:
         if isinstance(owner, nn.Linear) and not _is_plain(cast(Hashable, type(owner))):
             return name, f"its class {kind} computes something else than nn.Linear does"
         # Renamings of ".weight" do not hold for the names that a packed weight's tensors have.
-        if self._renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
+        if self._conversions.renamed(f"{module}.codes", {f"{name}.codes": True})[0] != f"{name}.codes":
             return name, f"transformers renames it to {renamed} by a rule that does not hold for packed tensors"
         return name, ""
 
-    def _renamed(self, tensor: str, known: Mapping[str, bool]) -> tuple[str, str | None]:
-        """The model's name of a tensor, and the pattern of a conversion of its values."""
-        prefix = self.model.base_model_prefix
-        # As transformers' loader does it, its second try included.
-        name, pattern = self._loading.rename_source_key(tensor, self._renamings, self._converters, prefix, known)
-        if name not in known and tensor in known:
-            name, pattern = self._loading.rename_source_key(tensor, [], [], prefix, known)
-        return name, pattern
+    @cached_property
+    def experts(self) -> dict[str, ExpertsForm]:
+        """The modules that :class:`cutlass_ops.nn.MixedExperts` takes the place of, by the model's names."""
+        if self.model is None:
+            return {}
+        forms = {name: experts_form(module) for name, module in self._modules.items()}
+        return {name: form for name, form in forms.items() if form is not None}
+
+    def expert_tensor(self, tensor: str) -> ExpertTensor | None:
+        """What a checkpoint's tensor is of the modules of :attr:`experts`; None if it is nothing, or converted otherwise."""
+        if not self.experts:
+            return None
+        renamed, pattern = self._conversions.renamed(tensor, self._tensors)
+        module, _, parameter = renamed.rpartition(".")
+        if module not in self.experts or renamed not in self._tensors:
+            return None
+        if pattern is None:
+            return ExpertTensor(module, parameter)
+        place = self._conversions.stacked(tensor, pattern)
+        return None if place is None else ExpertTensor(module, parameter, *place)
+
+    @cached_property
+    def _expert_codes(self) -> dict[str, bool]:
+        return {f"{name}.{product}.codes": True for name in self.experts for product in PRODUCTS}
+
+    def place_experts(self, stored: str) -> tuple[str, str] | None:
+        """The module of :attr:`experts` and the product that a file's packed experts are; None if they are no such."""
+        if not self.experts:
+            return None
+        found, pattern = self._conversions.renamed(f"{stored}.codes", self._expert_codes)
+        if found not in self._expert_codes or pattern is not None:
+            return None
+        module, _, product = found.removesuffix(".codes").rpartition(".")
+        return module, product
 
     def is_transposed(self, module: str) -> bool:
         """Whether a checkpoint's module is a linear layer that stores its weight as ``[in, out]``."""
@@ -141,7 +221,7 @@ class Architecture:
         """
         if self.model is None or type(self.model).__name__ not in (self.model.config.architectures or ()):
             return [], []
-        names = {tensor: self._renamed(tensor, self._tensors)[0] for tensor in tensors}
+        names = {tensor: self._conversions.renamed(tensor, self._tensors)[0] for tensor in tensors}
         unexpected = {name for name in names.values() if name not in self._tensors}
         missing = self._tensors.keys() - set(names.values()) - getattr(self.model, "all_tied_weights_keys", {}).keys()
         found = SimpleNamespace(unexpected_keys=unexpected, missing_keys=missing)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,6 +24,22 @@ _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 # ---- packing
+
+
+@dataclass(frozen=True)
+class WeightsOnDemand(Sequence[QuantizedWeight]):
+    """The weights of experts, each made when it is indexed and not kept."""
+
+    experts: int
+    read: Callable[[int], QuantizedWeight]
+
+    def __len__(self) -> int:
+        return self.experts
+
+    def __getitem__(self, e: Any) -> Any:
+        if not 0 <= e < self.experts:  # what ends a loop over a sequence
+            raise IndexError(f"expert {e} of {self.experts}")
+        return self.read(e)
 
 
 def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
@@ -192,15 +208,12 @@ def _check_experts(name: str, experts: Any) -> None:
         arguments.check_frozen(experts.weight)
 
 
-def _check_options(
-    weights: Sequence[PackedExperts], activation: reference.Activation, act_quant: str
-) -> tuple[str | None, float, float]:
-    """The activation as operators take it."""
+def _check_options(weights: Sequence[PackedExperts], act_quant: str) -> None:
+    """What products and their activations have in common, checked."""
     if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
     if act_quant != "none" and any(experts.weight.book is not None for experts in weights):
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    return native.split_activation(activation)
 
 
 def _check_x(x: Any, device: torch.device, k: int) -> None:
@@ -281,7 +294,8 @@ def grouped_gemm(
         RuntimeError: a CUDA graph is captured; or a gradient is required where it is not recorded.
     """
     _check_experts("experts", experts)
-    call = _check_options([experts], activation, act_quant)
+    _check_options([experts], act_quant)
+    call = native.split_activation(activation)
     x = _autocast(x)
     _check_x(x, experts.device, experts.k)
     _check_routing(routing, experts, x.shape[0], gathered)
@@ -353,19 +367,21 @@ def mixed_moe(
     with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
     routings; weights, and values of quantised activations, are rounded to x's dtype, as :func:`cutlass_ops.mixed_gemm` rounds
     them, and so are outputs of experts that have more than some 24 rows on average. Elsewhere, for an fp32 x, for I that is no
-    multiple of 64 and where a gradient is recorded, a GPU is asked how many rows each expert has, two products are launched
-    for each expert that has any, and a capture is refused.
+    multiple of 64, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert has, two
+    products are launched for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
     the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
-        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up.
+        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up. Biases are added to the products.
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
         topk_weights: floating ``[M, top]``.
-        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``, of gate.
+        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``, of gate; or gpt-oss's
+            ``("clamped_swiglu", alpha, limit)`` of both: ``(u + 1) * g * sigmoid(alpha * g)``, where g is gate, at most limit,
+            and u is up, clamped to -limit .. limit.
         act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.
         expert_map: integers ``[ids]``, as in :func:`route`; ids that it sends to -1 add nothing.
 
@@ -378,7 +394,8 @@ def mixed_moe(
     """
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)
-    call = _check_options([gate_up, down], activation, act_quant)
+    _check_options([gate_up, down], act_quant)
+    call = native.split_activation(activation, reference_experts.check_gate)
     x = _autocast(x)
     _check_x(x, gate_up.device, gate_up.k)
     if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
@@ -480,7 +497,8 @@ def _mixed_moe(
     expert_map: Tensor | None,
 ) -> Tensor:
     _check_ids(topk_ids, gate_up.experts, expert_map)
-    if _has_kernels(x, gate_up, down, topk_ids, topk_weights):
+    has_kernels = _has_kernels(x, gate_up, down, topk_ids, topk_weights)
+    if has_kernels and activation != reference_experts.CLAMPED_SWIGLU:
         options = (activation, low, high, act_quant, act_symmetric, expert_map)
         return _launch_moe(x, gate_up, down, topk_ids, topk_weights, *options)
     _check_capture("mixed_moe", x)

@@ -29,15 +29,17 @@ from torch import Tensor, nn
 
 from . import ops
 from .architecture import Architecture, check_layers, features
+from .checkpoint_experts import StackedWeight
 from .checkpoints import load_checkpoint
 from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
-from .nn import MixedLinear, fuse_linears
+from .model_experts import PRODUCTS
+from .nn import MixedExperts, MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .packed_experts import PackedExperts
 from .packed_file import is_packed, load_packed, packed_info
 from .packed_weight import PackedWeight
-from .plan import Options, plan
+from .plan import Options, Step, plan
 from .reorder import reorder
 from .safetensors_files import INDEX, json_object
 from .weight import CheckpointError
@@ -202,7 +204,7 @@ def load_model(
     if generation.is_file():
         model.generation_config = transformers.GenerationConfig.from_pretrained(path)
     for module in model.modules():
-        if isinstance(module, MixedLinear):
+        if isinstance(module, MixedLinear | MixedExperts):
             module.act_quant = module.act_quant if act_quant is None else act_quant
             module.act_symmetric = module.act_symmetric if act_symmetric is None else act_symmetric
     if fuse:
@@ -278,15 +280,21 @@ def _tensors(
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     for how, name in rounded.items():
         warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
-    values = ((s.name, s.entry.values() if s.weight is None else reorder(s.weight.read())) for s in steps)
     tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
-    return values, tied, checkpoint.activations
+    return ((step.name, _value(step)) for step in steps), tied, checkpoint.activations
+
+
+def _value(step: Step) -> PackedWeight | PackedExperts | Tensor:
+    if step.weight is None:
+        return step.entry.values()
+    return step.weight.pack() if isinstance(step.weight, StackedWeight) else reorder(step.weight.read())
 
 
 def _state(path: Path, config: Any, model: nn.Module, options: Options | None, dtype: torch.dtype) -> dict[str, Tensor]:
     """What a model's state_dict shall be; the weights in it are added to ``config``."""
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
+    experts: set[str] = set()
     embeddings: dict[str, str] = {}
     architecture = Architecture(model)
     tensors, tied, activations = _tensors(path, architecture, options, dtype)
@@ -295,7 +303,10 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             state[name] = value
             continue
         if isinstance(value, PackedExperts):
-            raise ValueError(f"{path}: {name!r} are experts packed as one, which no model is loaded with yet")
+            layer = _experts_place(path, name, value, architecture)
+            experts.add(layer)
+            weights[layer] = _add(state, layer, value)
+            continue
         layer, reason = architecture.place(name)
         if architecture.is_embedding(name):
             reason = architecture.reason_to_keep(name)
@@ -313,12 +324,13 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             embeddings[layer] = layer
         if (shape := features(linear) or (linear.num_embeddings, linear.embedding_dim)) != value.shape:
             raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
-        parts = value.tensors()
-        state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
-        dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
-        weights[layer] = WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+        weights[layer] = _add(state, layer, value)
         if linear is model.get_output_embeddings():  # type: ignore[operator, unused-ignore]
             config.tie_word_embeddings = False  # the head has separate tensors
+    for layer in sorted(experts):
+        module = layer.rpartition(".")[0]
+        if lacking := {f"{module}.{product}" for product in PRODUCTS} - experts:
+            raise ValueError(f"{path}: {layer!r} are packed experts, and {min(lacking)!r} is not packed")
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
@@ -328,5 +340,23 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             del config.quantization_config
         return state
     treatment = activations or ("none", True)
-    config.quantization_config = quantization_config(weights, not_converted, *treatment, embeddings)
+    config.quantization_config = quantization_config(weights, not_converted, *treatment, experts, embeddings)
     return state
+
+
+def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExperts) -> WeightFormat:
+    """Put a packed weight into a state_dict; what a configuration says of it."""
+    parts = value.tensors()
+    state.update({f"{layer}.{part}": tensor for part, tensor in parts.items()})
+    dtypes = {part: tensor.dtype for part, tensor in sorted(parts.items()) if part != "codes"}
+    return WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
+
+
+def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Architecture) -> str:
+    """The model's name of the product that packed experts are of."""
+    place = architecture.place_experts(name)
+    if place is None:
+        raise ValueError(f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has none of that name")
+    if value.shape != (expected := architecture.experts[place[0]].shape(place[1])):
+        raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}")
+    return ".".join(place)

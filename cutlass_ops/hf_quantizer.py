@@ -23,17 +23,19 @@ from transformers.quantizers.auto import register_quantization_config, register_
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from .architecture import Architecture, features
+from .architecture import Architecture, Conversions, features
 from .checkpoints.gguf_models import exceeds_fp16
 from .model_embeddings import packed_embedding
+from .model_experts import PRODUCTS
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
 from .nn_embedding import MixedEmbedding, TiedEmbedding, in_memory
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
-from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, weight_format
-from .packed_file import kernels_metadata, packed_problem, weights_metadata
-from .packed_model import describe, put_floats, without_values
+from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, weight_format
+from .packed_experts import PackedExperts
+from .packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
+from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
 from .safetensors_files import opened
 from .weight import PARTS
 
@@ -126,6 +128,25 @@ def _guard_heads() -> None:
     base.resize_token_embeddings = guarded
 
 
+@functools.cache
+def _keep_experts() -> None:
+    """Let ``save_pretrained`` write packed experts under the model's names, which its conversions of floats would change.
+
+    Called where the first model with packed experts is saved: the function is not there yet when this module is imported.
+    """
+    utils: Any = import_module("transformers.modeling_utils")
+    revert = utils.revert_weight_conversion
+
+    @functools.wraps(revert)
+    def kept(model: Any, state_dict: dict[str, Tensor], *args: Any, **kwargs: Any) -> Any:
+        names = tuple(f"{name}." for name, module in model.named_modules() if isinstance(module, MixedExperts))
+        own = {name: tensor for name, tensor in state_dict.items() if name.startswith(names)}
+        others = {name: tensor for name, tensor in state_dict.items() if name not in own}
+        return {**revert(model, others, *args, **kwargs), **own}
+
+    utils.revert_weight_conversion = kept
+
+
 def _pretrained_model() -> Any:
     return import_module("transformers.modeling_utils").PreTrainedModel
 
@@ -152,8 +173,8 @@ def _listed(names: Sequence[str]) -> str:
 
 @register_quantizer(QUANT_METHOD)
 class CutlassOpsQuantizer(HfQuantizer):
-    """Makes :class:`cutlass_ops.MixedLinear` layers and packed convolutions for the tensors of a
-    packed model, and checks what was loaded.
+    """Makes :class:`cutlass_ops.MixedLinear` layers, packed convolutions and
+    :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks what was loaded.
 
     Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of
     ``from_pretrained`` is that of x, norms and embeddings; scales and zero points keep the
@@ -180,23 +201,23 @@ class CutlassOpsQuantizer(HfQuantizer):
                 f"{type(model).__name__} exceeds the range of float16 and may give NaN; load it with dtype=torch.bfloat16",
                 stacklevel=2,
             )
-        files = kwargs.get("checkpoint_files")
-        architecture = None if files is None else Architecture(model)
-        layers = self._packed_layers(model, config, files, architecture)
+        treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
+        architecture = Architecture(model)
+        layers, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"), architecture)
         tied = self._tied(model, config, layers, architecture)
-        changed = []
-        for name, form in layers.items():
-            treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
+        for name in (*layers, *experts):
+            module = model.get_submodule(name)
             try:
-                layer = without_values(model.get_submodule(name), form, *treatment)
+                if name in layers:
+                    layer: nn.Module = without_values(module, layers[name], *treatment)
+                else:
+                    layer = experts_without_values(module, experts[name], *treatment)
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             model.set_submodule(name, layer)
-            changed.append(name)
         for name, holder in tied.items():
             model.set_submodule(name, packed_embedding(model.get_submodule(name), model.get_submodule(holder)))
-            changed.append(name)
-        for name in changed:
+        for name in (*layers, *experts, *tied):
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
             # for the layer's weight.
@@ -207,21 +228,33 @@ class CutlassOpsQuantizer(HfQuantizer):
         return model
 
     def _packed_layers(
-        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None, architecture: Architecture | None
-    ) -> dict[str, WeightFormat]:
-        """Formats of the layers to replace, by the model's names of them.
+        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None, architecture: Architecture
+    ) -> tuple[dict[str, WeightFormat], dict[str, dict[str, WeightFormat]]]:
+        """Formats of the layers to replace, by the model's names of them, and of experts' products.
 
         Raises:
-            ValueError: a packed weight of which the model cannot make a linear layer, a convolution or an embedding.
+            ValueError: a packed weight of which the model cannot make a layer.
         """
-        if files is None or architecture is None:  # a state_dict that load_model made, with the model's own names
-            linears = [name for name, module in model.named_modules() if features(module) is not None]
-            linears += [name for name, holder in config.get("embeddings", {}).items() if name == holder]
-            return {name: form for name in linears if (form := weight_format(config, name)) is not None}
+        experts: dict[str, dict[str, WeightFormat]] = {}
+        if files is None:  # a state_dict that load_model made, with the model's own names
+            layers = [name for name, module in model.named_modules() if features(module) is not None]
+            layers += [name for name, holder in config.get("embeddings", {}).items() if name == holder]
+            for name in architecture.experts:
+                for product in PRODUCTS:
+                    if (form := experts_format(config, f"{name}.{product}")) is not None:
+                        experts.setdefault(name, {})[product] = form
+            return {name: form for name in layers if (form := weight_format(config, name)) is not None}, experts
         named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
         for stored in _packed_names(files):
+            if (place := architecture.place_experts(stored)) is not None:
+                form = experts_format(config, ".".join(place)) or experts_format(config, stored)
+                if form is None:
+                    wrong[stored] = "quantization_config does not name it"
+                else:
+                    experts.setdefault(place[0], {})[place[1]] = form
+                continue
             name, reason = architecture.place(stored, convolutions=True)
             # save_pretrained has the model's names in the configuration, and the checkpoint's in
             # the files.
@@ -232,16 +265,19 @@ class CutlassOpsQuantizer(HfQuantizer):
                 wrong[stored] = reason
             elif name:
                 found[name] = form
+        for name, products in experts.items():
+            if lacking := [product for product in PRODUCTS if product not in products]:
+                wrong[name] = f"{lacking[0]} of its experts is not packed"
         if wrong:
             raise ValueError(
-                f"{Path(files[0]).parent}: packed, but not linear layers of {type(model).__name__}: "
+                f"{Path(files[0]).parent}: packed, but not linear layers or experts of {type(model).__name__}: "
                 + _listed([f"{name} ({reason})" for name, reason in wrong.items()])
                 + "; reorder the checkpoint with this version of cutlass_ops"
             )
-        return found
+        return found, experts
 
     def _tied(
-        self, model: Any, config: Mapping[str, Any], layers: dict[str, WeightFormat], architecture: Architecture | None
+        self, model: Any, config: Mapping[str, Any], layers: dict[str, WeightFormat], architecture: Architecture
     ) -> dict[str, str]:
         """The layers whose weights the embeddings share, by the model's names of both.
 
@@ -252,8 +288,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         """
 
         def own_name(stored: str) -> str:
-            name = "" if architecture is None else architecture.place(stored)[0]
-            return name or (stored if stored in modules else "")
+            return architecture.place(stored)[0] or (stored if stored in modules else "")
 
         modules = dict(model.named_modules())
         self._moved: dict[str, str] = {}
@@ -305,14 +340,13 @@ class CutlassOpsQuantizer(HfQuantizer):
         for name, parameter in model.named_parameters():
             if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
                 raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
-        for name, layer in model.named_modules():
-            if isinstance(layer, _PACKED):
-                with in_memory(layer):
-                    layer.view_buffers()
-                    problem = packed_problem(layer.packed)
+        for name, layer in packed_layers(model).items():
+            with in_memory(layer):
                 layer.view_buffers()
-                if problem:
-                    raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
+                problem = packed_problem(layer.packed)
+            layer.view_buffers()
+            if problem:
+                raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
         return model
 
     def _check_found(self, model: Any, found: Any) -> None:
@@ -321,8 +355,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         As transformers has it, the body of a model may be loaded without its head, or with a new
         one, which is random.
         """
-        layers = [name for name, module in model.named_modules() if isinstance(module, _PACKED)]
-        parts = {f"{name}.{part}" for name in layers for part in PARTS}
+        parts = {f"{name}.{part}" for name in packed_layers(model) for part in PARTS}
         if lost := sorted(parts & found.missing_and_mismatched()):
             raise ValueError(f"tensor {lost[0]!r} is not in the model's files, or is of another size")
         tied = getattr(model, "all_tied_weights_keys", {})
@@ -346,13 +379,12 @@ class CutlassOpsQuantizer(HfQuantizer):
         The configuration is brought up to date with the layers that the model has now.
 
         Raises:
-            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), and
-                experts.
+            ValueError: packed layers that a configuration cannot describe (see :func:`describe`), or
+                experts whose tensors transformers would convert.
         """
         if getattr(model, "_hf_peft_config_loaded", False):  # adapters alone are saved
             return None, {}
-        if names := [name for name, module in model.named_modules() if isinstance(module, MixedExperts)]:
-            raise ValueError(f"layers of packed experts cannot be saved in a model yet: {_listed(names)}")
+        experts = _products(model)
         attach(model)
         parts = {name: module for name, module in model.named_modules() if isinstance(module, FusedPart)}
         shared = {id(part.shared) for part in parts.values()}
@@ -360,8 +392,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         fused = {name for name, module in modules.items() if id(module) in shared}
         layers = {name: m.packed for name, m in modules.items() if isinstance(m, _PACKED) and name not in fused}
         layers.update({name: part.packed for name, part in parts.items()})
+        layers.update({name: packed.weight for name, packed in experts.items()})
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
         metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
+        if experts:
+            metadata["experts"] = experts_metadata({name: (packed.experts, packed.n) for name, packed in experts.items()})
         prefixes = tuple(f"{name}." for name in fused)
         state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
         for name in marked(state):
@@ -372,7 +407,7 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
         """Put float layers of the same values in the place of the packed ones."""
-        if isinstance(dtype, str):  # as save_pretrained leaves it in the configuration, where transformers takes it from
+        if isinstance(dtype, str):  # the configuration's, after save_pretrained wrote it
             dtype = getattr(torch, dtype)
         with torch.device("meta"):
             plain = type(model)(copy.deepcopy(model.config))
@@ -395,6 +430,26 @@ class CutlassOpsQuantizer(HfQuantizer):
     def is_compileable(self) -> bool:
         """Whether ``torch.compile`` traces through: yes."""
         return True
+
+
+def _products(model: Any) -> dict[str, PackedExperts]:
+    """The packed products of a model's experts, by name, which a file can hold from then on.
+
+    Raises:
+        ValueError: transformers would convert their tensors when it loads them.
+    """
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, MixedExperts)}
+    if not layers:
+        return {}
+    _keep_experts()
+    products = {f"{name}.{product}": getattr(layer, product).packed for name, layer in layers.items() for product in PRODUCTS}
+    conversions = Conversions(model)
+    if names := [name for name in products if not conversions.keep(f"{name}.codes")]:
+        raise ValueError(
+            f"packed experts of {type(model).__name__} cannot be saved, since transformers converts tensors of these names "
+            f"when it loads them: {_listed(names)}; save the float model (model.dequantize())"
+        )
+    return products
 
 
 # ---- models that were packed in memory

@@ -232,10 +232,11 @@ def _config(
 ) -> dict[str, Any]:
     """``config.json`` of one rank's directory."""
     formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
+    experts = [item.step.name for item in items if item.experts is not None]
     embeddings = {item.step.entry.tied_to: item.step.name for item in items if item.weight is not None}
     embeddings.pop("", None)
     embeddings |= {name: name for name in formats if architecture.is_embedding(name)}
-    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, embeddings)
+    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, experts, embeddings)
     if slices is not None:
         quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
     config = {**plain_config(checkpoint.config), "quantization_config": quantization}

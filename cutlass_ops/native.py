@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from . import _C, reference
+from .reference.experts import CLAMPED_SWIGLU
 
 DATA_TYPES = {torch.float32: _C.DataType.float32, torch.float16: _C.DataType.float16, torch.bfloat16: _C.DataType.bfloat16}
 ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.ActQuant.block}
@@ -54,9 +55,11 @@ def row_matrix(x: Tensor) -> Tensor:
     return x if has_rows(x) else x.contiguous()
 
 
-def split_activation(activation: reference.Activation) -> tuple[str | None, float, float]:
-    """An activation as operators take it; ``ValueError`` if it does not exist."""
-    reference.check_activation(activation)
+def split_activation(
+    activation: reference.Activation, check: Callable[[reference.Activation], None] = reference.check_activation
+) -> tuple[str | None, float, float]:
+    """An activation as operators take it; ``check`` raises ``ValueError`` if it does not exist."""
+    check(activation)
     if isinstance(activation, tuple):
         return activation[0], float(activation[1]), float(activation[2])
     return activation, 0.0, 0.0
@@ -83,4 +86,4 @@ def native_epilogue(
 
 def named_activation(activation: str | None, low: float, high: float) -> reference.Activation:
     """The inverse."""
-    return ("clamp", low, high) if activation == "clamp" else activation
+    return (activation, low, high) if activation in ("clamp", CLAMPED_SWIGLU) else activation

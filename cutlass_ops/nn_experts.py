@@ -11,6 +11,7 @@ from . import native, reference
 from .experts import mixed_moe
 from .packed_buffers import PackedBuffers, PackedState
 from .packed_experts import PackedExperts
+from .reference.experts import check_gate
 from .weight import PARTS
 
 
@@ -74,12 +75,12 @@ class MixedExperts(PackedState):
     """The experts of a layer with packed weights: :func:`cutlass_ops.mixed_moe` as a module.
 
     It takes the place of the experts modules of transformers 5 whose experts compute ``down(act(gate(x)) * up(x))``, as those
-    of Mixtral, Qwen3-MoE and DeepSeek-V3. (GPT-OSS's, with biases beside a clamped gate, do not.) The packed tensors are
-    buffers of the children ``gate_up_proj`` and ``down_proj``.
+    of Mixtral, Qwen3-MoE and DeepSeek-V3, and of gpt-oss's. The packed tensors, biases among them, are buffers of the children
+    ``gate_up_proj`` and ``down_proj``.
 
     Attributes:
         num_experts, hidden_dim, intermediate_dim: E, H and I.
-        activation: of gate, as in :func:`cutlass_ops.mixed_moe`.
+        activation: as in :func:`cutlass_ops.mixed_moe`.
         act_quant: how activations are quantised: "none", "token" or "block".
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
 
@@ -106,7 +107,7 @@ class MixedExperts(PackedState):
         super().__init__()
         if act_quant not in native.ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, native.ACT_QUANT))}")
-        reference.check_activation(activation)
+        check_gate(activation)
         self.gate_up_proj, self.down_proj = ExpertWeights(gate_up), ExpertWeights(down)
         self.num_experts, self.hidden_dim, self.intermediate_dim = down.shape
         if gate_up.shape != (self.num_experts, 2 * self.intermediate_dim, self.hidden_dim):

@@ -10,7 +10,8 @@
 ``tensors``               dtypes of most weights' tensors beside the codes:
                           ``{"scales": "float16", ...}``
 ``modules``               ``{name: {"bits", "group_size", "tensors"}}`` of the weights that differ
-                          from those
+                          from those, and of each product of packed experts
+                          ("model.layers.0.mlp.experts.gate_up_proj")
 ``modules_to_not_convert``  names of the linear layers that are not packed; all others are
 ``embeddings``            where word embeddings are packed: ``{name: name of the module that has the
                           weight}``, which is the output head if they are tied, else itself
@@ -27,7 +28,7 @@ so that transformers refuses the directory where cutlass_ops was not imported.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -95,6 +96,7 @@ def quantization_config(
     not_converted: Iterable[str] = (),
     act_quant: str = "none",
     act_symmetric: bool = True,
+    experts: Collection[str] = (),
     embeddings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a directory with these packed weights, by module name.
@@ -103,6 +105,7 @@ def quantization_config(
         weights: at least one.
         not_converted: names of the linear layers that stay as they are.
         act_quant, act_symmetric: what a loader takes if its user names nothing else.
+        experts: which of the weights are products of experts.
         embeddings: the packed word embeddings, and for each the module that has its weight.
     """
     common = Counter(weights.values()).most_common(1)[0][0]
@@ -111,7 +114,7 @@ def quantization_config(
         "layout": formats.LAYOUT_NAME,
         "layout_version": formats.LAYOUT_VERSION,
         **common.to_json(),
-        "modules": {name: weight.to_json() for name, weight in weights.items() if weight != common},
+        "modules": {name: weight.to_json() for name, weight in weights.items() if weight != common or name in experts},
         "modules_to_not_convert": sorted(not_converted),
         **({"embeddings": dict(embeddings)} if embeddings else {}),
         "act_quant": act_quant,
@@ -130,6 +133,15 @@ def weight_format(config: Mapping[str, Any], module: str) -> WeightFormat | None
     if module in config.get("modules_to_not_convert", ()):
         return None
     return WeightFormat.from_json(config.get("modules", {}).get(module, config))
+
+
+def experts_format(config: Mapping[str, Any], product: str) -> WeightFormat | None:
+    """The format of a product of experts ("model.layers.0.mlp.experts.down_proj"); None if it is not packed.
+
+    Raises:
+        ValueError: as in :func:`weight_format`.
+    """
+    return weight_format(config, product) if product in config.get("modules", {}) else None
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import ops
+from . import formats, ops
 from .architecture import features
 from .model_embeddings import packed_embedding, restore_scale
+from .model_experts import PRODUCTS, experts_form
 from .nn import FusedPart, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv
 from .nn_embedding import MixedEmbedding, TiedEmbedding
-from .nn_experts import MixedExperts
+from .nn_experts import ExpertWeights, MixedExperts
 from .packed_config import WeightFormat, quantization_config
+from .packed_experts import PackedExperts
 from .packed_file import packed_specs
 from .packed_weight import PackedWeight
 from .weight import PARTS
@@ -32,6 +34,7 @@ def describe(model: nn.Module) -> dict[str, Any]:
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
     weights: dict[str, WeightFormat] = {}
+    experts = []
     treatments: dict[tuple[str, bool], str] = {}
     names = {module: name for name, module in modules.items()}
     embeddings: dict[str, str] = {}
@@ -43,12 +46,17 @@ def describe(model: nn.Module) -> dict[str, Any]:
         if isinstance(module, MixedEmbedding):
             embeddings[name] = name
             weights[name] = _format(module.packed)
-        if not isinstance(module, MixedLinear | FusedPart | MixedConv) or id(module) in shared:
+        if not isinstance(module, MixedLinear | FusedPart | MixedConv | MixedExperts) or id(module) in shared:
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
+        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
+        if isinstance(module, MixedExperts):  # their activation is the model's
+            products = {f"{name}.{product}": getattr(module, product).packed for product in PRODUCTS}
+            weights |= {product: _format(packed, {"codes"}) for product, packed in products.items()}
+            experts += list(products)
+            continue
         if layer.activation is not None:
             raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
-        treatments[layer.act_quant, layer.act_quant == "none" or layer.act_symmetric] = name
         with_bias = not isinstance(module, FusedPart) or module.has_bias
         weights[name] = _format(layer.packed, {"codes"} if with_bias else {"codes", "bias"})
     if not weights:
@@ -57,10 +65,16 @@ def describe(model: nn.Module) -> dict[str, Any]:
         listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
         raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
     plain = [name for name, module in modules.items() if features(module) is not None or isinstance(module, CONVOLUTIONS)]
-    return quantization_config(weights, plain, *next(iter(treatments), ("none", True)), embeddings)
+    return quantization_config(weights, plain, *next(iter(treatments), ("none", True)), experts, embeddings)
 
 
-def _format(packed: PackedWeight, left_out: Collection[str] = ("codes",)) -> WeightFormat:
+def packed_layers(model: nn.Module) -> dict[str, MixedLinear | MixedConv | MixedEmbedding | ExpertWeights]:
+    """The modules of a model that hold the tensors of packed weights, by their names."""
+    kinds = MixedLinear | MixedConv | MixedEmbedding | ExpertWeights
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _format(packed: PackedWeight | PackedExperts, left_out: Collection[str] = ("codes",)) -> WeightFormat:
     parts = sorted(packed.tensors().items())
     return WeightFormat(packed.bits, packed.group_size, tuple((part, t.dtype) for part, t in parts if part not in left_out))
 
@@ -82,11 +96,9 @@ def without_values(
 
 
 def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
-    dtypes = dict(form.tensors)
+    dtypes = _dtypes(form)
     if getattr(layer, "bias", None) is not None:
         dtypes.setdefault("bias", layer.bias.dtype)
-    if unknown := dtypes.keys() - set(PARTS):
-        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
     kernel_size: tuple[int, ...] = ()
     if isinstance(layer, CONVOLUTIONS):
         n, kernel_size = layer.out_channels, tuple(layer.kernel_size)
@@ -97,6 +109,38 @@ def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size).items():
         parts[part] = torch.empty(shape, dtype=dtype, device="meta")
     return PackedWeight(**parts, n=n, k=k, bits=form.bits, group_size=form.group_size, kernel_size=kernel_size)
+
+
+def experts_without_values(
+    layer: nn.Module, forms: Mapping[str, WeightFormat], act_quant: str, act_symmetric: bool
+) -> MixedExperts:
+    """The same in place of an experts module, with the formats of its products.
+
+    Raises:
+        ValueError: as above, biases that the module has not, or has.
+    """
+    own = experts_form(layer)
+    if own is None:
+        raise ValueError(f"{type(layer).__name__} computes something else than packed experts")
+
+    def weight(product: str) -> PackedExperts:
+        form, (experts, n, k) = forms[product], own.shape(product)
+        if ("bias" in dict(form.tensors)) != own.biased:
+            stated, has = ("no biases", "biases") if own.biased else ("biases", "no biases")
+            raise ValueError(f"{product} is said to have {stated}; the model's experts have {has}")
+        specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
+        parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
+        return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size)
+
+    gate_up, down = map(weight, PRODUCTS)
+    return MixedExperts(gate_up, down, own.activation, act_quant, act_symmetric)
+
+
+def _dtypes(form: WeightFormat) -> dict[str, torch.dtype]:
+    dtypes = dict(form.tensors)
+    if unknown := dtypes.keys() - set(PARTS):
+        raise ValueError(f"tensors names {', '.join(sorted(unknown))}; known are {', '.join(PARTS)}")
+    return dtypes
 
 
 def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
@@ -138,6 +182,21 @@ def _plain_layer(plain: nn.Module, name: str) -> nn.Module | None:
         return None
 
 
+def _float_experts(module: MixedExperts, layer: nn.Module, dtype: torch.dtype) -> dict[str, Tensor | None]:
+    """The parameters of an experts module."""
+    form = experts_form(layer)
+    if form is None:
+        raise ValueError(f"packed experts are in the place of a {type(layer).__name__}, which computes something else")
+    values: dict[str, Tensor | None] = {}
+    for product in PRODUCTS:
+        packed = getattr(module, product).packed
+        experts = [packed.expert(e) for e in range(packed.experts)]
+        values[product] = torch.stack([form.to_parameter(product, ops.dequantize(expert, dtype)) for expert in experts])
+        if form.biased:
+            values[f"{product}_bias"] = torch.stack([form.to_parameter(product, expert.bias) for expert in experts])
+    return values
+
+
 def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
     if layer is None and isinstance(module, MixedLinear | FusedPart):
         layer = nn.Linear(module.in_features, module.out_features, device="meta")
@@ -146,11 +205,7 @@ def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
     if layer is None:
         raise ValueError(f"a {type(module).__name__} is in the place of a module that the model's class does not make")
     if isinstance(module, MixedExperts):
-        products = (("gate_up_proj", module.gate_up_proj), ("down_proj", module.down_proj))
-        values: dict[str, Tensor | None] = {
-            part: torch.stack([ops.dequantize(weight, dtype) for weight in product.packed.unpack()])
-            for part, product in products
-        }
+        values = _float_experts(module, layer, dtype)
     elif isinstance(module, MixedEmbedding | TiedEmbedding):
         values = {"weight": module.dequantize(dtype)}
         restore_scale(layer, module.packed.device)

@@ -14,9 +14,13 @@ from typing import Any, TypeVar
 
 from torch import Tensor
 
+from . import formats
+from .checkpoint_experts import StackedWeight
 from .checkpoints import Checkpoint, Quantized
 from .packed_config import ACTIVATIONS, plain_config
+from .packed_experts import PackedExperts
 from .packed_file import PACKED_DTYPES, Slices, check_names, packed_metadata, packed_specs
+from .packed_weight import PackedWeight
 from .plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .reorder import reorder
 from .safetensors_files import Spec, spec_bytes, stream_safetensors
@@ -34,6 +38,7 @@ class Item:
         ranks: over how many.
         weight: N, K, bits and group size of a rank's weight, or None for a plain tensor.
         kernel_size: of a convolution's weight.
+        experts: E and N of a rank's experts.
         specs: dtype and shape of a rank's tensors, by their names.
     """
 
@@ -43,6 +48,7 @@ class Item:
     weight: tuple[int, int, int, int] | None
     specs: Mapping[str, Spec]
     kernel_size: tuple[int, ...] = ()
+    experts: tuple[int, int] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -50,16 +56,21 @@ class Item:
         return sum(map(spec_bytes, self.specs.values()))
 
     def tensors(self) -> Iterator[dict[str, Tensor]]:
-        """Each rank's tensors, by their names; the checkpoint's are read once."""
+        """Each rank's tensors, by their names; the checkpoint's are read once, but experts for each rank."""
         if self.step.weight is None:
             values = self.step.entry.values()
             for rank in range(self.ranks):
                 yield {self.step.name: slice_tensor(values, self.style, rank, self.ranks)}
+        elif isinstance(self.step.weight, StackedWeight):
+            for rank in range(self.ranks):
+                yield self._parts(self.step.weight.pack(self.style, rank, self.ranks))
         else:
             weight = self.step.weight.read()
             for rank in range(self.ranks):
-                packed = reorder(slice_weight(weight, self.style, rank, self.ranks))
-                yield {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
+                yield self._parts(reorder(slice_weight(weight, self.style, rank, self.ranks)))
+
+    def _parts(self, packed: PackedWeight | PackedExperts) -> dict[str, Tensor]:
+        return {f"{self.step.name}.{part}": tensor for part, tensor in packed.tensors().items()}
 
 
 def items_of(
@@ -75,7 +86,8 @@ def items_of(
     for step in steps:
         module, _, part = (step.name, "", "") if step.weight else step.name.rpartition(".")
         linear = step.weight is not None or (part in ("weight", "bias") and module in matrices)
-        style = split_style(module, splits) if linear and ranks > 1 else "replicate"
+        experts = isinstance(step.weight, StackedWeight)
+        style = split_style(module, splits, experts) if linear and ranks > 1 else "replicate"
         if style != "replicate" and step.weight is not None and step.entry.tied_to:
             raise ValueError(f"{step.name!r} cannot be {style}: every rank looks up rows of {step.entry.tied_to!r} in it")
         if style == "colwise":
@@ -87,13 +99,22 @@ def items_of(
     return items
 
 
-def _weight_item(step: Step, weight: Quantized, style: str, ranks: int) -> Item:
+def _weight_item(step: Step, weight: Quantized | StackedWeight, style: str, ranks: int) -> Item:
     if style == "rowwise" and "perm" in weight.dtypes:
         raise ValueError(ACT_ORDER)
+    dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in weight.dtypes.items()}
+    if isinstance(weight, StackedWeight):
+        e, n, k = weight.shape
+        joined = len(weight.matrices[0])
+        n, k, group_size = sliced_format(n // joined, k, weight.group_size, style, ranks)
+        n *= joined
+        rows = e * formats.padded_rows(n)
+        parts = packed_specs(rows, k, weight.bits, group_size, dtypes, e)
+        specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
+        return Item(step, style, ranks, (rows, k, weight.bits, group_size), specs, experts=(e, n))
     # Only a file of weights has convolutions, and that is not split over ranks.
     n, channels, *kernel_size = step.entry.shape
     n, k, group_size = sliced_format(n, channels * math.prod(kernel_size), weight.group_size, style, ranks)
-    dtypes = {part: PACKED_DTYPES.get(part, dtype) for part, dtype in weight.dtypes.items()}
     parts = packed_specs(n, k, weight.bits, group_size, dtypes, kernel_size=kernel_size)
     specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
     return Item(step, style, ranks, (n, k, weight.bits, group_size), specs, tuple(kernel_size))
@@ -165,7 +186,8 @@ def shard_contents(
     weights = {item.step.name: item.weight for item in items if item.weight is not None}
     tied = {name: item.step.entry.tied_to for item in items if (name := item.step.name) in weights and item.step.entry.tied_to}
     kernels = {item.step.name: item.kernel_size for item in items if item.kernel_size}
-    return specs, packed_metadata(weights, tied, sources, options, slices, kernels=kernels)
+    experts = {item.step.name: item.experts for item in items if item.experts is not None}
+    return specs, packed_metadata(weights, tied, sources, options, slices, experts, kernels)
 
 
 def source_checksums(checkpoint: Checkpoint, jobs: int, progress: Progress | None) -> dict[str, str]:
@@ -191,12 +213,7 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
     """Fields of :class:`Reordered` that the items decide."""
     return {
         "weights": {
-            item.step.name: (
-                item.step.entry.shape[0],
-                math.prod(item.step.entry.shape[1:]),
-                item.step.weight.bits,
-                item.step.weight.group_size,
-            )
+            item.step.name: (*_whole(item), item.step.weight.bits, item.step.weight.group_size)
             for item in items
             if item.step.weight is not None
         },
@@ -209,6 +226,14 @@ def summary_of(checkpoint: Checkpoint, items: Sequence[Item], planned: Plan) -> 
     }
 
 
+def _whole(item: Item) -> tuple[int, int]:
+    """N and K of a weight, all ranks' parts; of experts, as packed files have N."""
+    shape = item.step.entry.shape
+    if item.experts is not None:
+        return shape[0] * formats.padded_rows(shape[1]), shape[2]
+    return shape[0], math.prod(shape[1:])
+
+
 @dataclass(frozen=True)
 class Reordered:
     """What :func:`reorder_checkpoint` or :func:`reorder_model` did.
@@ -216,7 +241,7 @@ class Reordered:
     Attributes:
         path: the file or directory written.
         weights: packed ones, by name: ``(n, k, bits, group_size)``; of the whole model, where ranks
-            have slices.
+            have slices. Of experts, n is E * N, each N rounded up to 64.
         tensors: names of the copied ones.
         source_bytes, packed_bytes: sizes of the checkpoint's files and of the written ones.
         files: the packed files, all ranks'.

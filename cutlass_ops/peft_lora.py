@@ -2,6 +2,7 @@
 
 It is imported as soon as both packages are (see ``hf.py``); a user need not. ``target_modules`` by name and "all-linear" then
 find packed layers as they find ``torch.nn.Linear``. The packed weight stays as it is: adapters cannot be merged into it.
+Packed experts have no adapters: PEFT adds those of parameters (``target_parameters``) to the values, which are not there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from peft.tuners.lora import model as lora_model
 from peft.tuners.lora.layer import Linear
 from torch import nn
 
-from .nn import FusedPart, MixedLinear
+from .model_experts import PRODUCTS
+from .nn import FusedPart, MixedExperts, MixedLinear
+from .nn_experts import ExpertWeights
 
 
 class PackedLoraLinear(Linear):  # type: ignore[misc]  # peft has no types
@@ -76,13 +79,25 @@ def _is_packed(module: nn.Module) -> bool:
     return isinstance(module, MixedLinear | FusedPart)
 
 
+def _refuse_experts(name: str) -> None:
+    raise ValueError(
+        f"{name!r} is of packed experts, whose weights have no values that LoRA could be added to: name other layers in "
+        "target_modules, as ['q_proj', 'k_proj', 'v_proj', 'o_proj'], whose gradients flow through packed experts (where PEFT "
+        "takes gate_proj, up_proj and down_proj, or 'all-linear', for those of experts too); or keep experts as floats "
+        "(quantize_model(model, skip=('lm_head', 'experts')), reorder --exclude experts, model.dequantize())"
+    )
+
+
 def _register() -> None:
     dispatch = lora_model.dispatch_default
+    inject_parameters = tuners_utils.BaseTuner._inject_parameters
     replace_module = lora_model.LoraModel._replace_module
     include_all_linear = tuners_utils._maybe_include_all_linear_layers
 
     def dispatch_packed(target: nn.Module, adapter_name: str, config: Any, **kwargs: Any) -> nn.Module | None:
         base = target.get_base_layer() if isinstance(target, tuners_utils.BaseTunerLayer) else target
+        if isinstance(base, MixedExperts | ExpertWeights):
+            _refuse_experts(str(kwargs.get("current_key") or type(base).__name__))
         if not _is_packed(base) or kwargs.get("parameter_name") is not None:
             return dispatch(target, adapter_name, config=config, **kwargs)  # type: ignore[no-any-return]
         return PackedLoraLinear(target, adapter_name, config, **kwargs)
@@ -111,6 +126,15 @@ def _register() -> None:
             }
         return config
 
+    def inject_float(self: Any, peft_config: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        for name, module in model.named_modules():
+            for parameter in PRODUCTS if isinstance(module, MixedExperts) else ():
+                key = f"{name}.{parameter}"
+                if any(f".{key}".endswith(f".{target}") for target in peft_config.target_parameters):
+                    _refuse_experts(key)
+        return inject_parameters(self, peft_config, model, *args, **kwargs)
+
+    tuners_utils.BaseTuner._inject_parameters = inject_float
     lora_model.dispatch_default = dispatch_packed
     lora_model.LoraModel._replace_module = replace_packed
     tuners_utils._maybe_include_all_linear_layers = include_packed

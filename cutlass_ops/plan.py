@@ -15,6 +15,7 @@ from torch import Tensor
 
 from . import formats
 from .architecture import Architecture, architecture_of
+from .checkpoint_experts import ExpertsLayer, StackedWeight, layers_of
 from .checkpoints import Checkpoint, Entry, Quantized
 from .quantize import quantize
 from .weight import CheckpointError, QuantizedWeight
@@ -40,13 +41,15 @@ class Step:
 
     entry: Entry
     name: str
-    weight: Quantized | None
+    weight: Quantized | StackedWeight | None
 
     @property
     def tensors(self) -> tuple[str, ...]:
         """Names of the model's tensors that it stands for."""
         if self.weight is None:
             return (self.name,)
+        if isinstance(self.weight, StackedWeight):
+            return (self.name, *((f"{self.name}_bias",) if "bias" in self.weight.dtypes else ()))
         names = [f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes]
         return (*names, f"{self.entry.tied_to}.weight") if self.entry.tied_to else tuple(names)
 
@@ -128,6 +131,10 @@ def plan(
     packed than as they are. A bias goes with its weight; what the model stores transposed is packed
     as ``[N, K]``.
 
+    The experts of a layer whose module :class:`cutlass_ops.nn.MixedExperts` takes the place of become
+    two weights, under the names of the model's parameters, if the options choose all of them and
+    the formats of a product's experts are one. Otherwise they stay plain.
+
     What is neither a linear layer nor a word embedding of the model stays plain (see
     ``architecture.py``): a float matrix as it is, a quantised one as the values that its file gives
     it. Float embeddings are packed only where ``options.include`` names them. A quantised embedding
@@ -148,26 +155,28 @@ def plan(
         CheckpointError: a quantised tensor that cannot be packed and is not excluded.
         ValueError: nothing to pack.
     """
-    include, exclude = pattern("include", options.include), pattern("exclude", options.exclude)
-    default = re.compile(DEFAULT_EXCLUDE)
     architecture = architecture_of(checkpoint.config) if architecture is None else architecture
-    steps = []
+    is_chosen = _chooser(options, architecture)
+    steps: list[Step] = []
     kept: dict[str, str] = {}
     transposed: list[str] = []
     biases = set()
     held_codes = False
+    stacked, left = _experts(checkpoint, options, architecture)
     for entry in checkpoint.entries.values():
+        if entry.name in stacked:
+            steps += stacked[entry.name]
+            continue
         module = entry.name.removesuffix(".weight")
-        chosen = bool((include is None or include.search(module)) and not (exclude is not None and exclude.search(module)))
         quantized = entry.quantized is not None or bool(entry.problem)
         held_codes |= quantized or bool(entry.decoded)
-        if entry.decoded:
-            kept[module] = entry.decoded
-        if not quantized:
-            floats = options.bits is not None and (_is_linear(entry) or (not for_model and _is_convolution(entry)))
-            chosen = chosen and floats and (include is not None or not (default.search(module) or architecture.is_head(module)))
-        reason = architecture.reason_to_keep(module) if chosen and (for_model or not quantized) else ""
-        if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and include is None:
+        if entry.decoded and is_chosen(entry, False):
+            kept[module] = left.get(entry.name, entry.decoded)
+        chosen = not entry.experts and is_chosen(entry, _is_linear(entry) or (not for_model and _is_convolution(entry)))
+        reason = ""
+        if for_model or not quantized:
+            reason = left.get(entry.name) or (architecture.reason_to_keep(module) if chosen else "")
+        if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and options.include is None:
             reason = reason or _reason_against_taps(entry, options.bits)
         if chosen and for_model and architecture.model is None and _TABLE.search(module):
             reason = reason or "its name is that of a word embedding, of which a model looks up rows"
@@ -213,6 +222,75 @@ def plan(
         reasons = "".join(f"; {name} stays plain: {reason}" for name, reason in list(kept.items())[:3])
         raise ValueError(f"{checkpoint.path}: there is no weight to pack{hint}{reasons}")
     return Plan([step for step in steps if step.weight is not None or step.name not in biases], kept, transposed)
+
+
+def _chooser(options: Options, architecture: Architecture) -> Callable[[Entry, bool], bool]:
+    """Whether the options choose an entry to be packed, if it is a matrix that can be."""
+    include, exclude = pattern("include", options.include), pattern("exclude", options.exclude)
+    default = re.compile(DEFAULT_EXCLUDE)
+
+    def is_chosen(entry: Entry, is_matrix: bool) -> bool:
+        module = entry.name.removesuffix(".weight")
+        if not (include is None or include.search(module)) or (exclude is not None and exclude.search(module)):
+            return False
+        if entry.quantized is not None or entry.problem or entry.experts:
+            return True
+        usual = include is not None or not (default.search(module) or architecture.is_head(module))
+        return options.bits is not None and is_matrix and usual
+
+    return is_chosen
+
+
+def _experts(
+    checkpoint: Checkpoint, options: Options, architecture: Architecture
+) -> tuple[dict[str, tuple[Step, ...]], dict[str, str]]:
+    """The steps of layers of experts, by the entries that they take the place of; and why others that are chosen stay plain."""
+    is_chosen = _chooser(options, architecture)
+    steps: dict[str, tuple[Step, ...]] = {}
+    left: dict[str, str] = {}
+    for layer in layers_of(checkpoint.entries.values(), architecture):
+        weights = [entry for members in layer.members.values() for entry in members]
+        chosen = [is_chosen(entry, entry.dtype in _FLOAT_TYPES) for entry in weights]
+        problem = layer.problem if all(chosen) else "others of its layer's experts are not to be packed"
+        if any(chosen) and problem:
+            left |= {entry.name: f"the experts of its layer stay plain: {problem}" for entry in weights}
+        elif any(chosen):
+            steps |= _experts_steps(checkpoint.path, layer, options)
+    return steps, left
+
+
+def _experts_steps(path: Path, layer: ExpertsLayer, options: Options) -> dict[str, tuple[Step, ...]]:
+    """The steps of a layer of experts, by entry: one for each product, with the first of its entries."""
+    steps: dict[str, tuple[Step, ...]] = {}
+    for product, weights in layer.members.items():
+        members = [*weights, *((layer.biases[product],) if product in layer.biases else ())]
+        weight = stacked_weight(path, layer, product, options.bits, options.group_size, options.symmetric, options.clip)
+        entry = replace(
+            members[0],
+            name=weight.name,
+            shape=weight.shape,
+            nbytes=sum(member.nbytes for member in members),
+            rounded=next((member.rounded for member in members if member.rounded), ""),
+            decoded="",
+        )
+        steps |= {member.name: () for member in members}
+        steps[members[0].name] = (Step(entry, weight.name, weight),)
+    return steps
+
+
+def stacked_weight(
+    path: Path, layer: ExpertsLayer, product: str, bits: int | None, group_size: int, symmetric: bool, clip: str | None
+) -> StackedWeight:
+    """A product of experts; matrices that are floats are quantised when they are read."""
+
+    def matrix(entry: Entry, bias: Entry | None) -> Quantized:
+        if entry.quantized is not None:
+            return entry.quantized if bias is None else entry.quantized.with_bias(bias)
+        assert bits is not None
+        return to_quantize(path, entry, bias, bits, group_size, symmetric, clip)
+
+    matrices = [[matrix(*part) for part in parts] for parts in layer.matrices[product]]
+    return StackedWeight(f"{layer.name}.{product}", path, layer.form.shape(product), matrices)
 
 
 def misfits(architecture: Architecture, tensors: Iterable[str]) -> list[str]:

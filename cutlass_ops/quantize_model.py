@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -12,8 +11,9 @@ from torch import Tensor, nn
 
 from . import arguments, formats, native
 from .architecture import output_heads
-from .experts import reorder_experts
+from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_embeddings import packed_embedding, reason_against_embedding
+from .model_experts import PRODUCTS, experts_form
 from .nn import MixedEmbedding, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv, padding_of
 from .nn_experts import MixedExperts
@@ -43,26 +43,8 @@ _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
 )
 
 
-#: Activations of gate that experts of transformers have, by their classes, as :func:`cutlass_ops.mixed_moe` names them.
-_GATES = {
-    "torch.nn.modules.activation.SiLU": "silu",
-    "transformers.activations.SiLUActivation": "silu",
-    "torch.nn.modules.activation.ReLU": "relu",
-    "transformers.activations.GELUActivation": "gelu",
-}
-#: What transformers 5 says of experts modules that compute ``down(act(gate(x)) * up(x))``, of matrices ``[out, in]`` and gate's
-#: before up's.
-_PLAIN_EXPERTS = {
-    "has_gate": True,
-    "has_bias": False,
-    "is_transposed": False,
-    "is_concatenated": True,
-    "has_post_expert_norm": False,
-}
-
-
 #: Packed layers that the configuration of a model describes.
-_SAVED = (MixedLinear, MixedConv, MixedEmbedding)
+_SAVED = (MixedLinear, MixedConv, MixedEmbedding, MixedExperts)
 
 
 @dataclass(frozen=True)
@@ -88,7 +70,8 @@ class _Layer:
     @property
     def weights(self) -> list[tuple[str, Tensor]]:
         """Its weights, by their names."""
-        return [(part, value.detach()) for part, value in self.module._parameters.items() if part != "bias"]
+        parameters = self.module._parameters.items()
+        return [(part, value.detach()) for part, value in parameters if part != "bias" and not part.endswith("_bias")]
 
 
 def quantize_model(
@@ -107,8 +90,8 @@ def quantize_model(
     linear layer becomes a :class:`cutlass_ops.MixedLinear`, each convolution a :class:`cutlass_ops.nn.MixedConv2d` or its
     like, each embedding a :class:`cutlass_ops.nn.MixedEmbedding`.
 
-    Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE and DeepSeek-V3, become
-    :class:`cutlass_ops.nn.MixedExperts`; models that have these cannot be saved yet.
+    Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, become
+    :class:`cutlass_ops.nn.MixedExperts`.
 
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
@@ -137,8 +120,7 @@ def quantize_model(
       ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found in the
       source of the classes: chains like ``self.mlp.wo.weight``, also through variables, loops and arguments of methods.
       What is read otherwise raises an AttributeError when it is read, since a MixedLinear has no ``weight``;
-    - other parameters of three dimensions outside of ``torch.nn``'s modules: experts with biases, or of another formula, such
-      as GPT-OSS's.
+    - other parameters of three dimensions outside of ``torch.nn``'s modules: experts of another formula, such as Llama 4's.
 
     Embeddings are quantised on request alone: ``torch.nn.Embedding`` and its subclasses that scale the rows as Gemma's does.
     Where an embedding and the output head share their weight, it is quantised once, also if the head is one that ``skip``
@@ -303,28 +285,13 @@ def _choose(
             else:
                 tied = [_Layer(names[member][0], places[member]) for member in group[1:]]
                 layers.append(_Layer(its_names[0], places[module], tied))
-        elif _gate_of(module) is not None:
+        elif experts_form(module) is not None:
             layers.append(_Layer(its_names[0], places[module]))
         elif not type(module).__module__.startswith("torch.nn."):
             for part, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() == 3 and 1 not in parameter.shape:
                     left.setdefault("stacked weights of no linear layer", []).append(f"{its_names[0]}.{part}")
     return layers, left
-
-
-def _gate_of(module: Any) -> str | None:
-    """The activation of gate of an experts module of transformers that MixedExperts takes the place of."""
-    if any(getattr(module, name, None) is not value for name, value in _PLAIN_EXPERTS.items()):
-        return None
-    # Of a transformers that has no such function nothing is known.
-    default = getattr(import_module("transformers.integrations.moe"), "_default_apply_gate", None)
-    if default is None or getattr(type(module), "_apply_gate", None) is not default:
-        return None
-    parameters = module._parameters
-    plain = all(type(p) is nn.Parameter and p.dim() == 3 and p.dtype in FLOAT_TYPES for p in parameters.values())
-    if parameters.keys() != {"gate_up_proj", "down_proj"} or not plain or any(module.buffers()):
-        return None
-    return _GATES.get(_qualified(type(getattr(module, "act_fn", None))))
 
 
 def _address(tensor: Tensor) -> int:
@@ -420,20 +387,6 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], Any]) -> None:
             advance(layer.name, size)
 
 
-@dataclass(frozen=True)
-class _Experts(Sequence[QuantizedWeight]):
-    """The weights of experts ``[E, N, K]``, each quantised when it is read."""
-
-    weights: Tensor
-    quantize: Callable[[Tensor], QuantizedWeight]
-
-    def __len__(self) -> int:
-        return len(self.weights)
-
-    def __getitem__(self, e: Any) -> Any:
-        return self.quantize(self.weights[e])
-
-
 def _packed(
     module: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
 ) -> nn.Module:
@@ -453,8 +406,20 @@ def _packed(
         is_linear = _is_linear(module)
         layer = MixedLinear(packed, act_quant) if is_linear else mixed_conv(module, packed, act_quant, act_symmetric=True)
     else:
-        gate_up, down = (reorder_experts(_Experts(p.detach(), quantized)) for p in (module.gate_up_proj, module.down_proj))
-        layer = MixedExperts(gate_up, down, _gate_of(module), act_quant)
+        form = experts_form(module)
+        assert form is not None
+
+        def experts(product: str) -> PackedExperts:
+            stack, biases = (module._parameters.get(name) for name in (product, f"{product}_bias"))
+
+            def expert(e: int) -> QuantizedWeight:
+                weight = quantized(form.from_parameter(product, stack[e].detach()))
+                return weight if biases is None else replace(weight, bias=form.from_parameter(product, biases[e].detach()))
+
+            return reorder_experts(WeightsOnDemand(len(stack), expert))
+
+        gate_up, down = map(experts, PRODUCTS)
+        layer = MixedExperts(gate_up, down, form.activation, act_quant)
     return _in_place_of(module, layer)
 
 

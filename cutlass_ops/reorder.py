@@ -45,7 +45,7 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
             Scales, offsets, a code book or codes that are not finite.
     """
     if isinstance(weight, Sequence):
-        weight = _one_weight(weight)
+        weight = one_weight(weight)
     if not isinstance(weight, QuantizedWeight):
         raise TypeError(f"weight is a {type(weight).__name__}; a QuantizedWeight, or several in a sequence, is expected")
     if problem := not_finite(weight):
@@ -85,8 +85,8 @@ def reorder(weight: QuantizedWeight | Sequence[QuantizedWeight]) -> PackedWeight
     )
 
 
-def _one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
-    """One weight with the rows of all."""
+def one_weight(weights: Sequence[QuantizedWeight]) -> QuantizedWeight:
+    """One weight with the rows of all, as :func:`reorder` joins them."""
     for i, weight in enumerate(weights):
         if not isinstance(weight, QuantizedWeight):
             raise TypeError(f"weights[{i}] is a {type(weight).__name__}; a QuantizedWeight is expected")

@@ -32,13 +32,14 @@ _FUSED = ("qkv_proj", "query_key_value", "c_attn", "Wqkv", "W_pack", "gate_up_pr
 _HEADS = {"q_proj": "num_attention_heads", "k_proj": "num_key_value_heads", "v_proj": "num_key_value_heads"}
 
 
-def split_style(module: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
+def split_style(module: str, overrides: Sequence[tuple[str, str]] = (), experts: bool = False) -> str:
     """How linear layer ``module`` is split: one of ``STYLES``.
 
     Args:
         module: its name.
         overrides: pairs of a regular expression, searched in the name, and a style; the first that
             matches holds.
+        experts: whether it is a product of experts, whose gate and up are split one by one.
 
     Raises:
         ValueError: several layers in one, which a table of names cannot split.
@@ -47,6 +48,8 @@ def split_style(module: str, overrides: Sequence[tuple[str, str]] = ()) -> str:
         if re.search(pattern, module):
             return style
     last = module.rpartition(".")[2]
+    if experts:
+        return "colwise" if last == "gate_up_proj" else "rowwise"
     if last in _FUSED:
         raise ValueError(
             f"{module!r} is several layers in one, whose rows cannot be split as one layer's; "
@@ -137,9 +140,7 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
     if size == 1 or style == "replicate":
         return weight
     if style == "colwise":
-        rows = slice(rank * n, (rank + 1) * n)
-        parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
-        return replace(weight, **{name: part[rows] for name, part in parts.items() if part is not None})
+        return row_slice(weight, slice(rank * n, (rank + 1) * n))
     if weight.perm is not None:
         raise ValueError(ACT_ORDER)
     first = rank * k
@@ -151,6 +152,12 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
     if weight.bias is not None:
         changed["bias"] = _rowwise_bias(weight.bias, rank)
     return replace(weight, codes=weight.codes[:, first : first + k], group_size=group_size, **changed)
+
+
+def row_slice(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
+    """Some rows of a weight; views."""
+    parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+    return replace(weight, **{name: part[rows] for name, part in parts.items() if part is not None})
 
 
 #: Why a weight with act order is not split along K.

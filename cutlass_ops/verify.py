@@ -15,13 +15,15 @@ from torch import Tensor
 
 from . import reference
 from .architecture import architecture_of
+from .checkpoint_experts import ExpertsLayer, layers_of
 from .checkpoints import Checkpoint, Entry
 from .checkpoints.checkpoint import FLOAT_TYPES
+from .model_experts import PRODUCTS
 from .packed_config import weight_format
 from .packed_experts import PackedExperts
 from .packed_file import PackedInfo, packed_info, read_packed_weight
 from .packed_weight import PackedWeight
-from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, misfits, sha256, to_quantize
+from .plan import TRANSPOSED, Progress, Step, as_tensors, as_transposed, misfits, sha256, stacked_weight, to_quantize
 from .reorder import reorder
 from .safetensors_files import checksum, header_is_intact, json_object, opened, spec_bytes
 from .tensor_parallel import slice_tensor, slice_weight
@@ -149,18 +151,22 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
     if against is not None:
         sources = {source.name: sha256(source) for source in against.files}
         found.same_source = sources == info.sources and found.same_source is not False
+        layers = _experts_of(info, against)
+        members = {entry.name for layer in layers for entry in layer.entries}
+        for layer in layers:
+            left -= _verify_experts(found, info, against, layer)
         for entry in against.entries.values():
-            left -= _verify_entry(found, info, against, entry)
+            if entry.name not in members:
+                left -= _verify_entry(found, info, against, entry)
             if progress is not None:
                 progress(entry.name, entry.nbytes)
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
         if path.is_dir():
-            weights = (f"{name}.{part}" for name in info.weights for part in ("weight", "bias"))
-            stored = [
-                name for name in weights if not name.endswith(".bias") or "bias" in info.parts[name.removesuffix(".bias")]
-            ]
-            tied = [f"{embedding}.weight" for embedding in info.tied.values()]
-            found.problems += misfits(architecture_of(against.config), [*stored, *tied, *info.tensors])
+            linears = info.weights.keys() - info.experts.keys()
+            stored = [f"{name}.weight" for name in (*linears, *info.tied.values())] + list(info.experts)
+            biased = [name for name in info.weights if "bias" in info.parts[name]]
+            stored += [f"{name}_bias" if name in info.experts else f"{name}.bias" for name in biased]
+            found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])
         found.notes += [f"{against.path}: {warning}" for warning in against.warnings]
 
 
@@ -271,6 +277,38 @@ def _verify_entry(found: Verified, info: PackedInfo, checkpoint: Checkpoint, ent
         elif not _same_bits(_sliced(info, step.name, step.entry.values()), _tensor(info, step.name)):
             found.problems.append(f"{step.name}: differs from the checkpoint's")
     return {step.name for step in steps}
+
+
+def _experts_of(info: PackedInfo, checkpoint: Checkpoint) -> list[ExpertsLayer]:
+    """The layers of experts in a checkpoint that the packed file has packed."""
+    if not info.experts:
+        return []
+    layers = layers_of(checkpoint.entries.values(), architecture_of(checkpoint.config))
+    return [layer for layer in layers if layer.matrices and all(f"{layer.name}.{p}" in info.experts for p in PRODUCTS)]
+
+
+def _verify_experts(found: Verified, info: PackedInfo, checkpoint: Checkpoint, layer: ExpertsLayer) -> set[str]:
+    """Compare what became of a layer of experts; the names in the packed file that it accounts for."""
+    names = {product: f"{layer.name}.{product}" for product in PRODUCTS}
+    for product, name in names.items():
+        stored = _weight(info, name)
+        _, _, bits, group_size = info.weights[name]
+        symmetric, clip = "zeros" not in info.parts[name], info.options.get("clip")
+        group_size = info.options.get("group_size", group_size)
+        weight = stacked_weight(checkpoint.path, layer, product, bits, group_size, symmetric, clip)
+        rank, size = (0, 1) if info.slices is None else (info.slices.rank, info.slices.size)
+        style = "replicate" if info.slices is None else info.slices.styles.get(name, "replicate")
+        expected, matrices = weight.read(style, rank, size), list(_matrices(name, stored))
+        if len(matrices) != len(expected):
+            found.problems.append(f"{name}: holds {len(matrices)} experts; the checkpoint has {len(expected)}")
+            continue
+        for e, (title, matrix) in enumerate(matrices):
+            unpacked, exact = matrix.unpack(), expected[e]
+            _compare(found, title, _tensors(exact), _tensors(unpacked), "differs from the checkpoint's")
+            if unpacked.shape == exact.shape:
+                parts = [slice_tensor(entry.values().float(), style, rank, size) for entry, _ in layer.matrices[product][e]]
+                _note_difference(found, title, reference.dequantize_weight(unpacked, torch.float32), torch.cat(parts))
+    return set(names.values())
 
 
 def _compare_values(found: Verified, info: PackedInfo, name: str, values: Tensor) -> None:

@@ -273,6 +273,55 @@ def test_activations_of_gate(activation: Any) -> None:
     check(found, oracle(x, gate_up, down, ids, w, function))
 
 
+def clamped_swiglu(gate: Tensor, up: Tensor, alpha: float, limit: float) -> Tensor:
+    """As gpt-oss has it."""
+    gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
+    random = torch.Generator().manual_seed(0)
+    gate_up, down, x, ids, w = problem(9, 3)
+    gate_up = [replace(q, bias=torch.randn(80, generator=random)) for q in gate_up]
+    down = [replace(q, bias=torch.randn(96, generator=random)) for q in down]
+    x.requires_grad_()
+    found = co.mixed_moe(x, *map(co.reorder_experts, (gate_up, down)), ids, w, ("clamped_swiglu", 1.702, 0.5))
+    exact = x.detach().double().requires_grad_()
+    rows = []
+    for t in range(9):
+        total = torch.zeros(96, dtype=torch.float64)
+        for j in range(3):
+            if (e := int(ids[t, j])) >= 0:
+                first, second = (co.dequantize(qs[e], torch.float32).double() for qs in (gate_up, down))
+                gate, up = (exact[t] @ first.t() + gate_up[e].bias).chunk(2)
+                hidden = clamped_swiglu(gate, up, 1.702, 0.5)
+                total = total + w[t, j].double() * (hidden @ second.t() + down[e].bias)
+        rows.append(total)
+    expected = torch.stack(rows)
+    check(found.detach(), expected.detach())
+    found.square().sum().backward()
+    expected.square().sum().backward()
+    assert x.grad is not None
+    assert exact.grad is not None
+    torch.testing.assert_close(x.grad.double(), exact.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("numbers", [(torch.nan, 7.0), (torch.inf, 7.0), (1.7, 0.0), (1.7, -1.0), (1.7, torch.nan)])
+def test_numbers_of_the_clamped_activation_that_mean_nothing_are_refused(numbers: tuple[float, float]) -> None:
+    gate_up, down, x, ids, w = problem(2, 1)
+    with pytest.raises(ValueError, match="clamped_swiglu takes a finite alpha and a limit above 0"):
+        co.mixed_moe(x, *map(co.reorder_experts, (gate_up, down)), ids, w, ("clamped_swiglu", *numbers))
+
+
+def test_the_clamped_activation_is_of_experts_alone() -> None:
+    packed = co.reorder_experts(weights(2, 64, 96))
+    x, activation = torch.ones(3, 96), ("clamped_swiglu", 1.7, 7.0)
+    with pytest.raises(ValueError, match="activation is"):
+        co.mixed_gemm(x, packed.expert(0), activation=activation)
+    with pytest.raises(ValueError, match="activation is"):
+        co.grouped_gemm(x, packed, co.route(torch.zeros(3, 1, dtype=torch.int64), 2), activation=activation)
+
+
 def test_integers_are_exact_and_experts_are_added_in_order() -> None:
     """With activation None, powers of two as scales and small integers, every sum but the weighted one is exact."""
     random = torch.Generator().manual_seed(0)
@@ -448,6 +497,11 @@ def test_the_operators_are_traced_whole() -> None:
         routing = co.route(ids, 5)
         return co.mixed_moe(x, gate_up, down, ids, w, "gelu"), co.grouped_gemm(x, gate_up, routing, activation=("clamp", 0, 1))
 
+    def clamped(x: Tensor, ids: Tensor, w: Tensor) -> Tensor:
+        return co.mixed_moe(x, gate_up, down, ids, w, ("clamped_swiglu", 1.7, 0.5))
+
+    found = torch.compile(clamped, backend="aot_eager", fullgraph=True)(x, ids, w)
+    assert torch.equal(found, clamped(x, ids, w))
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for found, expected in zip(compiled(x, ids, w), layer(x, ids, w), strict=True):
         assert torch.equal(found, expected)
@@ -501,13 +555,13 @@ def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
     assert "m: holds 2 experts; the checkpoint has one matrix" in found.problems
 
 
-def test_a_model_is_not_loaded_with_packed_experts(tmp_path: Path) -> None:
+def test_a_model_without_experts_is_not_loaded_with_packed_ones(tmp_path: Path) -> None:
     transformers = import_or_skip("transformers")
     config = transformers.LlamaConfig(hidden_size=64, intermediate_size=96, num_hidden_layers=1, vocab_size=32)
     co.save_packed(
         tmp_path / "m.safetensors", {"model.layers.0.mlp.experts.down_proj": co.reorder_experts(weights(2, 64, 128))}
     )
-    with pytest.raises(ValueError, match="are experts packed as one, which no model is loaded with yet"):
+    with pytest.raises(ValueError, match=r"experts\.down_proj' are packed experts; LlamaForCausalLM has none of that name"):
         co.load_model(tmp_path / "m.safetensors", config=config)
 
 

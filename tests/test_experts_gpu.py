@@ -89,13 +89,31 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, act_quant: str,
         assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 5e-3
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -0.25, 0.5)])
+ACTIVATIONS = [None, "relu", "relu6", "gelu", "silu", ("clamp", -0.25, 0.5), ("clamped_swiglu", 1.702, 0.5)]
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: Any) -> None:
     for m in (3, 100):
         gate_up, down, x, ids, w = layer(m, torch.float16, **FORMATS["int8"])
         expected = co.mixed_moe(x, gate_up, down, ids, w, activation)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         check(co.mixed_moe(*on_gpu, activation), expected, torch.float16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("activation", ["silu", ("clamped_swiglu", 1.702, 0.5)])
+@pytest.mark.parametrize("size", ["cut", "odd"])
+def test_biases_of_experts(size: str, activation: Any) -> None:
+    random = torch.Generator().manual_seed(2)
+    for m in (1, 17, 300):
+        gate_up, down, x, ids, w = layer(m, torch.bfloat16, size, **FORMATS["int4"])
+        biased = [
+            co.reorder_experts([replace(weight, bias=torch.randn(weight.n, generator=random)) for weight in packed.unpack()])
+            for packed in (gate_up, down)
+        ]
+        expected = co.mixed_moe(x, *biased, ids, w, activation)
+        on_gpu = [value.to("cuda") for value in (x, *biased, ids, w)]
+        check(co.mixed_moe(*on_gpu, activation), expected, torch.bfloat16)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("m", [1, 16, 200])

@@ -273,15 +273,16 @@ def test_directories_written_before_the_guard_still_load(act_order: Path, tmp_pa
 MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
 
 
-def test_packed_experts_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_experts_packed_one_by_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As earlier versions wrote them: transformers has no linear layers of these names."""
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE}))
     model.save_pretrained(tmp_path / "float")
     with monkeypatch.context() as patch:
+        patch.setattr("cutlass_ops.plan.layers_of", lambda *_: [])
         patch.setattr("cutlass_ops.architecture.Architecture.reason_to_keep", lambda *_: "")
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     reasons = (
-        r"packed, but not linear layers of MixtralForCausalLM: "
+        r"packed, but not linear layers or experts of MixtralForCausalLM: "
         r"model\.layers\.0\.block_sparse_moe\.experts\.0\.w1 \(transformers loads it as part of .*gate_up_proj\).*"
         r"model\.layers\.0\.block_sparse_moe\.gate \(it is a parameter of MixtralTopKRouter.*; reorder the checkpoint"
     )
@@ -730,7 +731,7 @@ def test_every_dialect(dialect: str, tmp_path: Path) -> None:
     assert_loads(tmp_path / "source", tmp_path / "packed", model)
 
 
-def test_quantised_experts_become_their_values(tmp_path: Path) -> None:
+def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
     """A checkpoint of quantised experts and routers: transformers has stacked and bare parameters for them."""
     torch.manual_seed(0)
     transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE})).save_pretrained(tmp_path / "values")
@@ -750,7 +751,7 @@ def test_quantised_experts_become_their_values(tmp_path: Path) -> None:
     config = {**expected.config.to_dict(), "quantization_config": ct_config("int-quantized", CT8)}
     (tmp_path / "source" / "config.json").write_text(json.dumps(config))
     assert_loads(tmp_path / "source", tmp_path / "packed", expected)
-    # A file of weights, which other engines read, has the experts packed; load_model takes their values.
+    # A file of weights, which other engines read, has the router packed; load_model takes its values.
     reorder_checkpoint(co.load_checkpoint(tmp_path / "source"), tmp_path / "packed.safetensors")
     assert isinstance(co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"], co.PackedWeight)
     assert_same_logits(co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected)

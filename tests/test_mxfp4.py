@@ -114,7 +114,7 @@ def test_the_weight_of_a_linear_layer(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("biases", [True, False])
-def test_stacked_experts_are_given_as_values(tmp_path: Path, biases: bool) -> None:
+def test_stacked_experts_of_no_model_are_given_as_values(tmp_path: Path, biases: bool) -> None:
     name = "mlp.experts.down_proj"
     codes, exponents = randint(16, 3 * 8, 64), randint(252, 3 * 8, 2, seed=1)
     exponents[0] = 0
@@ -126,10 +126,10 @@ def test_stacked_experts_are_given_as_values(tmp_path: Path, biases: bool) -> No
     assert (entry.shape, entry.dtype) == ((3, 64, 8), BFLOAT)
     assert torch.equal(entry.values().float(), values(codes, exponents).view(3, 8, 64).transpose(1, 2))
     inspected = CliRunner().invoke(cli.app, ["inspect", str(tmp_path)])
-    assert "stacked experts have no packed form" in " ".join(inspected.output.split())
+    assert "it stacks experts, which are packed in models whose experts" in " ".join(inspected.output.split())
     done = CliRunner().invoke(cli.app, ["reorder", str(tmp_path), "-o", str(tmp_path / "out.safetensors")])
     assert done.exit_code == 2
-    assert "stacked experts have no packed form" in " ".join(done.output.split())
+    assert "it stacks experts, which are packed in models whose experts" in " ".join(done.output.split())
 
 
 @pytest.mark.parametrize("exponent", [254, 255])

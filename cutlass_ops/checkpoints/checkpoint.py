@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,11 @@ class Quantized:
     dtypes: Mapping[str, torch.dtype]
     read: Callable[[], QuantizedWeight]
 
+    def with_bias(self, bias: Entry) -> Quantized:
+        """The same with a bias that the file has beside it."""
+        read = self.read
+        return replace(self, dtypes={**self.dtypes, "bias": bias.dtype}, read=lambda: replace(read(), bias=bias.values()))
+
 
 @dataclass(frozen=True)
 class Entry:
@@ -53,6 +58,7 @@ class Entry:
         has_values: whether ``values`` can give them; False only where there is a ``problem``.
         rounded: how the QuantizedWeight's values differ from ``values``, where by more than the last
             place of fp32, or "".
+        experts: each expert's weight ``[N, K]``, where a tensor of codes stacks those of a layer.
         decoded: why ``values`` are of codes, and the tensor is a plain one all the same, or "".
         tied_to: the other module that uses the same weight, or "".
         parts: names in the file of the tensors that a quantised weight is made of, where it is more
@@ -70,6 +76,7 @@ class Entry:
     problem: str = ""
     has_values: bool = True
     rounded: str = ""
+    experts: tuple[Quantized, ...] = ()
     decoded: str = ""
     tied_to: str = ""
     parts: tuple[str, ...] = ()

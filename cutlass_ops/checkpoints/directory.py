@@ -22,7 +22,7 @@ from torch import Tensor
 from .. import formats
 from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
 from ..weight import CheckpointError
-from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized
+from .checkpoint import FLOAT_TYPES, Checkpoint, Entry
 
 #: Scales of a quantised KV cache, in the places where other tools keep them.
 _KV_CACHE = re.compile(
@@ -130,12 +130,7 @@ class Source:
             entry,
             parts=(*entry.parts, bias.name),
             nbytes=entry.nbytes + bias.nbytes,
-            quantized=Quantized(
-                bits=weight.bits,
-                group_size=weight.group_size,
-                dtypes={**weight.dtypes, "bias": bias.dtype},
-                read=lambda: replace(weight.read(), bias=bias.values()),
-            ),
+            quantized=weight.with_bias(bias),
         )
 
 

@@ -9,7 +9,7 @@ tensor          holds
 ==============  ==================================================================================
 
 gpt-oss stacks its experts: both tensors have a first axis of experts, and biases are ``<m>_bias``,
-``[experts, N]``. No packed form has experts with biases: a stack is given as the plain tensor ``<m>``,
+``[experts, N]``. A stack is given as the weight of each expert and as the plain tensor ``<m>``,
 ``[experts, K, N]`` as transformers has it, of its values in bf16, which is exact. Which modules are
 quantised is seen from the tensors.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 from .. import formats
 from ..weight import CheckpointError
 from . import grouped
-from .checkpoint import Checkpoint, Entry
+from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source
 from .grouped import Stored
 from .words import unpack_bytes
@@ -65,30 +65,47 @@ def _entry(source: Source, blocks: Entry) -> Entry:
             nbytes=blocks.nbytes + scales.nbytes,
             dtype=torch.bfloat16,
             values=partial(_stack, source, blocks, scales),
-            decoded="stacked experts have no packed form; they are stored as their values",
+            experts=tuple(_quantized(source, module, blocks, scales, e) for e in range(leading[0])),
+            decoded="it stacks experts, which are packed in models whose experts transformers describes",
             parts=tuple(parts),
         )
     if f"{module}_bias" in source.tensors:
         return _unsupported(source, module, (*leading, groups * _SIZE), parts)
-    shape = leading[0], groups * _SIZE
+    # Of a linear layer's: ``X.weight_blocks``.
+    return _matrix(source, module.removesuffix(".weight"), blocks, scales)
+
+
+def _matrix(source: Source, module: str, blocks: Entry, scales: Entry, expert: int | None = None) -> Entry:
+    """A matrix of the file, or that of one expert."""
+    n, groups, _ = blocks.shape[-3:]
+    shape = n, groups * _SIZE
     return grouped.entry(
         source,
-        module.removesuffix(".weight"),  # of a linear layer's, ``X.weight_blocks``
+        module,
         "mxfp4",
         shape,
         4,
         _SIZE,
-        parts,
+        [blocks.name, scales.name],
         scales=torch.bfloat16,
         has_zeros=False,
-        read=partial(_read, blocks, scales, shape),
+        read=partial(_read, blocks, scales, shape, expert),
         book=formats.E2M1,
     )
 
 
-def _read(blocks: Entry, scales: Entry, shape: tuple[int, int]) -> Stored:
-    codes = unpack_bytes(blocks.values().view(shape[0], -1), shape[1] // 2, in_turn=True, high_first=False)
-    return Stored(codes, grouped.powers_of_two(scales.values()), None)
+def _quantized(source: Source, module: str, blocks: Entry, scales: Entry, expert: int) -> Quantized:
+    weight = _matrix(source, f"{module}[{expert}]", blocks, scales, expert).quantized
+    assert weight is not None
+    return weight
+
+
+def _read(blocks: Entry, scales: Entry, shape: tuple[int, int], expert: int | None) -> Stored:
+    stored, exponents = blocks.values(), scales.values()
+    if expert is not None:
+        stored, exponents = stored[expert], exponents[expert]
+    codes = unpack_bytes(stored.reshape(shape[0], -1), shape[1] // 2, in_turn=True, high_first=False)
+    return Stored(codes, grouped.powers_of_two(exponents), None)
 
 
 def _stack(source: Source, blocks: Entry, scales: Entry) -> Tensor:

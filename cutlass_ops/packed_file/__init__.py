@@ -31,10 +31,15 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ``verify`` checks the checksums; a loader, which does not read all data, cannot. The writer knows
 them last, so it writes the header last: its length does not depend on them.
 
+The experts of a model's layer are two weights, named as transformers names the parameters:
+``model.layers.0.mlp.experts.gate_up_proj`` (each expert's rows of gate before those of up) and
+``model.layers.0.mlp.experts.down_proj``, whatever names the checkpoint had.
+
 Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
-``config.json`` beside them. Of the table they have ``format``, ``weights`` and ``kernels``, the last
-two of the whole model in each shard. Where they lack these, ``config.json`` has bits and group size,
-and N and K are those of ``bias`` and ``perm`` or, without them, those of the padded matrix.
+``config.json`` beside them. Of the table they have ``format``, ``weights``, ``kernels`` and
+``experts``, the last three of the whole model in each shard. Where they lack these, ``config.json``
+has bits and group size, and N and K are those of ``bias`` and ``perm`` or, without them, those of
+the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
 naming ``model.embed_tokens``; a loader looks the embedding's rows up in it. (Directories that older

@@ -6,6 +6,7 @@ A token's row of x is multiplied by each of its experts: ``products``, functions
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TypeAlias
 
@@ -13,6 +14,9 @@ import torch
 from torch import Tensor
 
 from .. import reference
+
+#: What :func:`gated` takes besides activations of gate: ``("clamped_swiglu", alpha, limit)``.
+CLAMPED_SWIGLU = "clamped_swiglu"
 
 #: Number of an expert and its rows ``[R, K]`` -> ``[R, N]``.
 Product: TypeAlias = "Callable[[int, Tensor], Tensor]"
@@ -62,9 +66,26 @@ def grouped_gemm(rows: Tensor, counts: list[int], n: int, product: Product, out_
     return torch.cat(parts)
 
 
+def check_gate(activation: reference.Activation) -> None:
+    """Raise ``ValueError`` if ``activation`` is none of those that :func:`gated` knows."""
+    if not isinstance(activation, tuple) or len(activation) != 3 or activation[0] != CLAMPED_SWIGLU:
+        reference.check_activation(activation)
+    elif not (math.isfinite(activation[1]) and activation[2] > 0):
+        raise ValueError(f"activation is {activation!r}; {CLAMPED_SWIGLU} takes a finite alpha and a limit above 0")
+
+
 def gated(gate_up: Tensor, activation: reference.Activation, dtype: torch.dtype) -> Tensor:
-    """``act(gate) * up`` of fp32 ``[R, 2 * I]``, gate first: in fp32, rounded once to ``dtype``."""
+    """``act(gate) * up`` of fp32 ``[R, 2 * I]``, gate first: in fp32, rounded once to ``dtype``.
+
+    ``("clamped_swiglu", alpha, limit)`` is gpt-oss's function of both, with ``g = min(gate, limit)`` and u = up clamped to
+    ``-limit .. limit``: ``(u + 1) * g * sigmoid(alpha * g)``.
+    """
+    check_gate(activation)
     gate, up = gate_up.chunk(2, dim=-1)
+    if isinstance(activation, tuple) and activation[0] == CLAMPED_SWIGLU:
+        _, alpha, limit = activation
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        return ((up + 1) * (gate * torch.sigmoid(gate * alpha))).to(dtype)
     return (reference.activate(gate, activation) * up).to(dtype)
 
 
@@ -113,7 +134,7 @@ def mixed_moe(
         gate_up, down: products of ``[R, H]`` with 2 * intermediate columns, and of ``[R, intermediate]`` with H.
         intermediate: I.
         topk_ids, topk_weights: ``[M, top]``.
-        activation: see :data:`cutlass_ops.reference.Activation`.
+        activation: as :func:`gated` takes it.
         num_experts, expert_map: as in :func:`route`.
 
     Returns:

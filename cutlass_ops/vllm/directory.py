@@ -145,7 +145,8 @@ class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
         names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
         if any(name not in named or weight_format(self.fields, name) for name in names):
             raise ValueError(
-                f"{prefix}: packed experts are not loaded in vLLM yet; serve the checkpoint that the directory was made from"
+                f"{prefix}: packed experts are not loaded in vLLM yet; serve the checkpoint that the directory was made from, "
+                "or one that was reordered with --exclude experts, which keeps them as floats"
             )
 
 
