@@ -207,6 +207,7 @@ def test_a_model_packed_in_memory_is_saved(kind: str, tied: bool, tmp_path: Path
     stored = load_file(tmp_path / "saved" / "model.safetensors")
     assert ("lm_head.codes" if tied else f"{EMBED}.codes") in stored
     assert f"{EMBED}.weight" not in stored
+    assert verify_packed(tmp_path / "saved").problems == []
     for again in loaded(tmp_path / "saved"):
         assert type(again.get_input_embeddings()) is type(model.get_input_embeddings())
         assert torch.equal(logits(again), expected)
@@ -223,6 +224,16 @@ def test_a_model_packed_in_memory_is_saved(kind: str, tied: bool, tmp_path: Path
     floats.save_pretrained(tmp_path / "floats")
     again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "floats")
     assert torch.equal(logits(again), logits(floats))
+
+
+def test_experts_and_embeddings_are_saved_together(tmp_path: Path) -> None:
+    model = tiny("Qwen3Moe", num_experts=2, num_experts_per_tok=1, moe_intermediate_size=64, norm_topk_prob=True)
+    co.quantize_model(model, 8, 32, embeddings=True)
+    model.save_pretrained(tmp_path)
+    for again in loaded(tmp_path):
+        assert isinstance(again.get_input_embeddings(), TiedEmbedding)
+        assert any(isinstance(module, co.nn.MixedExperts) for module in again.modules())
+        assert torch.equal(logits(again), logits(model))
 
 
 def test_embeddings_are_packed_on_request_alone() -> None:

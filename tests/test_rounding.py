@@ -208,22 +208,12 @@ def experts_alone(tmp_path: Path) -> tuple[Path, Any]:
     return source, model
 
 
-def test_experts_that_alone_are_quantised_are_loaded(experts_alone: tuple[Path, Any]) -> None:
+def test_experts_that_alone_are_quantised_are_packed(experts_alone: tuple[Path, Any], tmp_path: Path) -> None:
     source, model = experts_alone
-    with pytest.warns(
-        UserWarning, match=r"none of its quantised weights is a linear layer or an embedding of .*: their values are loaded"
-    ):
-        loaded = co.load_model(source)
+    reorder_model(co.load_checkpoint(source), tmp_path / "packed")
     ids = torch.arange(8)[None]
-    assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-5)
-    assert not hasattr(loaded.config, "quantization_config")
-
-
-def test_reorder_says_that_experts_alone_are_quantised_and_its_hint_holds(
-    experts_alone: tuple[Path, Any], tmp_path: Path
-) -> None:
-    checkpoint = co.load_checkpoint(experts_alone[0])
-    with pytest.raises(ValueError, match=r"no weight to pack; its other weights are floats: give bits .*experts\.0"):
-        reorder_model(checkpoint, tmp_path / "packed")
-    reorder_model(checkpoint, tmp_path / "packed", Options(bits=8))
-    co.load_model(tmp_path / "packed")
+    for loaded in (co.load_model(source), co.load_model(tmp_path / "packed")):
+        packed = [module for module in loaded.modules() if isinstance(module, (co.MixedLinear, co.nn.MixedExperts))]
+        assert packed
+        assert all(isinstance(module, co.nn.MixedExperts) for module in packed)
+        assert torch.allclose(loaded(ids).logits, model(ids).logits, atol=1e-4)
