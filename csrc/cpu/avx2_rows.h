@@ -64,10 +64,10 @@ struct Totals {
   alignas(32) float total[kRowsPerPanel] = {};
   alignas(32) float offsets[kRowsPerPanel] = {};
 
-  // Lane group g of row m: sums of block `block`, times a scale, and the offsets' part.
-  void add(CpuProduct const& p, int m, int block, int panel, int g, __m256 sums, bool integers) {
+  // Lane group g of row m: sums of block `block`, times a scale of the panel's group vector, and the offsets' part.
+  void add(CpuProduct const& p, int m, int block, int64_t vectors, int g, __m256 sums, bool integers) {
     PackedWeight const& w = p.weight;
-    int64_t const vector = block / p.group_blocks * padded_rows(w.n) + panel * kRowsPerPanel + 8 * g;
+    int64_t const vector = vectors + 8 * g;
     int64_t const at = int64_t(m) * p.blocks + block;
     __m256 scale = load_floats(w.scales, w.scale_type, vector);
     if (integers) scale = _mm256_mul_ps(_mm256_set1_ps(p.scales[at]), scale);
@@ -109,7 +109,6 @@ template <class Format>
 void multiply_floats(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
   constexpr int kBits = Format::kBits, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  int64_t const n_pad = padded_rows(w.n);
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   Format const format(p);
   Totals totals;
@@ -117,12 +116,12 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
     uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
-    int const first_block = begin / p.block;
+    Runs const runs(p, panel, begin);
     for (int g = 0; g < kGroups; ++g) {
-      int64_t const vector = first_block / p.group_blocks * n_pad + panel * kRowsPerPanel + 8 * g;
+      int64_t const vector = runs.vector[0] + 8 * g;
       __m256 lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
-        ZeroPoints const zeros(p, first_block, vector + 2 * i, 1 << (kBits - 1));
+        ZeroPoints const zeros(p, runs.block[0], vector + 2 * i, 1 << (kBits - 1));
         __m256 low, high;
         low = high = _mm256_setzero_ps();
         float const* x = p.x + m * p.x_stride + begin;
@@ -149,14 +148,11 @@ void multiply_floats(CpuProduct const& p, int panel, int m) {
       __m256 sums[2];
       reduce<Floats>(lanes, sums);
       if (run >= kLaneColumns) sums[0] = _mm256_add_ps(sums[0], sums[1]);
-      for (int part = 0; part < span / run; ++part) {
-        int const end = begin + (part + 1) * run, block = (end - 1) / p.block;
-        if (block >= p.blocks) break;
+      for (int part = 0; part < runs.count; ++part) {
         float* const kept = pending + 8 * g;
         __m256 const sum = _mm256_add_ps(_mm256_load_ps(kept), sums[part]);
-        bool const last = end % p.block == 0 || end == end_k;
-        _mm256_store_ps(kept, last ? _mm256_setzero_ps() : sum);
-        if (last) totals.add(p, m, block, panel, g, sum, false);
+        _mm256_store_ps(kept, runs.last[part] ? _mm256_setzero_ps() : sum);
+        if (runs.last[part]) totals.add(p, m, runs.block[part], runs.vector[part], g, sum, false);
       }
     }
   }
@@ -169,7 +165,6 @@ template <int kBits>
 void multiply_integers(CpuProduct const& p, int panel, int m) {
   PackedWeight const& w = p.weight;
   constexpr int kColumns = kBits == 4 ? 64 : 32, kBlockBytes = k_tile_bytes(kBits) / kRowBlocks;
-  int64_t const n_pad = padded_rows(w.n);
   uint8_t const* const chunks = w.codes + int64_t(panel) * p.tiles * k_tile_bytes(kBits);
   __m256i const nibbles = _mm256_set1_epi8(15), flip = _mm256_set1_epi8(char(0x88));
   __m256i const one_bytes = _mm256_set1_epi8(1), ones = _mm256_set1_epi16(1);
@@ -180,7 +175,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
   int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
   for (int begin = 0; begin < end_k && begin / p.block < p.blocks; begin += span) {
     uint8_t const* const chunk = chunks + int64_t(begin / kKPerTile) * k_tile_bytes(kBits);
-    int const first_block = begin / p.block;
+    Runs const runs(p, panel, begin);
     for (int g = 0; g < kGroups; ++g) {
       __m256i lanes[kRowVectors];
       for (int i = 0; i < kRowBlocks; ++i) {
@@ -207,9 +202,9 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           __m256i const pairs_high = _mm256_maddubs_epi16(codes_high, one_bytes);
           __m256i a = _mm256_madd_epi16(low, ones), b = _mm256_madd_epi16(high, ones);
           if (p.zeros) {
-            int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + first_block;
+            int32_t const* const zeros = p.zeros + int64_t(m) * p.blocks + runs.block[0];
             __m256i zero = _mm256_set1_epi16(short(-zeros[0]));
-            if (span > run && first_block + 1 < p.blocks) {
+            if (runs.count > 1) {
               zero = _mm256_blend_epi32(zero, _mm256_set1_epi16(short(-zeros[1])), 0xcc);
             }
             a = _mm256_add_epi32(a, _mm256_madd_epi16(pairs_low, zero));
@@ -242,12 +237,11 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
       __m256i sums[2];
       reduce<Ints>(lanes, sums);
       if (run >= kLaneColumns) sums[0] = _mm256_add_epi32(sums[0], sums[1]);
-      for (int part = 0; part < span / run; ++part) {
-        int const end = begin + (part + 1) * run, block = (end - 1) / p.block;
-        if (block >= p.blocks) break;
+      for (int part = 0; part < runs.count; ++part) {
+        int const end = begin + (part + 1) * run, block = runs.block[part];
         auto* const kept = reinterpret_cast<__m256i*>(pending + 8 * g);
         __m256i const sum = _mm256_add_epi32(_mm256_load_si256(kept), sums[part]);
-        bool const last = end % p.block == 0 || end == end_k;
+        bool const last = runs.last[part];
         _mm256_store_si256(kept, last ? _mm256_setzero_si256() : sum);
         int64_t* const large = wide + 8 * g;
         if (overflows && (last || end % kColumnsOf32Bits == 0)) {
@@ -257,7 +251,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
           for (int j = 0; j < 8; ++j) large[j] += values[j];
         }
         if (!last) continue;
-        int64_t const vector = block / p.group_blocks * n_pad + panel * kRowsPerPanel + 8 * g;
+        int64_t const vector = runs.vector[part] + 8 * g;
         int64_t const x_sum = p.sums[int64_t(m) * p.blocks + block];
         __m256i zero = _mm256_set1_epi32(kBits == 4 ? 8 : 0);  // what the codes above are above centred ones
         if (w.zeros) {
@@ -274,7 +268,7 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
         } else {
           integers = _mm256_cvtepi32_ps(_mm256_sub_epi32(sum, _mm256_mullo_epi32(zero, _mm256_set1_epi32(int(x_sum)))));
         }
-        totals.add(p, m, block, panel, g, integers, true);
+        totals.add(p, m, block, runs.vector[part], g, integers, true);
       }
     }
   }

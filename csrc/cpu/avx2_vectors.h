@@ -109,6 +109,25 @@ struct E4m3 {
   }
 };
 
+// The runs of a span of columns, which is one or two of 32 (CpuProduct::run): their scale blocks, and the place of the panel's
+// group vectors. Found once for all rows: a division takes as long as the products of 64 columns.
+struct Runs {
+  int count = 0, block[2] = {};
+  bool last[2] = {};  // of the scale block
+  int64_t vector[2] = {};
+
+  Runs(CpuProduct const& p, int panel, int begin) {
+    int const run = p.run(), span = std::max(run, kLaneColumns), end_k = p.tiles * kKPerTile;
+    for (int part = 0; part < span / run; ++part) {
+      int const end = begin + (part + 1) * run;
+      block[part] = (end - 1) / p.block, last[part] = end % p.block == 0 || end == end_k;
+      if (block[part] >= p.blocks) break;
+      vector[part] = int64_t(block[part] / p.group_blocks) * padded_rows(p.weight.n) + panel * kRowsPerPanel;
+      ++count;
+    }
+  }
+};
+
 // Denormal numbers are what they are, whatever the caller's thread does with them.
 class KeepDenormals {
  public:

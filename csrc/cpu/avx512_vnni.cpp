@@ -1,6 +1,8 @@
-// Kernels for CPUs with AVX-512 VNNI: those for AVX2, and sums of four products of bytes by one instruction.
+// Kernels for CPUs with AVX-512 VNNI: those for AVX2, with sums of four products of bytes by one instruction, and one for few rows
+// of int8 x.
 #include "cpu/avx2_dequantize.h"
 #include "cpu/avx2_panel.h"
+#include "cpu/avx512_rows.h"
 
 namespace cutlass_ops {
 namespace {
@@ -13,8 +15,27 @@ struct QuadProduct {
 using Four = ByteTiles<4, QuadProduct>;
 using Eight = ByteTiles<8, QuadProduct>;
 
+// Whether the rows of x are few enough to read the codes again for each three of them, without a decoded tile.
+bool has_few_rows(CpuProduct const& p) { return !p.has_floats && p.m <= kMostFewRows && p.block <= kColumnsOf32Bits; }
+
+void multiply_any(CpuProduct const& p, int panel, int first, int rows) {
+  if (!has_few_rows(p)) return multiply<Four, Eight>(p, panel, first, rows);
+  KeepDenormals const keep;
+  int const parts = (rows + kRowsTogether - 1) / kRowsTogether;
+  for (int part = 0; part < parts; ++part) {
+    int const row = rows * part / parts, count = rows * (part + 1) / parts - row;
+    (count == 1 ? multiply_few<1> : count == 2 ? multiply_few<2> : multiply_few<3>)(p, panel, first + row);
+  }
+}
+
+CpuKernels::IntegerOrder order_of_any(CpuProduct const& p) {
+  if (!has_few_rows(p)) return integer_order<Four, Eight>(p);
+  return p.weight.bits == 4 ? CpuKernels::IntegerOrder{64, 64, false, column4}
+                            : CpuKernels::IntegerOrder{32, 64, false, column8};
+}
+
 }  // namespace
 
-CpuKernels const kAvx512VnniKernels = {"avx512_vnni", integer_order<Four, Eight>, multiply<Four, Eight>, dequantize};
+CpuKernels const kAvx512VnniKernels = {"avx512_vnni", order_of_any, multiply_any, dequantize};
 
 }  // namespace cutlass_ops

@@ -19,7 +19,8 @@ std::vector<CpuKernels const*> const& available() {
     std::vector<CpuKernels const*> found;
 #if defined(CUTLASS_OPS_AVX2)
     if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("f16c")) {
-      if (__builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
+      bool const avx512 = __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl");
+      if (avx512 && __builtin_cpu_supports("avx512vnni")) found.push_back(&kAvx512VnniKernels);
       found.push_back(&kAvx2Kernels);
     }
 #endif
