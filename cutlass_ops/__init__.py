@@ -11,6 +11,7 @@ from .checkpoints import load_checkpoint
 from .conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .conv_int8 import conv2d_int8, linear_int8
 from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
+from .embedding import embedding
 from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
 from .explain import Explanation, explain
 from .hf import load_model, register_when_imported
@@ -44,6 +45,7 @@ __all__ = [
     "conv2d_int8",
     "dequantize",
     "dequantize_4bit",
+    "embedding",
     "explain",
     "fuse_linears",
     "grouped_gemm",

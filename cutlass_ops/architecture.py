@@ -1,5 +1,5 @@
-"""Which matrices of a checkpoint are linear layers of its model, and why others must stay plain
-tensors.
+"""Which matrices of a checkpoint are linear layers or word embeddings of its model, and why others
+must stay plain tensors.
 
 A model of transformers keeps some matrices as bare parameters (routers, stacked experts), reads the
 ``weight`` of some linear layers itself, and loads some tensors under other names or merged with
@@ -22,6 +22,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from .model_embeddings import reason_against_embedding
 from .model_experts import PRODUCTS, ExpertsForm, experts_form
 from .nn_conv import CONVOLUTIONS
 from .weight_reads import readers
@@ -115,10 +116,10 @@ class Architecture:
 
     def place(self, module: str, convolutions: bool = False) -> tuple[str, str]:
         """The model's name of a checkpoint's module, and why its weight is not that of a linear
-        layer there, or with ``convolutions`` of a convolution.
+        layer or a word embedding there, or with ``convolutions`` of a convolution.
 
         Returns:
-            Name and reason. The reason is "" for a linear layer; the name is "" if the model is not
+            Name and reason. The reason is "" for such a layer; the name is "" if the model is not
             known or has no place for the weight.
         """
         if self.model is None:
@@ -131,10 +132,11 @@ class Architecture:
         kind = type(owner).__name__
         if pattern is not None:
             return name, f"transformers loads it as part of {renamed}"
-        fits = owner is not None and (features(owner) is not None or (convolutions and isinstance(owner, CONVOLUTIONS)))
-        if part != "weight" or not fits:
-            what = "an embedding" if isinstance(owner, nn.Embedding) else f"a parameter of {kind}, which is no nn.Linear"
-            return name, f"it is {what}"
+        kinds: tuple[type[nn.Module], ...] = (nn.Embedding, *(CONVOLUTIONS if convolutions else ()))
+        if part != "weight" or owner is None or (features(owner) is None and not isinstance(owner, kinds)):
+            return name, f"it is a parameter of {kind}, which is no nn.Linear"
+        if isinstance(owner, nn.Embedding) and (reason := reason_against_embedding(owner)):
+            return name, reason
         if isinstance(owner, nn.Linear) and not _is_plain(cast(Hashable, type(owner))):
             return name, f"its class {kind} computes something else than nn.Linear does"
         # Renamings of ".weight" do not hold for the names that a packed weight's tensors have.
@@ -199,6 +201,17 @@ class Architecture:
         if f"{name}.weight" in {*tied.keys(), *tied.values()} and self._modules[name] is not self.model.get_output_embeddings():
             return "it shares its weight with another module"
         return ""
+
+    def is_embedding(self, module: str) -> bool:
+        """Whether a checkpoint's module is a word embedding of its model."""
+        return self.model is not None and isinstance(self._modules.get(self.place(module)[0]), nn.Embedding)
+
+    def reason_against_rows(self, module: str) -> str:
+        """Why the rows of a checkpoint's module cannot be those of a packed head; "" if they can."""
+        if not self.is_embedding(module):
+            return "it is not known as a word embedding of its model"
+        name, reason = self.place(module)
+        return reason or (f"{self._readers[name]} reads its weight itself" if name in self._readers else "")
 
     def misfits(self, tensors: Iterable[str]) -> tuple[list[str], list[str]]:
         """Names of a checkpoint's tensors that the model has no place for, and of the model's that

@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from .architecture import features
 from .nn import MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv
+from .nn_embedding import MixedEmbedding, TiedEmbedding
 from .packed_buffers import marked
 from .packed_config import QUANT_METHOD, weight_format
 from .packed_file import kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, put_floats, without_values
+
+_PACKED = (MixedLinear, MixedConv, MixedEmbedding)
 
 
 class _Method(str, enum.Enum):
@@ -67,7 +70,8 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         config = self.quantization_config.to_dict()
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
         for name, module in list(model.named_modules()):
-            if isinstance(module, CONVOLUTIONS) or features(module) is not None:
+            packed_embedding = name in config.get("embeddings", {}) and isinstance(module, nn.Embedding)
+            if packed_embedding or isinstance(module, CONVOLUTIONS) or features(module) is not None:
                 form = weight_format(config, name)
                 if form is not None:
                     model.set_submodule(name, without_values(module, form, *treatment))
@@ -114,7 +118,7 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> None:
         for name, layer in model.named_modules():
-            if isinstance(layer, MixedLinear | MixedConv):
+            if isinstance(layer, _PACKED):
                 layer.view_buffers()
                 if problem := packed_problem(layer.packed):
                     raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
@@ -165,9 +169,9 @@ class CutlassOpsDiffusersQuantizer(DiffusersQuantizer):  # type: ignore[misc]
         return True
 
 
-def _packed_layer(model: nn.Module, tensor: str) -> MixedLinear | MixedConv | None:
+def _packed_layer(model: nn.Module, tensor: str) -> MixedLinear | MixedConv | MixedEmbedding | None:
     layer = model.get_submodule(tensor.rpartition(".")[0])
-    return layer if isinstance(layer, MixedLinear | MixedConv) else None
+    return layer if isinstance(layer, _PACKED) else None
 
 
 def check_method(model: Any) -> None:
@@ -181,8 +185,10 @@ def attach(model: Any) -> None:
     """Let a model's configuration describe its packed layers, so that ``save_pretrained`` and its like treat them right.
 
     Raises:
-        ValueError: as :func:`describe`.
+        ValueError: as :func:`describe`; and embeddings that are tied to other layers.
     """
+    if names := [name for name, module in model.named_modules() if isinstance(module, TiedEmbedding)]:
+        raise ValueError(f"tied embeddings are not saved in models of diffusers: {', '.join(names)}")
     config = CutlassOpsDiffusersConfig(**describe(model))
     model.hf_quantizer = CutlassOpsDiffusersQuantizer(config)
     model.is_quantized = True

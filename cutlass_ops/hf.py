@@ -113,7 +113,7 @@ def load_model(
     act_symmetric: bool | None = None,
     fuse: bool = True,
 ) -> nn.Module:
-    """Load a causal model of transformers, its linear layers packed.
+    """Load a causal model of transformers, its linear layers and quantised word embeddings packed.
 
     Args:
         path: a directory that ``cutlass-ops reorder`` wrote, or a packed file; or any checkpoint
@@ -266,7 +266,7 @@ def _tensors(
     """What any file holds.
 
     Returns:
-        Packed weights and other tensors by name; the names of modules that a weight serves as well;
+        Packed weights and other tensors by name; the embeddings whose rows a weight has as well;
         and the ``act_quant`` and ``act_symmetric`` that it was made for, if it says so.
     """
     if is_packed(path):
@@ -280,7 +280,8 @@ def _tensors(
         warnings.warn(f"{path}: {warning}", stacklevel=4)
     for how, name in rounded.items():
         warnings.warn(f"{path}: {how} ({name} and others alike)", stacklevel=4)
-    return ((step.name, _value(step)) for step in steps), {}, checkpoint.activations
+    tied = {step.name: step.entry.tied_to for step in steps if step.weight is not None and step.entry.tied_to}
+    return ((step.name, _value(step)) for step in steps), tied, checkpoint.activations
 
 
 def _value(step: Step) -> PackedWeight | PackedExperts | Tensor:
@@ -294,6 +295,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     state: dict[str, Tensor] = {}
     weights: dict[str, WeightFormat] = {}
     experts: set[str] = set()
+    embeddings: dict[str, str] = {}
     architecture = Architecture(model)
     tensors, tied, activations = _tensors(path, architecture, options, dtype)
     for name, value in tensors:
@@ -306,18 +308,24 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             weights[layer] = _add(state, layer, value)
             continue
         layer, reason = architecture.place(name)
-        # What is no linear layer, such as an embedding or an expert, becomes a tensor of its
-        # values.
-        table = name if reason or not layer else tied.get(name)
-        if table is not None:
-            state[f"{table}.weight"] = ops.dequantize(value, dtype=dtype)
-        if table == name:
+        if architecture.is_embedding(name):
+            reason = architecture.reason_to_keep(name)
+        # What is no such layer, such as an expert, becomes a tensor of its values.
+        if reason or not layer:
+            state[f"{name}.weight"] = ops.dequantize(value, dtype=dtype)
             continue
-        linear = model.get_submodule(layer)
-        if (shape := features(linear)) != value.shape:
-            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape or ())}")
+        if (embedding := tied.get(name)) is not None:
+            if architecture.reason_against_rows(embedding):
+                state[f"{embedding}.weight"] = ops.dequantize(value, dtype=dtype)
+            else:
+                embeddings[architecture.place(embedding)[0]] = layer
+        linear: Any = model.get_submodule(layer)
+        if isinstance(linear, nn.Embedding):
+            embeddings[layer] = layer
+        if (shape := features(linear) or (linear.num_embeddings, linear.embedding_dim)) != value.shape:
+            raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the layer is {list(shape)}")
         weights[layer] = _add(state, layer, value)
-        if linear is model.get_output_embeddings():  # type: ignore[operator]
+        if linear is model.get_output_embeddings():  # type: ignore[operator, unused-ignore]
             config.tie_word_embeddings = False  # the head has separate tensors
     for layer in sorted(experts):
         module = layer.rpartition(".")[0]
@@ -326,12 +334,13 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
     linears = [name for name, module in model.named_modules() if features(module) is not None]
     not_converted = [name for name in linears if name not in weights]
     if not weights:
-        what = f"none of its quantised weights is a linear layer of {type(model).__name__}"
+        what = f"none of its quantised weights is a linear layer or an embedding of {type(model).__name__}"
         warnings.warn(f"{path}: {what}: their values are loaded as {dtype}", stacklevel=3)
         if hasattr(config, "quantization_config"):
             del config.quantization_config
         return state
-    config.quantization_config = quantization_config(weights, not_converted, *(activations or ("none", True)), experts)
+    treatment = activations or ("none", True)
+    config.quantization_config = quantization_config(weights, not_converted, *treatment, experts, embeddings)
     return state
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import re
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -25,9 +25,11 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, Conversions, features
 from .checkpoints.gguf_models import exceeds_fp16
+from .model_embeddings import packed_embedding
 from .model_experts import PRODUCTS
 from .nn import FusedPart, MixedLinear
 from .nn_conv import MixedConv
+from .nn_embedding import MixedEmbedding, TiedEmbedding, in_memory
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
 from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, weight_format
@@ -40,7 +42,8 @@ from .weight import PARTS
 #: How many names an error lists.
 _MOST_NAMES = 8
 #: What holds a packed weight in a model that was loaded.
-_PACKED = (MixedLinear, MixedConv)
+_PACKED = (MixedLinear, MixedConv, MixedEmbedding)
+_EMBEDDINGS = (MixedEmbedding, TiedEmbedding)
 
 
 @register_quantization_config(QUANT_METHOD)
@@ -54,9 +57,18 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     """
 
     def __init__(self, **fields: Any) -> None:
-        for key, kind in (("modules", dict), ("modules_to_not_convert", list), ("act_symmetric", bool), ("act_quant", str)):
+        for key, kind in (
+            ("modules", dict),
+            ("modules_to_not_convert", list),
+            ("embeddings", dict),
+            ("act_symmetric", bool),
+            ("act_quant", str),
+        ):
             if not isinstance(fields.get(key, kind()), kind):
                 raise ValueError(f"quantization_config: {key} is {fields[key]!r:.100}; a {kind.__name__} is expected")
+        for name, layer in fields.get("embeddings", {}).items():
+            if not isinstance(layer, str):
+                raise ValueError(f"quantization_config: embeddings has {layer!r:.100} for {name!r}; a name is expected")
         weight_format({**fields, "modules_to_not_convert": []}, "")
         self.__dict__.update(fields)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
@@ -87,7 +99,7 @@ PreTrainedConfig.to_json_string = _guarded(PreTrainedConfig.to_json_string)  # t
 
 @functools.cache
 def _guard_heads() -> None:
-    """Let ``resize_token_embeddings`` refuse a model whose head is packed before it resizes the embedding.
+    """Let ``resize_token_embeddings`` refuse a model whose head or embedding is packed before it resizes either.
 
     Called where the first model is packed: the class is not there yet when this module is imported.
     """
@@ -98,17 +110,18 @@ def _guard_heads() -> None:
     def guarded(
         self: Any, new_num_tokens: int | None = None, pad_to_multiple_of: int | None = None, *args: Any, **kwargs: Any
     ) -> Any:
-        if not isinstance(self.get_output_embeddings(), MixedLinear):
+        embeddings, head = self.get_input_embeddings(), self.get_output_embeddings()
+        if not isinstance(head, MixedLinear) and not isinstance(embeddings, _EMBEDDINGS):
             return resize(self, new_num_tokens, pad_to_multiple_of, *args, **kwargs)
-        embeddings = self.get_input_embeddings()
-        rows = len(embeddings.weight)
+        rows: int = embeddings.num_embeddings if isinstance(embeddings, _EMBEDDINGS) else len(embeddings.weight)
         wanted = rows if new_num_tokens is None else new_num_tokens
         if pad_to_multiple_of is not None:
             wanted = -(-wanted // pad_to_multiple_of) * pad_to_multiple_of
         if wanted == rows:
             return embeddings
         raise ValueError(
-            f"the output head is packed and has {rows} rows; {wanted} are requested: "
+            f"the {'output head' if isinstance(head, MixedLinear) else 'embedding'} is packed and has {rows} rows; "
+            f"{wanted} are requested: "
             "resize the float model and pack it then, or make this one float first (model.dequantize())"
         )
 
@@ -152,14 +165,6 @@ def _packed_names(files: Sequence[str]) -> list[str]:
     return names
 
 
-def _in_memory(layer: nn.Module) -> AbstractContextManager[None]:
-    """A time in which a layer has its tensors, wherever accelerate keeps them."""
-    if not hasattr(layer, "_hf_hook"):
-        return nullcontext()
-    aligned: AbstractContextManager[None] = import_module("accelerate.utils").align_module_device(layer)
-    return aligned
-
-
 def _listed(names: Sequence[str]) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - _MOST_NAMES} more" if len(names) > _MOST_NAMES else ""
@@ -197,7 +202,9 @@ class CutlassOpsQuantizer(HfQuantizer):
                 stacklevel=2,
             )
         treatment = config.get("act_quant", "none"), config.get("act_symmetric", True)
-        layers, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"))
+        architecture = Architecture(model)
+        layers, experts = self._packed_layers(model, config, kwargs.get("checkpoint_files"), architecture)
+        tied = self._tied(model, config, layers, architecture)
         for name in (*layers, *experts):
             module = model.get_submodule(name)
             try:
@@ -208,6 +215,9 @@ class CutlassOpsQuantizer(HfQuantizer):
             except (TypeError, ValueError) as error:
                 raise ValueError(f"quantization_config of {name!r}: {error}") from error
             model.set_submodule(name, layer)
+        for name, holder in tied.items():
+            model.set_submodule(name, packed_embedding(model.get_submodule(name), model.get_submodule(holder)))
+        for name in (*layers, *experts, *tied):
             parent = model.get_submodule(name.rpartition(".")[0])
             # transformers initialises what it did not load, parents included, some of which reach
             # for the layer's weight.
@@ -218,22 +228,22 @@ class CutlassOpsQuantizer(HfQuantizer):
         return model
 
     def _packed_layers(
-        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None
+        self, model: Any, config: Mapping[str, Any], files: Sequence[str] | None, architecture: Architecture
     ) -> tuple[dict[str, WeightFormat], dict[str, dict[str, WeightFormat]]]:
-        """Formats of the linear layers and convolutions to replace, by the model's names of them, and of experts' products.
+        """Formats of the layers to replace, by the model's names of them, and of experts' products.
 
         Raises:
             ValueError: a packed weight of which the model cannot make a layer.
         """
-        architecture = Architecture(model)
         experts: dict[str, dict[str, WeightFormat]] = {}
         if files is None:  # a state_dict that load_model made, with the model's own names
-            linears = [name for name, module in model.named_modules() if features(module) is not None]
+            layers = [name for name, module in model.named_modules() if features(module) is not None]
+            layers += [name for name, holder in config.get("embeddings", {}).items() if name == holder]
             for name in architecture.experts:
                 for product in PRODUCTS:
                     if (form := experts_format(config, f"{name}.{product}")) is not None:
                         experts.setdefault(name, {})[product] = form
-            return {name: form for name in linears if (form := weight_format(config, name)) is not None}, experts
+            return {name: form for name in layers if (form := weight_format(config, name)) is not None}, experts
         named = config.get("modules", {}).keys() | set(config.get("modules_to_not_convert", ()))
         found: dict[str, WeightFormat] = {}
         wrong: dict[str, str] = {}
@@ -266,6 +276,45 @@ class CutlassOpsQuantizer(HfQuantizer):
             )
         return found, experts
 
+    def _tied(
+        self, model: Any, config: Mapping[str, Any], layers: dict[str, WeightFormat], architecture: Architecture
+    ) -> dict[str, str]:
+        """The layers whose weights the embeddings share, by the model's names of both.
+
+        A model without the head, such as AutoModel makes, gets the head's weight as its embedding's, in ``layers`` too.
+
+        Raises:
+            ValueError: embeddings that cannot share it.
+        """
+
+        def own_name(stored: str) -> str:
+            return architecture.place(stored)[0] or (stored if stored in modules else "")
+
+        modules = dict(model.named_modules())
+        self._moved: dict[str, str] = {}
+        tied = {}
+        for stored, stored_holder in config.get("embeddings", {}).items():
+            name, holder = own_name(stored), own_name(stored_holder)
+            if stored == stored_holder or not name:
+                continue
+            if not isinstance(modules[name], nn.Embedding) or (holder and holder not in layers):
+                raise ValueError(f"quantization_config: embeddings ties {stored!r} to {stored_holder!r}, which cannot be")
+            holder = holder or self._moved.get(stored_holder, "")
+            if holder:
+                tied[name] = holder
+            elif (form := weight_format(config, stored_holder)) is not None:
+                layers[name] = form
+                self._moved[stored_holder] = name
+        return tied
+
+    def get_weight_conversions(self) -> list[Any]:
+        """The names of a head's tensors where the model has no head and its embedding takes them."""
+        renaming = import_module("transformers.core_model_loading").WeightRenaming
+        self._renamings = [
+            renaming(rf"^{re.escape(head)}\.{part}$", f"{name}.{part}") for head, name in self._moved.items() for part in PARTS
+        ]
+        return self._renamings
+
     def _watch(self, model: Any) -> None:
         """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
         the sizes of parameters, which it does not compare before version 5.23.
@@ -283,6 +332,8 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         del model._adjust_missing_and_unexpected_keys
         found, self._found = self._found, None
+        # save_pretrained would undo them, and the configuration then has the embedding's own name.
+        model._weight_conversions = [c for c in model._weight_conversions if all(c is not own for own in self._renamings)]
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
@@ -290,7 +341,7 @@ class CutlassOpsQuantizer(HfQuantizer):
             if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
                 raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
         for name, layer in packed_layers(model).items():
-            with _in_memory(layer):
+            with in_memory(layer):
                 layer.view_buffers()
                 problem = packed_problem(layer.packed)
             layer.view_buffers()
@@ -434,11 +485,18 @@ def attach(model: Any) -> None:
     _untie(model)
 
 
+def _input_embeddings(model: Any) -> Any:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:
+        return None
+
+
 def _untie(model: Any) -> None:
     """Let packed layers share no weight with others: their tensors are separate."""
-    if isinstance(model.get_output_embeddings(), MixedLinear):
+    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, (MixedLinear, *_EMBEDDINGS))}
+    if isinstance(model.get_output_embeddings(), MixedLinear) or isinstance(_input_embeddings(model), _EMBEDDINGS):
         _guard_heads()
         model.config.tie_word_embeddings = False
-    layers = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, MixedLinear)}
     ties = model.all_tied_weights_keys.items()
     model.all_tied_weights_keys = {target: source for target, source in ties if not layers & {target, source}}

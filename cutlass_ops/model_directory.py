@@ -12,8 +12,9 @@ others load.
 
 Weight ``model.layers.0.mlp.up_proj`` stands in the shards as ``model.layers.0.mlp.up_proj.codes``,
 ``.scales`` and whichever of ``.zeros``, ``.offsets``, ``.bias`` and ``.perm`` it has, every other
-tensor under its own name. A quantised word embedding is a table of its values in the model's dtype,
-beside the packed head where it is tied to it.
+tensor under its own name. A quantised word embedding is packed as well, as the output head where it
+is tied to it; if the model's class does something else with it than to look rows up, it is a table of
+its values in the model's dtype.
 
 :mod:`cutlass_ops.packed_config` describes ``quantization_config``.
 """
@@ -32,7 +33,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from .architecture import architecture_of
+from .architecture import Architecture, architecture_of
 from .checkpoints import Checkpoint
 from .checkpoints.gguf_header import ADDS_BOS
 from .model_card import CARD, model_card
@@ -178,7 +179,7 @@ def reorder_model(
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             if part is None:
                 _replace(directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode())
-            _replace(directory / "config.json", _json(_config(checkpoint, items, act_quant, act_symmetric, part)))
+            _replace(directory / "config.json", _json(_config(checkpoint, items, architecture, act_quant, act_symmetric, part)))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
 
 
@@ -222,12 +223,20 @@ def _finished(
 
 
 def _config(
-    checkpoint: Checkpoint, items: Sequence[Item], act_quant: str, act_symmetric: bool, slices: Slices | None
+    checkpoint: Checkpoint,
+    items: Sequence[Item],
+    architecture: Architecture,
+    act_quant: str,
+    act_symmetric: bool,
+    slices: Slices | None,
 ) -> dict[str, Any]:
     """``config.json`` of one rank's directory."""
     formats = {item.step.name: _format(item.weight, item) for item in items if item.weight is not None}
     experts = [item.step.name for item in items if item.experts is not None]
-    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, experts)
+    embeddings = {item.step.entry.tied_to: item.step.name for item in items if item.weight is not None}
+    embeddings.pop("", None)
+    embeddings |= {name: name for name in formats if architecture.is_embedding(name)}
+    quantization = quantization_config(formats, _not_converted(items), act_quant, act_symmetric, experts, embeddings)
     if slices is not None:
         quantization["tensor_parallel"] = {"rank": slices.rank, "size": slices.size, "styles": slices.styles}
     config = {**plain_config(checkpoint.config), "quantization_config": quantization}

@@ -18,12 +18,13 @@ from .nn_conv import MixedConv
 from .nn_conv import MixedConv1d as MixedConv1d
 from .nn_conv import MixedConv2d as MixedConv2d
 from .nn_conv import MixedConv3d as MixedConv3d
+from .nn_embedding import MixedEmbedding as MixedEmbedding
+from .nn_embedding import TiedEmbedding as TiedEmbedding
 from .nn_experts import MixedExperts as MixedExperts
-from .packed_buffers import PackedBuffers, PackedState
+from .packed_buffers import PackedState, WeightBuffers
 from .packed_weight import PackedWeight
 from .quantizer_module import quantizer_module
 from .reorder import reorder
-from .weight import PARTS
 
 _ACT_QUANT = ("none", "token", "block")
 
@@ -32,7 +33,7 @@ _ACT_QUANT = ("none", "token", "block")
 SHARED_INPUT = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 
 
-class MixedLinear(PackedBuffers):
+class MixedLinear(WeightBuffers):
     """``y = act(x @ W.T + bias)`` with ``W`` packed: :func:`cutlass_ops.mixed_gemm` as a module.
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They
@@ -57,14 +58,6 @@ class MixedLinear(PackedBuffers):
         ValueError: an ``act_quant`` that does not exist.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    offsets: Tensor | None
-    bias: Tensor | None
-    perm: Tensor | None
-    book: Tensor | None
-    _packed: PackedWeight
     #: The codes that stood in the place of the packed weight's when they were last looked at.
     _other_codes: weakref.ref[Tensor] | None = None
 
@@ -75,9 +68,7 @@ class MixedLinear(PackedBuffers):
         act_symmetric: bool = True,
         activation: str | tuple[str, float, float] | None = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(packed, PackedWeight):
-            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        super().__init__(packed)
         if act_quant not in _ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, _ACT_QUANT))}")
         if packed.kernel_size:
@@ -87,9 +78,6 @@ class MixedLinear(PackedBuffers):
         self.act_symmetric = act_symmetric
         self.activation = activation
         self.shared_by: tuple[str, ...] = ()
-        for name in PARTS:
-            self.register_buffer(name, getattr(packed, name))
-        self._packed = packed
         self._keep_sums()
 
     def view_buffers(self) -> None:
@@ -135,25 +123,6 @@ class MixedLinear(PackedBuffers):
         else:
             self._other_codes = weakref.ref(found.codes)
         return found
-
-    def _from_buffers(self) -> PackedWeight:
-        return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
-
-    def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
-        """The weight's values, ``[out_features, in_features]`` of ``dtype`` (fp16, bf16 or fp32), as a new tensor.
-
-        Raises:
-            TypeError: another dtype.
-        """
-        return ops.dequantize(self.packed, dtype)
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "weight":
-            raise AttributeError(
-                f"{type(self).__name__} has no 'weight': its values are packed in 'codes' and 'scales'; "
-                "dequantize() returns them as a matrix"
-            )
-        return super().__getattr__(name)
 
     def __getstate__(self) -> dict[str, Any]:
         # Copies and pickles; weak references cannot be pickled.

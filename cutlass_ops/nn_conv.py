@@ -6,18 +6,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
 from torch import Tensor, nn
 
-from . import ops, reference
+from . import reference
 from .conv import ACT_QUANT, Extents, check_geometry, mixed_conv1d, mixed_conv2d, mixed_conv3d
-from .packed_buffers import PackedBuffers
+from .packed_buffers import WeightBuffers
 from .packed_weight import PackedWeight
 from .quantizer_module import quantizer_module
-from .weight import PARTS
 
 
-class MixedConv(PackedBuffers):
+class MixedConv(WeightBuffers):
     """What :class:`MixedConv1d`, :class:`MixedConv2d` and :class:`MixedConv3d` share.
 
     The packed tensors are buffers, so ``state_dict``, ``.to(device)`` and ``.cuda()`` treat them as any other. They keep their
@@ -39,13 +37,6 @@ class MixedConv(PackedBuffers):
         ValueError: a weight whose kernel has another number of dimensions, or an option that does not exist.
     """
 
-    codes: Tensor
-    scales: Tensor
-    zeros: Tensor | None
-    offsets: Tensor | None
-    bias: Tensor | None
-    book: Tensor | None
-    _packed: PackedWeight
     #: Dimensions of space, and the function that computes.
     _dims: ClassVar[int]
     _convolve: ClassVar[Callable[..., Tensor]]
@@ -61,9 +52,7 @@ class MixedConv(PackedBuffers):
         act_symmetric: bool = True,
         activation: reference.Activation = None,
     ) -> None:
-        super().__init__()
-        if not isinstance(packed, PackedWeight):
-            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        super().__init__(packed)
         if len(packed.kernel_size) != self._dims:
             raise ValueError(
                 f"the weight's kernel_size is {packed.kernel_size}; {type(self).__name__} takes one of {self._dims} dimensions"
@@ -77,32 +66,6 @@ class MixedConv(PackedBuffers):
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
         self.activation = activation
-        for name in PARTS:
-            self.register_buffer(name, getattr(packed, name))
-        self._packed = packed
-
-    @property
-    def packed(self) -> PackedWeight:
-        """The weight as this layer's buffers hold it now; it shares their memory.
-
-        Raises:
-            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
-        """
-        packed = self._packed
-        if all(self._buffers.get(name) is getattr(packed, name) for name in PARTS):
-            return packed
-        return self._from_buffers()
-
-    def _from_buffers(self) -> PackedWeight:
-        return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
-
-    def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
-        """The weight's values, ``[out_channels, in_channels / groups, *kernel_size]`` of ``dtype``, as a new tensor.
-
-        Raises:
-            TypeError: a dtype that is not fp16, bf16 or fp32.
-        """
-        return ops.dequantize(self.packed, dtype)
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve x ``[B, in_channels, *space]``; returns ``[B, out_channels, *out]`` of x's dtype, channels last in memory.

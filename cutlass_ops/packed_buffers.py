@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from . import formats
+from . import formats, ops
+from .packed_weight import PackedWeight
+from .weight import PARTS
 
 #: More than any mark has; codes have more.
 _MOST_BYTES = 1000
@@ -28,9 +31,13 @@ class PackedState(nn.Module):
         """Names of the float layer's weights, and what their marks say besides whose they are."""
         raise NotImplementedError
 
+    def has_values(self) -> bool:
+        """Whether the packed tensors are in memory."""
+        return not any(buffer.is_meta for buffer in self.buffers())
+
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
-        if any(buffer.is_meta for buffer in self.buffers()):
+        if not self.has_values():
             return
         for name, form in self.marks().items():
             text = json.dumps({"quant_method": formats.QUANT_METHOD, **form})
@@ -118,3 +125,59 @@ class PackedBuffers(PackedState):
         super()._load_from_state_dict(*args, **kwargs)
         # load_state_dict(assign=True) puts other tensors in the buffers' places.
         self.view_buffers()
+
+
+class WeightBuffers(PackedBuffers):
+    """A module whose buffers are the tensors of one packed weight.
+
+    Raises:
+        TypeError: a weight that is not packed.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+    bias: Tensor | None
+    perm: Tensor | None
+    book: Tensor | None
+    _packed: PackedWeight
+
+    def __init__(self, packed: PackedWeight) -> None:
+        super().__init__()
+        if not isinstance(packed, PackedWeight):
+            raise TypeError(f"packed is a {type(packed).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+        for name in PARTS:
+            self.register_buffer(name, getattr(packed, name))
+        self._packed = packed
+
+    @property
+    def packed(self) -> PackedWeight:
+        """The weight as this layer's buffers hold it now; it shares their memory.
+
+        Raises:
+            TypeError, ValueError: a buffer was replaced by one that does not fit; the message has the name.
+        """
+        packed = self._packed
+        if all(self._buffers.get(name) is getattr(packed, name) for name in PARTS):
+            return packed
+        return self._from_buffers()
+
+    def _from_buffers(self) -> PackedWeight:
+        return replace(self._packed, **{name: getattr(self, name) for name in PARTS})
+
+    def dequantize(self, dtype: torch.dtype = torch.float16) -> Tensor:
+        """The weight's values in the shape of the float layer's weight, of ``dtype`` (fp16, bf16 or fp32), as a new tensor.
+
+        Raises:
+            TypeError: another dtype.
+        """
+        return ops.dequantize(self.packed, dtype)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "weight":
+            raise AttributeError(
+                f"{type(self).__name__} has no 'weight': its values are packed in 'codes' and 'scales'; "
+                "dequantize() returns them"
+            )
+        return super().__getattr__(name)

@@ -13,6 +13,8 @@
                           from those, and of each product of packed experts
                           ("model.layers.0.mlp.experts.gate_up_proj")
 ``modules_to_not_convert``  names of the linear layers that are not packed; all others are
+``embeddings``            where word embeddings are packed: ``{name: name of the module that has the
+                          weight}``, which is the output head if they are tied, else itself
 ``act_quant``             how activations are quantised unless the user says otherwise: "none"
 ``act_symmetric``         whether quantised activations have no zero point: true
 ``tensor_parallel``       where layers are split over ranks:
@@ -95,6 +97,7 @@ def quantization_config(
     act_quant: str = "none",
     act_symmetric: bool = True,
     experts: Collection[str] = (),
+    embeddings: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
     """The ``quantization_config`` of a directory with these packed weights, by module name.
 
@@ -103,6 +106,7 @@ def quantization_config(
         not_converted: names of the linear layers that stay as they are.
         act_quant, act_symmetric: what a loader takes if its user names nothing else.
         experts: which of the weights are products of experts.
+        embeddings: the packed word embeddings, and for each the module that has its weight.
     """
     common = Counter(weights.values()).most_common(1)[0][0]
     return {
@@ -112,6 +116,7 @@ def quantization_config(
         **common.to_json(),
         "modules": {name: weight.to_json() for name, weight in weights.items() if weight != common or name in experts},
         "modules_to_not_convert": sorted(not_converted),
+        **({"embeddings": dict(embeddings)} if embeddings else {}),
         "act_quant": act_quant,
         "act_symmetric": act_symmetric,
     }

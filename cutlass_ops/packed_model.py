@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
@@ -11,9 +11,11 @@ from torch import Tensor, nn
 
 from . import formats, ops
 from .architecture import features
+from .model_embeddings import packed_embedding, restore_scale
 from .model_experts import PRODUCTS, experts_form
 from .nn import FusedPart, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv
+from .nn_embedding import MixedEmbedding, TiedEmbedding
 from .nn_experts import ExpertWeights, MixedExperts
 from .packed_config import WeightFormat, quantization_config
 from .packed_experts import PackedExperts
@@ -26,15 +28,24 @@ def describe(model: nn.Module) -> dict[str, Any]:
     """The ``quantization_config`` of a model's packed layers, fused ones as they were before.
 
     Raises:
-        ValueError: no packed layer, or layers with an activation, or with different treatment of x:
-            neither is stored.
+        ValueError: no packed layer, layers with an activation, or with different treatment of x:
+            neither is stored; or an embedding tied to a layer that the model does not have.
     """
     modules = dict(model.named_modules())
     shared = {id(module.shared) for module in modules.values() if isinstance(module, FusedPart)}
     weights: dict[str, WeightFormat] = {}
     experts = []
     treatments: dict[tuple[str, bool], str] = {}
+    names = {module: name for name, module in modules.items()}
+    embeddings: dict[str, str] = {}
     for name, module in modules.items():
+        if isinstance(module, TiedEmbedding):
+            if module.layer not in names:
+                raise ValueError(f"{name!r} is tied to a layer that the model does not have")
+            embeddings[name] = names[module.layer]
+        if isinstance(module, MixedEmbedding):
+            embeddings[name] = name
+            weights[name] = _format(module.packed)
         if not isinstance(module, MixedLinear | FusedPart | MixedConv | MixedExperts) or id(module) in shared:
             continue
         layer: Any = module.shared if isinstance(module, FusedPart) else module
@@ -46,35 +57,39 @@ def describe(model: nn.Module) -> dict[str, Any]:
             continue
         if layer.activation is not None:
             raise ValueError(f"{name!r} has activation {layer.activation!r}, which is not stored")
-        left_out = {"codes"} if not isinstance(module, FusedPart) or module.has_bias else {"codes", "bias"}
-        weights[name] = _format(layer.packed, left_out)
+        with_bias = not isinstance(module, FusedPart) or module.has_bias
+        weights[name] = _format(layer.packed, {"codes"} if with_bias else {"codes", "bias"})
     if not weights:
         raise ValueError(f"{type(model).__name__} has no packed layer")
     if len(treatments) > 1:
         listed = ", ".join(f"{name!r} has {act_quant!r}, {sym}" for (act_quant, sym), name in treatments.items())
         raise ValueError(f"act_quant and act_symmetric differ between layers ({listed}); a model is stored with one of each")
     plain = [name for name, module in modules.items() if features(module) is not None or isinstance(module, CONVOLUTIONS)]
-    return quantization_config(weights, plain, *next(iter(treatments)), experts)
+    return quantization_config(weights, plain, *next(iter(treatments), ("none", True)), experts, embeddings)
 
 
-def _format(packed: PackedWeight | PackedExperts, left_out: set[str]) -> WeightFormat:
+def packed_layers(model: nn.Module) -> dict[str, MixedLinear | MixedConv | MixedEmbedding | ExpertWeights]:
+    """The modules of a model that hold the tensors of packed weights, by their names."""
+    kinds = MixedLinear | MixedConv | MixedEmbedding | ExpertWeights
+    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
+
+
+def _format(packed: PackedWeight | PackedExperts, left_out: Collection[str] = ("codes",)) -> WeightFormat:
     parts = sorted(packed.tensors().items())
     return WeightFormat(packed.bits, packed.group_size, tuple((part, t.dtype) for part, t in parts if part not in left_out))
 
 
-def packed_layers(model: nn.Module) -> dict[str, MixedLinear | MixedConv | ExpertWeights]:
-    """The modules of a model that hold the tensors of packed weights, by their names."""
-    kinds = MixedLinear | MixedConv | ExpertWeights
-    return {name: module for name, module in model.named_modules() if isinstance(module, kinds)}
-
-
-def without_values(layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool) -> MixedLinear | MixedConv:
-    """The packed layer in place of a linear layer or a convolution; its tensors have shapes and dtypes alone.
+def without_values(
+    layer: nn.Module, form: WeightFormat, act_quant: str, act_symmetric: bool
+) -> MixedLinear | MixedConv | MixedEmbedding | TiedEmbedding:
+    """The packed layer in place of a linear layer, a convolution or a word embedding; its tensors have shapes and dtypes alone.
 
     Raises:
         ValueError: a format with tensors that no packed weight has, or a layer that cannot be packed.
     """
     weight = _weight_without_values(layer, form)
+    if isinstance(layer, nn.Embedding):
+        return packed_embedding(layer, weight)
     if isinstance(layer, CONVOLUTIONS):
         return mixed_conv(layer, weight, act_quant, act_symmetric)
     return MixedLinear(weight, act_quant, act_symmetric)
@@ -82,14 +97,14 @@ def without_values(layer: nn.Module, form: WeightFormat, act_quant: str, act_sym
 
 def _weight_without_values(layer: Any, form: WeightFormat) -> PackedWeight:
     dtypes = _dtypes(form)
-    if layer.bias is not None:
+    if getattr(layer, "bias", None) is not None:
         dtypes.setdefault("bias", layer.bias.dtype)
     kernel_size: tuple[int, ...] = ()
     if isinstance(layer, CONVOLUTIONS):
         n, kernel_size = layer.out_channels, tuple(layer.kernel_size)
         k = layer.in_channels // layer.groups * math.prod(kernel_size)
     else:
-        n, k = features(layer) or (0, 0)
+        n, k = features(layer) or (layer.num_embeddings, layer.embedding_dim)
     parts: dict[str, Any] = dict.fromkeys(PARTS)
     for part, (dtype, shape) in packed_specs(n, k, form.bits, form.group_size, dtypes, kernel_size=kernel_size).items():
         parts[part] = torch.empty(shape, dtype=dtype, device="meta")
@@ -144,10 +159,10 @@ def put_floats(model: nn.Module, plain: nn.Module, dtype: torch.dtype) -> None:
     packed = {
         name: module
         for name, module in model.named_modules(remove_duplicate=False)
-        if isinstance(module, MixedLinear | FusedPart | MixedExperts | MixedConv)
+        if isinstance(module, MixedLinear | FusedPart | MixedExperts | MixedConv | MixedEmbedding | TiedEmbedding)
     }
     for name, module in packed.items():
-        if any(buffer.is_meta for buffer in module.buffers()):
+        if not module.has_values():
             raise ValueError(f"{name!r} is offloaded: its tensors are not in memory; load the model without offloading")
     made: dict[nn.Module, nn.Module] = {}
     for name, module in packed.items():
@@ -185,10 +200,15 @@ def _float_experts(module: MixedExperts, layer: nn.Module, dtype: torch.dtype) -
 def _float_layer(module: Any, layer: Any, dtype: torch.dtype) -> nn.Module:
     if layer is None and isinstance(module, MixedLinear | FusedPart):
         layer = nn.Linear(module.in_features, module.out_features, device="meta")
+    if layer is None and isinstance(module, MixedEmbedding | TiedEmbedding) and module.scale == 1:
+        layer = nn.Embedding(module.num_embeddings, module.embedding_dim, module.padding_idx, device="meta")
     if layer is None:
         raise ValueError(f"a {type(module).__name__} is in the place of a module that the model's class does not make")
     if isinstance(module, MixedExperts):
         values = _float_experts(module, layer, dtype)
+    elif isinstance(module, MixedEmbedding | TiedEmbedding):
+        values = {"weight": module.dequantize(dtype)}
+        restore_scale(layer, module.packed.device)
     else:
         packed = module.packed
         weight = ops.dequantize(packed, dtype)

@@ -69,16 +69,49 @@ def stream_of(tensor: Tensor) -> tuple[int, int]:
     return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
 
 
+def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
+    """The codes of some rows: what :func:`unpack_codes` has there, with the columns of the padding.
+
+    Its temporary tensors are as large as its result, and the rest of the weight is not read.
+
+    Args:
+        packed: codes in the order of ``layout.h``.
+        rows: int64 ``[R]`` on the same device, in any order; what is outside of the padded weight raises torch's IndexError
+            on a CPU, and fails an assertion of torch's kernels on a GPU.
+        k, bits: of the weight.
+
+    Returns:
+        uint8 ``[R, k_pad]``.
+    """
+    inside = rows % 16
+    block, half, g = rows % formats.ROWS_PER_SLAB // 16, inside // 8, inside % 8
+    tiles = formats.padded_k(k) // formats.K_PER_TILE
+    # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2, k // 8 of the 16]
+    if bits == 4:
+        view = packed.view(-1, tiles, 4, 2, 8, 4, 4, 2, 2)
+        found = view[rows // formats.ROWS_PER_SLAB, :, block, :, g]
+    else:
+        view = packed.view(-1, tiles, 4, 4, 8, 4, 2, 2, 2, 2)
+        found = view[rows // formats.ROWS_PER_SLAB, :, block, :, g, :, :, half]
+    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))  # from units, t, columns, k % 2, k // 8
+    if bits == 4:
+        codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None]).bitwise_and_(15)
+    return codes.bitwise_xor_(formats.midpoint(bits))  # from two's complement
+
+
 def group_vector_positions(n: int, device: torch.device) -> Tensor:
-    """Where each row of the weight stands in a packed group vector, int64 ``[n]``.
+    """:func:`positions_of_rows` of all rows, int64 ``[n]``. Made on the device: a copy from the host would wait for it."""
+    return positions_of_rows(torch.arange(n, device=device))
+
+
+def positions_of_rows(rows: Tensor) -> Tensor:
+    """Where some rows of the weight stand in a packed group vector.
 
     Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
-    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16. Made on the device: a copy from the host
-    would wait for it.
+    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
     """
-    row = torch.arange(n, device=device)
-    inside = row % formats.ROWS_PER_SLAB
-    return row - inside + 8 * (inside % 8) + inside // 8
+    inside = rows % formats.ROWS_PER_SLAB
+    return rows - inside + 8 * (inside % 8) + inside // 8
 
 
 class ColumnSums:

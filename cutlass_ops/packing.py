@@ -88,6 +88,8 @@ def items_of(
         linear = step.weight is not None or (part in ("weight", "bias") and module in matrices)
         experts = isinstance(step.weight, StackedWeight)
         style = split_style(module, splits, experts) if linear and ranks > 1 else "replicate"
+        if style != "replicate" and step.weight is not None and step.entry.tied_to:
+            raise ValueError(f"{step.name!r} cannot be {style}: every rank looks up rows of {step.entry.tied_to!r} in it")
         if style == "colwise":
             check_heads(module, checkpoint.config, ranks)
         try:

@@ -50,7 +50,8 @@ class Step:
             return (self.name,)
         if isinstance(self.weight, StackedWeight):
             return (self.name, *((f"{self.name}_bias",) if "bias" in self.weight.dtypes else ()))
-        return tuple(f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes)
+        names = [f"{self.name}.{part}" for part in ("weight", "bias") if part == "weight" or part in self.weight.dtypes]
+        return (*names, f"{self.entry.tied_to}.weight") if self.entry.tied_to else tuple(names)
 
 
 @dataclass(frozen=True)
@@ -134,9 +135,11 @@ def plan(
     two weights, under the names of the model's parameters, if the options choose all of them and
     the formats of a product's experts are one. Otherwise they stay plain.
 
-    What is no linear layer of the model stays plain (see ``architecture.py``): a float matrix as it
-    is, a quantised one as the values that its file gives it. A quantised embedding that is the
-    output head too is packed as the head, and its values become the table.
+    What is neither a linear layer nor a word embedding of the model stays plain (see
+    ``architecture.py``): a float matrix as it is, a quantised one as the values that its file gives
+    it. Float embeddings are packed only where ``options.include`` names them. A quantised embedding
+    that is the output head too is packed as the head, which has the embedding's rows as well; where
+    the model's embedding cannot look them up there, its values become a table.
 
     Args:
         checkpoint, options: what to plan for.
@@ -175,7 +178,7 @@ def plan(
             reason = left.get(entry.name) or (architecture.reason_to_keep(module) if chosen else "")
         if chosen and not quantized and len(entry.shape) > 2 and options.bits is not None and options.include is None:
             reason = reason or _reason_against_taps(entry, options.bits)
-        if chosen and for_model and _TABLE.search(module):
+        if chosen and for_model and architecture.model is None and _TABLE.search(module):
             reason = reason or "its name is that of a word embedding, of which a model looks up rows"
         if reason:
             kept[module] = reason
@@ -190,7 +193,8 @@ def plan(
         if not chosen:
             steps += as_tensors(checkpoint.path, entry, dtype) if quantized else [Step(entry, entry.name, None)]
         elif entry.quantized is not None:
-            if for_model and entry.tied_to:
+            if for_model and entry.tied_to and (reason := architecture.reason_against_rows(entry.tied_to)):
+                kept[entry.tied_to] = reason
                 table = as_values(checkpoint.path, replace(entry, nbytes=0), dtype)
                 steps.append(Step(table, f"{entry.tied_to}.weight", None))
                 entry = replace(entry, tied_to="")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 from warnings import warn
 
@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from . import arguments, formats, native
 from .architecture import output_heads
 from .experts import PackedExperts, WeightsOnDemand, reorder_experts
+from .model_embeddings import packed_embedding, reason_against_embedding
 from .model_experts import PRODUCTS, experts_form
-from .nn import MixedLinear
+from .nn import MixedEmbedding, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv, padding_of
 from .nn_experts import MixedExperts
 from .quantize import FLOAT_TYPES, check_options, quantize
@@ -42,12 +43,23 @@ _OPTIONAL_READS: dict[str, Callable[[Any], bool]] = dict.fromkeys(
 )
 
 
+#: Packed layers that the configuration of a model describes.
+_SAVED = (MixedLinear, MixedConv, MixedEmbedding, MixedExperts)
+
+
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of a model, linear, a convolution or of experts: its first name; each module that has it, and its name there."""
+    """A layer of a model, linear, a convolution, of experts or an embedding.
+
+    Attributes:
+        name: its first name.
+        places: the modules around it, with its name in each.
+        tied: the embeddings that share its weight.
+    """
 
     name: str
     places: list[tuple[nn.Module, str]]
+    tied: list[_Layer] = field(default_factory=list)
 
     @property
     def module(self) -> Any:
@@ -72,9 +84,11 @@ def quantize_model(
     book: str | Tensor | None = None,
     clip: str | None = None,
     convs: bool = False,
+    embeddings: bool = False,
 ) -> _Model:
-    """Quantise the linear layers of a model, and with ``convs`` its convolutions: each linear layer becomes a
-    :class:`cutlass_ops.MixedLinear`, each convolution a :class:`cutlass_ops.nn.MixedConv2d` or its like.
+    """Quantise the linear layers of a model, with ``convs`` its convolutions and with ``embeddings`` its word embeddings: each
+    linear layer becomes a :class:`cutlass_ops.MixedLinear`, each convolution a :class:`cutlass_ops.nn.MixedConv2d` or its
+    like, each embedding a :class:`cutlass_ops.nn.MixedEmbedding`.
 
     Layers of experts that transformers 5 has as one module, as in Mixtral, Qwen3-MoE, DeepSeek-V3 and gpt-oss, become
     :class:`cutlass_ops.nn.MixedExperts`.
@@ -99,16 +113,20 @@ def quantize_model(
       convolutions, and paddings that :func:`cutlass_ops.mixed_conv2d` does not have (reflected, or more on one side);
     - convolutions that packed would be larger, because the channels of a tap are padded to 128 and output channels to 64:
       those that read an image, depthwise ones, others of few channels or few output channels;
-    - layers whose weight or bias is also another module's (tied heads), is computed (parametrizations, weight norm),
-      or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward hooks or an own
-      ``forward``;
+    - layers whose weight or bias is also another module's (tied heads without ``embeddings``), is computed
+      (parametrizations, weight norm), or is not a plain fp16, bf16 or fp32 tensor, and layers with forward or backward
+      hooks or an own ``forward``;
     - layers whose weight is read by the code of a module around them, such as Mamba's ``dt_proj``, ``x_proj`` and
       ``out_proj``, T5's ``wo`` and the MLP of ``torch.nn.TransformerEncoderLayer``. These are found in the
       source of the classes: chains like ``self.mlp.wo.weight``, also through variables, loops and arguments of methods.
       What is read otherwise raises an AttributeError when it is read, since a MixedLinear has no ``weight``;
     - other parameters of three dimensions outside of ``torch.nn``'s modules: experts of another formula, such as Llama 4's.
 
-    Embeddings are never quantised. The configuration of a model of transformers or diffusers names its packed
+    Embeddings are quantised on request alone: ``torch.nn.Embedding`` and its subclasses that scale the rows as Gemma's does.
+    Where an embedding and the output head share their weight, it is quantised once, also if the head is one that ``skip``
+    leaves by default; the head has the tensors, and the embedding becomes a :class:`cutlass_ops.nn.TiedEmbedding`.
+
+    The configuration of a model of transformers or diffusers names its packed
     layers, so that ``from_pretrained`` reads what ``save_pretrained`` writes.
 
     The layers are quantised one after another where they are. At any time there are the model's unquantised
@@ -134,6 +152,7 @@ def quantize_model(
         clip: None or "mse", as in :func:`cutlass_ops.quantize`.
         convs: whether convolutions are quantised, too. Groups are ``group_size`` channels of a tap, of which the last may be
             short; -1 is one group for all taps.
+        embeddings: whether embeddings are quantised, too.
 
     Returns:
         ``model`` itself.
@@ -153,7 +172,7 @@ def quantize_model(
     check_options(bits, group_size, book, clip)
     if act_quant not in native.ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
-    for option, value in (("symmetric", symmetric), ("convs", convs)):
+    for option, value in (("symmetric", symmetric), ("convs", convs), ("embeddings", embeddings)):
         if type(value) is not bool:
             raise TypeError(f"{option} is {value!r}; True or False is expected")
     if book is not None and act_quant != "none":
@@ -162,12 +181,13 @@ def quantize_model(
         _check_skip(model, skip)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError("the model is compiled; quantise it first, then compile it")
-    if _is_layer(model, convs):
+    if _is_layer(model, convs) or (embeddings and isinstance(model, nn.Embedding)):
         raise ValueError(
             f"the model is itself a {type(model).__name__} and cannot be replaced in place; "
             "make a layer of cutlass_ops of its weight (cutlass_ops.quantize, then cutlass_ops.reorder)"
         )
     quantizer = quantizer_module(model)
+    by_default = skip is None
     if skip is None:
         heads = output_heads(model) if hasattr(model, "get_output_embeddings") else ()
         skip = (_LM_HEAD, *heads, *(_ENDS if convs else ()))
@@ -179,11 +199,11 @@ def quantize_model(
                 f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
                 "such a model is saved with one (cutlass_ops.set_activations)"
             )
-    chosen, left = _choose(model, skip, bits if convs else None)
+    chosen, left = _choose(model, skip, bits if convs else None, embeddings, by_default)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
     if not chosen and not before:
-        what = "linear layer or convolution" if convs else "linear layer"
-        raise ValueError(f"the model has no {what} to quantise" + (f" ({stays})" if stays else ""))
+        kinds = ["linear layer", *(["convolution"] if convs else []), *(["embedding"] if embeddings else [])]
+        raise ValueError(f"the model has no {' or '.join(kinds)} to quantise" + (f" ({stays})" if stays else ""))
     for found in chosen:
         _check_values(found)
     if stays:
@@ -191,8 +211,7 @@ def quantize_model(
     try:
         _replace(chosen, lambda layer: _packed(layer, bits, group_size, symmetric, act_quant, book, clip))
     finally:  # what is done can be saved, even after an error
-        kinds = MixedLinear | MixedConv | MixedExperts
-        if quantizer is not None and any(isinstance(module, kinds) for module in model.modules()):
+        if quantizer is not None and any(isinstance(module, _SAVED) for module in model.modules()):
             quantizer.attach(model)
     return model
 
@@ -223,10 +242,13 @@ def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _choose(model: nn.Module, skip: Collection[str], conv_bits: int | None) -> tuple[list[_Layer], dict[str, list[str]]]:
+def _choose(
+    model: nn.Module, skip: Collection[str], conv_bits: int | None, embeddings: bool, by_default: bool
+) -> tuple[list[_Layer], dict[str, list[str]]]:
     """The layers to quantise, and the names of what is not quantised by reason, without those that ``skip`` names.
 
-    ``conv_bits`` is how many bits convolutions get, None for none.
+    ``conv_bits`` is how many bits convolutions get, None for none. Where ``skip`` is the default, it leaves no embedding, nor
+    the head that shares its weight.
     """
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -241,22 +263,28 @@ def _choose(model: nn.Module, skip: Collection[str], conv_bits: int | None) -> t
         for parameter in module._parameters.values():
             if parameter is not None:
                 owners.setdefault(_address(parameter), set()).add(module)
+    groups = _sharing(names) if embeddings else {}
     reading = readers(model, _happens)
     layers: list[_Layer] = []
     left: dict[str, list[str]] = {}
     for module, its_names in names.items():
-        if any(_matches(name, skip) for name in its_names):
+        group = groups.get(module, [module])
+        if module is not group[0]:
             continue
-        if _is_layer(module, conv_bits is not None):
-            reason = _reason_against(module, owners) or next(
-                (f"{reading[n]} reads the weight itself" for n in its_names if n in reading), ""
-            )
+        group_names = [name for member in group for name in names[member]]
+        if not (by_default and module in groups) and any(_matches(name, skip) for name in group_names):
+            continue
+        if module in groups or _is_layer(module, conv_bits is not None):
+            reasons = [_reason_against(member, owners, group) for member in group]
+            reasons += [f"{reading[n]} reads the weight itself" for n in group_names if n in reading]
+            reason = next(filter(None, reasons), "")
             if conv_bits is not None and isinstance(module, CONVOLUTIONS):
                 reason = reason or _reason_against_conv(module, conv_bits)
             if reason:
                 left.setdefault(reason, []).append(its_names[0])
             else:
-                layers.append(_Layer(its_names[0], places[module]))
+                tied = [_Layer(names[member][0], places[member]) for member in group[1:]]
+                layers.append(_Layer(its_names[0], places[module], tied))
         elif experts_form(module) is not None:
             layers.append(_Layer(its_names[0], places[module]))
         elif not type(module).__module__.startswith("torch.nn."):
@@ -272,16 +300,29 @@ def _address(tensor: Tensor) -> int:
     return tensor.data_ptr() if plain else id(tensor)
 
 
-def _reason_against(layer: Any, owners: dict[int, set[nn.Module]]) -> str:
-    """Why a linear layer or a convolution cannot be replaced, whatever is around it; "" if it can."""
+def _sharing(modules: Iterable[nn.Module]) -> dict[nn.Module, list[nn.Module]]:
+    """The embeddings, and the linear layers that share a weight with one: each with all of them, a linear layer first."""
+    by_weight: dict[int, list[nn.Module]] = {}
+    for module in modules:
+        if isinstance(module, nn.Embedding | nn.Linear) and (weight := module._parameters.get("weight")) is not None:
+            by_weight.setdefault(_address(weight), []).append(module)
+    groups = [sorted(group, key=lambda m: isinstance(m, nn.Embedding)) for group in by_weight.values()]
+    return {module: group for group in groups if isinstance(group[-1], nn.Embedding) for module in group}
+
+
+def _reason_against(layer: Any, owners: dict[int, set[nn.Module]], group: Sequence[nn.Module]) -> str:
+    """Why a layer cannot be replaced, whatever is around it; "" if it can. All of ``group`` have its weight."""
     kind = _qualified(type(layer))
     if isinstance(layer, nn.Linear) and type(layer) is not nn.Linear and kind not in _PLAIN_SUBCLASSES:
         return f"{kind} is a subclass of torch.nn.Linear"
     if isinstance(layer, _ANY_CONVOLUTION) and type(layer) not in CONVOLUTIONS:
         return f"{kind} is not torch.nn.Conv1d, Conv2d or Conv3d itself"
+    if isinstance(layer, nn.Embedding) and (reason := reason_against_embedding(layer)):
+        return reason
     parameters = layer._parameters
-    if parameters.keys() != {"weight", "bias"}:
-        return f"the parameters are {', '.join(parameters)}, not weight and bias"
+    expected = ("weight",) if isinstance(layer, nn.Embedding) else ("weight", "bias")
+    if parameters.keys() != set(expected):
+        return f"the parameters are {', '.join(parameters)}, not {' and '.join(expected)}"
     for part, parameter in parameters.items():
         if parameter is None:
             continue
@@ -291,7 +332,8 @@ def _reason_against(layer: Any, owners: dict[int, set[nn.Module]]) -> str:
             return f"the {part} is {str(parameter.dtype).removeprefix('torch.')}"
         if parameter.numel() == 0:
             return f"the {part} is empty"
-        if len(owners[_address(parameter)]) > 1:
+        linears = [member for member in group if not isinstance(member, nn.Embedding)]
+        if owners[_address(parameter)] - ({*group} if part == "weight" and len(linears) < 2 else {layer}):
             return f"the {part} is also another module's"
     hooks = (layer._forward_hooks, layer._forward_pre_hooks, layer._backward_hooks, layer._backward_pre_hooks)
     if any(hooks):
@@ -321,7 +363,7 @@ def _check_values(layer: _Layer) -> None:
             raise ValueError(f"{layer.name!r}: the {part} has NaN or infinite values")
 
 
-def _replace(chosen: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
+def _replace(chosen: list[_Layer], packed: Callable[[Any], Any]) -> None:
     """Put the packed layer in the place of each, one after another."""
     from .progress import progress
 
@@ -337,6 +379,11 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], nn.Module]) -> None:
                 ) from error
             for parent, child in layer.places:
                 parent._modules[child] = new
+            for tied in layer.tied:
+                module = tied.module
+                embedding = _in_place_of(module, packed_embedding(module, new))
+                for parent, child in tied.places:
+                    parent._modules[child] = embedding
             advance(layer.name, size)
 
 
@@ -347,7 +394,9 @@ def _packed(
         return quantize(weight, bits, group_size, symmetric, book, clip)
 
     layer: nn.Module
-    if _is_layer(module, convs=True):
+    if isinstance(module, nn.Embedding):
+        layer = packed_embedding(module, reorder(quantized(module.weight.detach())))
+    elif _is_layer(module, convs=True):
         weight = module.weight.detach()
         if _is_linear(module) and not isinstance(module, nn.Linear):
             weight = weight.t()  # Conv1D has [K, N]
@@ -371,6 +420,11 @@ def _packed(
 
         gate_up, down = map(experts, PRODUCTS)
         layer = MixedExperts(gate_up, down, form.activation, act_quant)
+    return _in_place_of(module, layer)
+
+
+def _in_place_of(module: Any, layer: nn.Module) -> nn.Module:
+    """A packed layer with the training flag and the accelerate hook of the float one."""
     layer.train(module.training)
     if hasattr(module, "_hf_hook"):
         from accelerate.hooks import add_hook_to_module

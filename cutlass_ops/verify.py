@@ -163,7 +163,7 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
         found.problems += [f"{name}: not in the checkpoint" for name in sorted(left)]
         if path.is_dir():
             linears = info.weights.keys() - info.experts.keys()
-            stored = [f"{name}.weight" for name in linears] + list(info.experts)
+            stored = [f"{name}.weight" for name in (*linears, *info.tied.values())] + list(info.experts)
             biased = [name for name in info.weights if "bias" in info.parts[name]]
             stored += [f"{name}_bias" if name in info.experts else f"{name}.bias" for name in biased]
             found.problems += misfits(architecture_of(against.config), [*stored, *info.tensors])

@@ -92,6 +92,7 @@ class Arguments:
         self.weight, self.x = floats(64, 128), floats(3, 128)
         self.quantized = co.quantize(self.weight, 4, 32, symmetric=False)
         self.packed = co.reorder(self.quantized)
+        self.rows_of_table = torch.tensor([0, 63, 7])
         self.flat, self.absmax = co.quantize_4bit(self.weight)
         self.awq = words(128, 8), floats(4, 64).half(), words(4, 8)
         self.experts = [co.quantize(floats(64, 64), 4, 32) for _ in range(2)]
@@ -183,6 +184,7 @@ CALLS: dict[str, Callable[[Arguments], Any]] = {
     "awq_gemm": lambda a: co.awq_gemm(a.x.half(), *a.awq),
     "conv2d_int8": lambda a: static(co.conv2d_int8, a.int8, a.static, a.bias),
     "dequantize": lambda a: [co.dequantize(weight) for weight in (a.quantized, a.packed, *a.convs)],
+    "embedding": lambda a: co.embedding(a.rows_of_table, a.packed),
     "dequantize_4bit": lambda a: co.dequantize_4bit(a.flat, a.absmax, (64, 128)),
     "explain": lambda a: [str(co.explain(a.x, a.packed)), str(co.explain(3, a.packed, device="sm_90"))],
     "fuse_linears": fused,

@@ -77,7 +77,10 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float32, fuse=False)
     assert sum(isinstance(module, co.MixedLinear) for module in model.modules()) == 2 * 7 + 1
     assert not any(isinstance(module, nn.Linear) for module in model.modules())
-    assert torch.equal(model.get_submodule("model.embed_tokens").weight, tiny.model.lm_head.weight)
+    embedding, head = model.get_submodule("model.embed_tokens"), model.get_submodule("lm_head")
+    assert isinstance(embedding, co.nn.TiedEmbedding)
+    assert embedding.layer is head
+    assert torch.equal(embedding.dequantize(torch.float32), tiny.model.lm_head.weight)
     # torch's fp32 linear takes its sums in another order.
     torch.testing.assert_close(demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5)
 
@@ -136,14 +139,14 @@ def test_a_cuda_graph_changes_no_token(tiny: SimpleNamespace, act_quant: str, te
         assert len(seconds) == 16
 
 
-def test_an_embedding_of_its_own_becomes_a_table(tiny: SimpleNamespace, tmp_path: Path) -> None:
+def test_an_embedding_that_is_not_the_head_stays_packed(tiny: SimpleNamespace, tmp_path: Path) -> None:
     config = type(tiny.config)(**{**tiny.config.to_dict(), "tie_word_embeddings": False})
     table = co.quantize(torch.randn(160, 64, generator=torch.Generator().manual_seed(1)), 8, 32)
     co.save_packed(tmp_path / "untied.safetensors", {**tiny.packed, "model.embed_tokens": co.reorder(table)})
     model = co.load_model(tmp_path / "untied.safetensors", config=config, dtype=torch.float32, fuse=False)
     embedding = model.get_submodule("model.embed_tokens")
-    assert isinstance(embedding, nn.Embedding)
-    assert torch.equal(embedding.weight, co.dequantize(table, torch.float32))
+    assert isinstance(embedding, co.nn.MixedEmbedding)
+    assert torch.equal(embedding(PROMPT), co.dequantize(table, torch.float32)[PROMPT])
     assert isinstance(model.get_submodule("lm_head"), co.MixedLinear)
 
 

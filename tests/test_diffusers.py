@@ -184,6 +184,26 @@ def test_a_packed_model_becomes_float_again(tmp_path: Path) -> None:
     assert (run(again) - expected).norm() <= 1e-5 * expected.norm()
 
 
+def test_an_embedding_is_saved_and_loaded(tmp_path: Path) -> None:
+    blocks = {"block_out_channels": (32, 32), "down_block_types": ("DownBlock2D",) * 2, "up_block_types": ("UpBlock2D",) * 2}
+    model: Any = diffusers.UNet2DModel(
+        sample_size=8, layers_per_block=1, norm_num_groups=8, num_class_embeds=10, **blocks
+    ).eval()
+    co.quantize_model(model, 8, 32, embeddings=True)
+    x = randn(1, 3, 8, 8)
+    model.save_pretrained(tmp_path)
+    again = diffusers.UNet2DModel.from_pretrained(tmp_path)
+    assert isinstance(again.class_embedding, co.nn.MixedEmbedding)
+    with torch.no_grad():
+        found, expected = (m(x, 3, class_labels=torch.tensor([7])).sample for m in (again, model))
+    assert torch.equal(found, expected)
+    again.dequantize()
+    assert torch.equal(again.class_embedding.weight, model.class_embedding.dequantize(torch.float32))
+    model.class_embedding = co.nn.TiedEmbedding(model.time_embedding.linear_1)
+    with pytest.raises(ValueError, match="tied embeddings are not saved in models of diffusers: class_embedding"):
+        co.quantize_model(model, 8, 32)
+
+
 def test_layers_that_the_configuration_does_not_describe_are_not_saved(tmp_path: Path) -> None:
     model, _ = made("unet")
     co.quantize_model(model, bits=8, group_size=32, skip=("mid_block",))

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import cutlass_ops as co
+from cutlass_ops.checkpoints import Checkpoint
 from cutlass_ops.cli import app
 from cutlass_ops.model_directory import reorder_model
 from cutlass_ops.packed_file import load_packed, packed_info
@@ -92,7 +93,8 @@ def test_every_command_and_load_model_say_what_is_rounded(model_file: Path, tmp_
         text = run("reorder", model_file, "-o", output)
         assert f"rounded  1: {SAID}" in text
         assert "(model.layers.0.mlp.down_proj)" in text
-    assert "are rounded to 11 bits (model.embed_tokens.weight)" in run("reorder", model_file, "-o", tmp_path / "packed")
+    text = run("reorder", model_file, "-o", tmp_path / "plain", "--exclude", "lm_head")
+    assert "are rounded to 11 bits (model.embed_tokens.weight)" in text
     assert (
         "model.layers.0.mlp.down_proj" in json.loads(run("reorder", model_file, "-o", tmp_path / "packed", "--json"))["rounded"]
     )
@@ -100,15 +102,21 @@ def test_every_command_and_load_model_say_what_is_rounded(model_file: Path, tmp_
         co.load_model(model_file)
 
 
+def with_a_table(model_file: Path, **config: Any) -> Checkpoint:
+    """The checkpoint, of a model that is not known: whether it looks plain rows up is not known either."""
+    checkpoint = co.load_checkpoint(model_file)
+    return replace(checkpoint, config={**checkpoint.config, "model_type": "another", **config})
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
 def test_a_quantised_table_is_stored_in_the_models_dtype(dtype: str, model_file: Path, tmp_path: Path) -> None:
-    checkpoint = co.load_checkpoint(model_file)
-    checkpoint = replace(checkpoint, config={**checkpoint.config, "dtype": dtype})
+    checkpoint = with_a_table(model_file, dtype=dtype)
     done = reorder_model(checkpoint, tmp_path / "packed")
     table = load_packed(tmp_path / "packed")["model.embed_tokens.weight"]
     exact = checkpoint.entries["lm_head"].values()
     assert isinstance(table, torch.Tensor)
     assert torch.equal(table, exact.to(getattr(torch, dtype)))
+    assert done.kept == {"model.embed_tokens": "it is not known as a word embedding of its model"}
     assert ("model.embed_tokens.weight" in done.rounded) == (dtype != "float32")
     found = verify_packed(tmp_path / "packed", checkpoint)
     assert found.problems == []
@@ -118,7 +126,7 @@ def test_a_quantised_table_is_stored_in_the_models_dtype(dtype: str, model_file:
 
 
 def test_a_table_that_differs_is_found(model_file: Path, tmp_path: Path) -> None:
-    checkpoint = co.load_checkpoint(model_file)
+    checkpoint = with_a_table(model_file)
     reorder_model(checkpoint, tmp_path / "packed")
     name = "model.embed_tokens.weight"
     values = checkpoint.entries["lm_head"].values
@@ -134,7 +142,7 @@ def test_a_table_that_differs_is_found(model_file: Path, tmp_path: Path) -> None
 
 
 def test_values_beyond_the_models_dtype_are_refused(model_file: Path, tmp_path: Path) -> None:
-    checkpoint = co.load_checkpoint(model_file)
+    checkpoint = with_a_table(model_file)
     head = checkpoint.entries["lm_head"]
     entries = {**checkpoint.entries, "lm_head": replace(head, values=lambda: head.values() * 1e5)}
     with pytest.raises(co.CheckpointError, match=r"holds values up to .*; torch\.float16 has no such"):

@@ -10,6 +10,7 @@ import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -108,6 +109,13 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("directory compiled", "ct/directory", {}, 1),
     ("dense compiled", "ct/dense", {}, 1),
     ("directory asymmetric", "ct-asymmetric/directory", {}, 1),
+    ("embedding alone", "alone/directory", {}, 1),
+    ("embedding alone dense", "alone/dense", {}, 1),
+    ("embedding tied", "tied/directory", {}, 1),
+    ("embedding tied two ranks", "tied/directory", {}, 2),
+    ("embedding tied compiled", "tied/directory", {}, 1),
+    ("embedding tied dense", "tied/dense", {}, 1),
+    ("embedding tied dense compiled", "tied/dense", {}, 1),
     ("experts quantised", "experts/quantised", FLOATS, 1),
     ("experts two ranks", "experts/quantised", FLOATS, 2),
     ("experts dense", "experts/dense", {}, 1),
@@ -223,6 +231,24 @@ def write_models(folder: Path, kind: str, experts: bool = False) -> None:
         (folder / name / "config.json").write_text(json.dumps((MOE_CONFIG if experts else CONFIG) | config))
 
 
+def write_embedding(folder: Path, source: Path, tied: bool) -> None:
+    """A model that was packed in memory with its embedding, tied to the head or alone; and the same, dequantised."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    weight = co.quantize(torch.randn(VOCABULARY, HIDDEN, generator=torch.Generator().manual_seed(2)), 8, GROUP)
+    # Scales that are powers of two: the dequantised weight is then exact in bf16.
+    packed = co.reorder(co.QuantizedWeight(weight.codes, 2 ** weight.scales.log2().round(), bits=8, group_size=GROUP))
+    if tied:
+        co.replace_linears(model, {"lm_head": packed})
+        model.model.embed_tokens = co.nn.TiedEmbedding(model.lm_head, torch.bfloat16)
+    else:
+        co.quantize_model(model, 8, GROUP, skip=("lm_head", "layers"), embeddings=True)
+        model.model.embed_tokens = co.nn.MixedEmbedding(packed, torch.bfloat16)
+    model.save_pretrained(folder / "directory")
+    model.dequantize().save_pretrained(folder / "dense")
+
+
 def reorder(checkpoint: Path, directory: Path) -> None:
     command = [sys.executable, "-m", "cutlass_ops", "reorder", str(checkpoint), "-o", str(directory)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)
@@ -237,6 +263,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list
     write_models(folder / "experts", "ct", experts=True)
     for kind in ("ct", "ct-asymmetric"):
         reorder(folder / kind / "quantised", folder / kind / "directory")
+    for name in ("alone", "tied"):
+        write_embedding(folder / name, folder / "ct" / "dense", name == "tied")
     script = folder / "engine.py"
     script.write_text(ENGINE)
     environment = {
@@ -285,6 +313,17 @@ def test_tokens_of_a_packed_directory(runs, run: str) -> None:
 def test_compiled_tokens_are_those_of_the_compiled_dense_model(runs) -> None:
     # Not those of the eager one: vLLM's compiled graph rounds otherwise, with dense layers too.
     assert runs[0]["directory compiled"][0] == runs[0]["dense compiled"][0]
+
+
+@pytest.mark.parametrize("run", ["alone", "tied", "tied two ranks"])
+def test_tokens_of_a_packed_embedding(runs, run: str) -> None:
+    tokens, modes = runs[0][f"embedding {run}"]
+    assert modes == ["MixedLinear none"]
+    assert tokens == runs[0][f"embedding {run.removesuffix(' two ranks')} dense"][0]
+
+
+def test_compiled_tokens_of_a_packed_embedding(runs) -> None:
+    assert runs[0]["embedding tied compiled"][0] == runs[0]["embedding tied dense compiled"][0]
 
 
 @pytest.mark.parametrize("run", ["experts quantised", "experts two ranks"])

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
+from cutlass_ops.packed_config import WeightFormat, quantization_config
 from cutlass_ops.vllm import experts, linear
 
 
@@ -145,3 +147,71 @@ def test_experts_of_another_class_are_left_to_vllm_with_a_reason(cpu: SimpleName
     get_quant_method = experts._wrapped(lambda config, layer, prefix: method)
     assert get_quant_method(None, type("DbrxExperts", (), {})(), "layers.0") is method
     assert lines == ["the layer is a DbrxExperts"]
+
+
+@pytest.fixture
+def packed_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The module that loads packed directories, with vLLM's classes in miniature; and a configuration."""
+    from cutlass_ops.vllm import directory
+
+    class Layer(torch.nn.Module):
+        num_embeddings_per_partition, params_dtype = 64, torch.bfloat16
+
+    kinds: dict[str, Any] = {
+        name: type(name, (Layer,), {}) for name in ("RoutedExperts", "LinearBase", "VocabParallelEmbedding")
+    }
+    kinds["ParallelLMHead"] = type("ParallelLMHead", (kinds["VocabParallelEmbedding"],), {})
+    kinds["UnquantizedEmbeddingMethod"] = kinds["UnquantizedLinearMethod"] = type("Unquantized", (), {})
+    for name, kind in kinds.items():
+        monkeypatch.setattr(directory, name, kind, raising=False)
+    monkeypatch.setattr(directory.CutlassOpsConfig, "packed_modules_mapping", {}, raising=False)
+    return directory
+
+
+def quantization(**embeddings: str) -> dict[str, Any]:
+    weights = {name: WeightFormat(8, 32, (("scales", torch.float16),)) for name in ("lm_head", *embeddings)}
+    return quantization_config(weights, embeddings=embeddings)
+
+
+@pytest.mark.parametrize("prefix", ["embed", ""])
+def test_the_only_packed_embedding_needs_no_name(prefix: str, packed_directory: Any) -> None:
+    config = packed_directory.CutlassOpsConfig(quantization(embed="embed"))
+    method = config.get_quant_method(packed_directory.VocabParallelEmbedding(), prefix)
+    assert type(method) is packed_directory.PackedEmbeddingMethod
+    assert method.prefix == "embed"
+
+
+def test_embeddings_that_cannot_be_told_apart_are_refused(packed_directory: Any) -> None:
+    config = packed_directory.CutlassOpsConfig(quantization(one="one", two="two"))
+    with pytest.raises(ValueError, match="which of the packed embeddings one, two it makes"):
+        config.get_quant_method(packed_directory.VocabParallelEmbedding(), "")
+
+
+def test_an_embedding_that_is_not_packed_is_vllms(packed_directory: Any) -> None:
+    for fields, prefix in ((quantization(), ""), (quantization(embed="embed"), "other")):
+        method = packed_directory.CutlassOpsConfig(fields).get_quant_method(packed_directory.VocabParallelEmbedding(), prefix)
+        assert type(method) is packed_directory.UnquantizedEmbeddingMethod
+
+
+@pytest.mark.parametrize("rows", [64, 128])
+def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = packed_directory.CutlassOpsConfig(quantization(embed="lm_head"))
+    embedding, head = packed_directory.VocabParallelEmbedding(), packed_directory.ParallelLMHead()
+    looks_up, multiplies = config.get_quant_method(embedding, ""), config.get_quant_method(head, "lm_head")
+    looks_up.create_weights(embedding)
+    with pytest.raises(ValueError, match="embed is tied to the output head, which another rank of the pipeline has"):
+        looks_up.embedding(embedding, torch.tensor([0]))
+    packed = co.reorder(co.quantize(torch.randn(rows, 32), 8, 32))
+    multiplies.shards = SimpleNamespace(sizes=[rows], loaded=set(), weights=lambda tensors: [packed])
+    multiplies.parts = list(packed.tensors())
+    for part, tensor in packed.tensors().items():
+        head.register_buffer(part, tensor)
+    monkeypatch.setattr(packed_directory, "settings", dict)
+    monkeypatch.setattr(packed_directory, "logger", SimpleNamespace(info_once=lambda text: None))
+    if rows != 64:
+        with pytest.raises(ValueError, match="lm_head has 128 rows on this rank; the embedding tied to it has 64"):
+            multiplies.process_weights_after_loading(head)
+        return
+    multiplies.process_weights_after_loading(head)
+    ids = torch.tensor([[3, 63]])
+    assert torch.equal(looks_up.embedding(embedding, ids), co.dequantize(packed, torch.bfloat16)[ids])

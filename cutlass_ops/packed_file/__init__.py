@@ -42,8 +42,8 @@ has bits and group size, and N and K are those of ``bias`` and ``perm`` or, with
 the padded matrix.
 
 A tied word embedding that its checkpoint quantised is packed once, as ``lm_head``, with ``tied``
-naming ``model.embed_tokens``; a loader dequantises it for the table. (A model directory stores the
-table as a tensor and ties nothing.) A quantised weight that the user leaves out (``--exclude``) is
+naming ``model.embed_tokens``; a loader looks the embedding's rows up in it. (Directories that older
+versions wrote have the table as a tensor and tie nothing.) A quantised weight that the user leaves out (``--exclude``) is
 stored as a tensor of the fp32 values that its file gives it, a tied embedding then as
 ``model.embed_tokens.weight``.
 """

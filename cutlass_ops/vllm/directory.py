@@ -7,7 +7,7 @@ row panels, the fused layer is unpacked and packed once more after loading.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _C, formats
+from ..embedding import embedding as look_up
 from ..nn import MixedLinear
 from ..packed_config import QUANT_METHOD, WeightFormat, weight_format
 from ..packed_file import packed_problem, packed_specs
@@ -39,6 +40,7 @@ if MISSING is None:
     from vllm.model_executor.layers.vocab_parallel_embedding import (
         ParallelLMHead,
         UnquantizedEmbeddingMethod,
+        VocabParallelEmbedding,
     )
     from vllm.platforms import current_platform
 else:
@@ -58,6 +60,8 @@ class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
             raise ValueError("the files hold one rank of a model that was split; reorder it unsplit")
         weight_format({**fields, "modules_to_not_convert": []}, "")
         self.fields = dict(fields)
+        #: The embeddings that share a layer's weight, by the layer's name.
+        self.tied: dict[str, list[torch.nn.Module]] = {}
 
     @classmethod
     def get_name(cls) -> str:
@@ -88,17 +92,22 @@ class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
         """Take vLLM's names of modules in place of the checkpoint's."""
         modules = hf_to_vllm_mapper.apply_dict(self.fields.get("modules", {}))
         left = hf_to_vllm_mapper.apply_list(list(self.fields.get("modules_to_not_convert", ())))
-        self.fields |= {"modules": modules, "modules_to_not_convert": left}
+        embeddings = hf_to_vllm_mapper.apply_dict(self.fields.get("embeddings", {}))
+        holders = hf_to_vllm_mapper.apply_list(list(embeddings.values()))
+        embeddings = dict(zip(embeddings, holders, strict=True))
+        self.fields |= {"modules": modules, "modules_to_not_convert": left, "embeddings": embeddings}
 
     def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> Any:
         """Ours for packed layers, vLLM's own for others.
 
         Raises:
-            ValueError: layers that vLLM fuses and that are stored in different formats, or packed
-                experts.
+            ValueError: layers that vLLM fuses and that are stored in different formats, packed
+                experts, or an embedding without a name where several are packed.
         """
         if isinstance(layer, RoutedExperts):
             return self._experts_method(layer, prefix)
+        if isinstance(layer, VocabParallelEmbedding) and not isinstance(layer, ParallelLMHead):
+            return self._embedding_method(layer, prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
         parent, _, last = prefix.rpartition(".")
@@ -114,7 +123,21 @@ class CutlassOpsConfig(QuantizationConfig):  # type: ignore[misc, unused-ignore]
         if form is None:
             is_head = isinstance(layer, ParallelLMHead)
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
-        return PackedLinearMethod(form, prefix, self.fields)
+        return PackedLinearMethod(form, prefix, self.fields, self.tied.setdefault(prefix, []))
+
+    def _embedding_method(self, layer: torch.nn.Module, prefix: str) -> Any:
+        embeddings: dict[str, str] = self.fields.get("embeddings", {})
+        if not prefix and embeddings:  # vLLM's Llama and others leave it out
+            if len(embeddings) > 1:
+                raise ValueError(f"vLLM does not say which of the packed embeddings {', '.join(embeddings)} it makes")
+            prefix = next(iter(embeddings))
+        holder = embeddings.get(prefix)
+        if holder is None or (form := weight_format(self.fields, holder)) is None:
+            return UnquantizedEmbeddingMethod()
+        if holder == prefix:
+            return PackedEmbeddingMethod(form, prefix, self.fields)
+        self.tied.setdefault(holder, []).append(layer)
+        return TiedEmbeddingMethod(form, prefix, self.fields)
 
     def _experts_method(self, layer: torch.nn.Module, prefix: str) -> None:
         # Experts that are not packed are named; those with the most common format are not.
@@ -243,10 +266,17 @@ class _Shards:
 
 
 class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
-    """A linear layer of vLLM whose weight is stored in the kernels' order."""
+    """A linear layer of vLLM whose weight is stored in the kernels' order.
 
-    def __init__(self, form: WeightFormat, prefix: str, fields: dict[str, Any]) -> None:
+    Args:
+        form, prefix: the weight's format, and the layer's name.
+        fields: of the ``quantization_config``.
+        tied: the embeddings that get this layer's weight after loading.
+    """
+
+    def __init__(self, form: WeightFormat, prefix: str, fields: dict[str, Any], tied: Sequence[torch.nn.Module] = ()) -> None:
         super().__init__()
+        self.tied = tied
         self.form = form
         self.prefix = prefix
         self.fields = fields
@@ -323,6 +353,13 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
         act_quant = settings().get("act_quant", self.fields.get("act_quant", "none"))
         linear = MixedLinear(packed, act_quant, self.fields.get("act_symmetric", True))
         layer.register_module(MODULE, linear)
+        for embedding in self.tied:
+            if embedding.num_embeddings_per_partition != packed.n:
+                raise ValueError(
+                    f"{self.prefix} has {packed.n} rows on this rank; the embedding tied to it has "
+                    f"{embedding.num_embeddings_per_partition}"
+                )
+            embedding.register_module(MODULE, linear)
         # vLLM's LoRA layers look for the device here.
         layer.register_parameter("qweight", Parameter(linear.codes, requires_grad=False))
         logger.info_once("Using cutlass_ops for packed linear layers")
@@ -331,3 +368,25 @@ class PackedLinearMethod(LinearMethodBase):  # type: ignore[misc, unused-ignore]
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
         return product(layer, x, bias)
+
+
+class PackedEmbeddingMethod(PackedLinearMethod):
+    """A word embedding of vLLM whose weight is stored in the kernels' order."""
+
+    def embedding(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
+        """The rows of the rank's part of the weight, ``[*ids.shape, K]`` of the model's dtype.
+
+        Raises:
+            ValueError: an embedding that is tied to a layer which this rank does not have.
+        """
+        if MODULE not in layer._modules:
+            raise ValueError(f"{self.prefix} is tied to the output head, which another rank of the pipeline has")
+        packed: PackedWeight = getattr(layer, MODULE).packed
+        return look_up(ids, packed, layer.params_dtype)  # type: ignore[arg-type]
+
+
+class TiedEmbeddingMethod(PackedEmbeddingMethod):
+    """A word embedding that has the weight of a packed output head."""
+
+    def create_weights(self, *args: Any, **kwargs: Any) -> None:
+        """Make nothing: the head brings the weight."""
