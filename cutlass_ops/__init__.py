@@ -4,6 +4,9 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 :func:`mixed_gemm` on a GPU (kernels) or a CPU (the reference, which is the specification).
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from . import gradients as gradients  # the gradient of mixed_gemm
 from . import gradients_conv as gradients_conv  # and that of mixed convolutions
 from .activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
@@ -27,6 +30,9 @@ from .quantize_model import quantize_model
 from .reorder import reorder
 from .version import __version__ as __version__
 from .weight import CheckpointError, QuantizedWeight
+
+if TYPE_CHECKING:
+    from .hf_config import CutlassOpsConfig as CutlassOpsConfig
 
 __all__ = [
     "CheckpointError",
@@ -74,3 +80,13 @@ __all__ = [
 ]
 
 register_when_imported()
+
+
+def __getattr__(name: str) -> Any:
+    """``CutlassOpsConfig``, which needs transformers, is imported on first use; ``__all__`` lacks it therefore."""
+    if name != "CutlassOpsConfig":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return import_module(f"{__name__}.hf_config").CutlassOpsConfig
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}; {name} needs it: pip install 'cutlass_ops[hf]'") from error

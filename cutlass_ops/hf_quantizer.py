@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.quantizers.auto import register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
-from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from .architecture import Architecture, Conversions, features
 from .checkpoints.gguf_models import exceeds_fp16
+from .hf_config import CutlassOpsConfig, PackedModelConfig
 from .model_embeddings import packed_embedding
 from .model_experts import PRODUCTS
 from .nn import FusedPart, MixedLinear
@@ -36,6 +36,7 @@ from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts
 from .packed_experts import PackedExperts
 from .packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
+from .quantize_model import check_skip, quantize_model
 from .safetensors_files import opened
 from .weight import PARTS
 
@@ -46,32 +47,7 @@ _PACKED = (MixedLinear, MixedConv, MixedEmbedding)
 _EMBEDDINGS = (MixedEmbedding, TiedEmbedding)
 
 
-@register_quantization_config(QUANT_METHOD)
-class CutlassOpsConfig(QuantizationConfigMixin):
-    """The ``quantization_config`` of a packed model, as ``packed_config.py`` describes it: each key
-    an attribute.
-
-    Raises:
-        ValueError: a layout that is not known, a format that means nothing, or another value of a
-            wrong kind.
-    """
-
-    def __init__(self, **fields: Any) -> None:
-        for key, kind in (
-            ("modules", dict),
-            ("modules_to_not_convert", list),
-            ("embeddings", dict),
-            ("act_symmetric", bool),
-            ("act_quant", str),
-        ):
-            if not isinstance(fields.get(key, kind()), kind):
-                raise ValueError(f"quantization_config: {key} is {fields[key]!r:.100}; a {kind.__name__} is expected")
-        for name, layer in fields.get("embeddings", {}).items():
-            if not isinstance(layer, str):
-                raise ValueError(f"quantization_config: embeddings has {layer!r:.100} for {name!r}; a name is expected")
-        weight_format({**fields, "modules_to_not_convert": []}, "")
-        self.__dict__.update(fields)
-        self.quant_method = QUANT_METHOD  # type: ignore[assignment]
+register_quantization_config(QUANT_METHOD)(CutlassOpsConfig)
 
 
 def _guarded(to_json_string: Callable[..., str]) -> Callable[..., str]:
@@ -176,13 +152,41 @@ class CutlassOpsQuantizer(HfQuantizer):
     """Makes :class:`cutlass_ops.MixedLinear` layers, packed convolutions and
     :class:`cutlass_ops.nn.MixedExperts` for the tensors of a packed model, and checks what was loaded.
 
-    Models are packed by ``cutlass-ops reorder``, never on the way. The ``dtype`` of
-    ``from_pretrained`` is that of x, norms and embeddings; scales and zero points keep the
-    checkpoint's. With a ``device_map`` that has "cpu" or "disk", packed weights stay on the other
+    A float model is loaded as it is and then quantised, by :class:`cutlass_ops.CutlassOpsConfig`.
+
+    The ``dtype`` of ``from_pretrained`` is that of x, norms and embeddings; scales and zero points of a packed model keep the
+    checkpoint's. With a ``device_map`` that has "cpu" or "disk", weights of a packed model stay on the other
     devices unless ``offload_buffers=True`` is given: they are buffers.
     """
 
-    requires_calibration = True  # so that transformers refuses a model that is not packed
+    def __init__(self, quantization_config: CutlassOpsConfig | PackedModelConfig, pre_quantized: bool = True) -> None:
+        super().__init__(quantization_config, pre_quantized=pre_quantized)
+        if pre_quantized and self._on_load is not None:
+            raise ValueError("the model's quantization_config says how to quantise it, and not what is packed in its files")
+        self._moved: dict[str, str] = {}
+
+    @property
+    def _on_load(self) -> CutlassOpsConfig | None:
+        """How a float model is quantised once it is loaded; None where a packed one is loaded."""
+        return self.quantization_config if isinstance(self.quantization_config, CutlassOpsConfig) else None
+
+    @property
+    def requires_calibration(self) -> bool:  # type: ignore[override, unused-ignore]
+        """Whether transformers shall refuse a model that is not packed."""
+        return self._on_load is None
+
+    def validate_environment(self, *args: Any, device_map: Any = None, **kwargs: Any) -> None:
+        """Refuse to quantise weights that are offloaded, of which the model has no values.
+
+        Raises:
+            ValueError: a ``device_map`` that offloads.
+        """
+        places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+        if self._on_load is not None and ("disk" in places or ("cpu" in places and len(places) > 1)):
+            raise ValueError(
+                f"device_map has {', '.join(sorted(places))}: weights that are offloaded cannot be quantised; load the model "
+                "to the CPU or to GPUs alone, or load a packed directory (cutlass-ops reorder)"
+            )
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take ``packed_config.GUARD`` out of the configuration."""
@@ -193,6 +197,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if (on_load := self._on_load) is not None:
+            check_skip(model, on_load.skip or ())
+            return model
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
             raise ValueError(f"the files hold one rank of a model that was split ({part!r:.22} ...); reorder it unsplit")
@@ -291,7 +298,6 @@ class CutlassOpsQuantizer(HfQuantizer):
             return architecture.place(stored)[0] or (stored if stored in modules else "")
 
         modules = dict(model.named_modules())
-        self._moved: dict[str, str] = {}
         tied = {}
         for stored, stored_holder in config.get("embeddings", {}).items():
             name, holder = own_name(stored), own_name(stored_holder)
@@ -330,6 +336,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         model._adjust_missing_and_unexpected_keys = keep
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if (on_load := self._on_load) is not None:
+            del model.hf_quantizer  # quantize_model attaches the one of a packed model
+            return quantize_model(model, **on_load.options())
         del model._adjust_missing_and_unexpected_keys
         found, self._found = self._found, None
         # save_pretrained would undo them, and the configuration then has the embedding's own name.
@@ -458,10 +467,13 @@ def _products(model: Any) -> dict[str, PackedExperts]:
 def check_method(model: Any) -> None:
     """Raise ValueError for a model that another method quantised: a model is saved by one."""
     other = getattr(model, "hf_quantizer", None)
-    if other is not None and not isinstance(other, CutlassOpsQuantizer):
+    if other is None or isinstance(other, CutlassOpsQuantizer):
+        return
+    method = getattr(other.quantization_config.quant_method, "value", other.quantization_config.quant_method)
+    # transformers leaves the quantizer in a model whose GGUF weights it dequantised; those that it did not are bytes.
+    if method != "gguf" or not all(parameter.is_floating_point() for parameter in model.parameters()):
         raise ValueError(
-            f"the model is quantised by {other.quantization_config.quant_method!s} already; "
-            "its layers cannot be packed in place: reorder its checkpoint"
+            f"the model is quantised by {method} already; its layers cannot be packed in place: reorder its checkpoint"
         )
 
 
@@ -472,8 +484,8 @@ def attach(model: Any) -> None:
     Raises:
         ValueError: as :func:`describe`.
     """
-    config = CutlassOpsConfig(**describe(model))
-    if getattr(model, "hf_quantizer", None) is None:
+    config = PackedModelConfig(**describe(model))
+    if not isinstance(getattr(model, "hf_quantizer", None), CutlassOpsQuantizer):
         model.hf_quantizer = CutlassOpsQuantizer(config)
         model.is_quantized = True
         model.quantization_method = QUANT_METHOD

@@ -88,7 +88,8 @@ def quantize(
     if not 2 <= weight.dim() <= 5 or 0 in weight.shape:
         raise ValueError(f"weight has shape {tuple(weight.shape)}; [N, K] or [N, C, *kernel], none empty, is expected")
     check_options(bits, group_size, book, clip)
-    quant_type, code = ("", book.to(weight.device)) if isinstance(book, Tensor) else (book, None)
+    # A copy: weights of a model that shared the tensor could not be saved.
+    quant_type, code = ("", book.to(weight.device, copy=True)) if isinstance(book, Tensor) else (book, None)
     n, kernel_size = weight.shape[0], tuple(weight.shape[2:])
     if kernel_size:
         weight = weight.movedim(1, -1)

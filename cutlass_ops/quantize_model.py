@@ -169,16 +169,9 @@ def quantize_model(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"model is a {type(model).__name__}; a torch.nn.Module is expected")
-    check_options(bits, group_size, book, clip)
-    if act_quant not in native.ACT_QUANT:
-        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
-    for option, value in (("symmetric", symmetric), ("convs", convs), ("embeddings", embeddings)):
-        if type(value) is not bool:
-            raise TypeError(f"{option} is {value!r}; True or False is expected")
-    if book is not None and act_quant != "none":
-        raise ValueError(f"act_quant is {act_quant!r}; with a code book it is 'none'")
+    check_quantization(bits, group_size, symmetric, act_quant, skip, book, clip, convs, embeddings)
     if skip is not None:
-        _check_skip(model, skip)
+        check_skip(model, skip)
     if any(hasattr(m, "_orig_mod") or m._compiled_call_impl is not None for m in model.modules()):
         raise ValueError("the model is compiled; quantise it first, then compile it")
     if _is_layer(model, convs) or (embeddings and isinstance(model, nn.Embedding)):
@@ -216,9 +209,36 @@ def quantize_model(
     return model
 
 
-def _check_skip(model: nn.Module, skip: Collection[str]) -> None:
-    if isinstance(skip, str) or not all(isinstance(entry, str) and entry for entry in skip):
+def check_quantization(
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    act_quant: str,
+    skip: Collection[str] | None,
+    book: str | Tensor | None,
+    clip: str | None,
+    convs: bool,
+    embeddings: bool,
+) -> None:
+    """Check the arguments of :func:`quantize_model` before there is a model.
+
+    Raises:
+        TypeError, ValueError: an argument that is not supported, or two that contradict each other.
+    """
+    check_options(bits, group_size, book, clip)
+    if act_quant not in native.ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    for option, value in (("symmetric", symmetric), ("convs", convs), ("embeddings", embeddings)):
+        if type(value) is not bool:
+            raise TypeError(f"{option} is {value!r}; True or False is expected")
+    if book is not None and act_quant != "none":
+        raise ValueError(f"act_quant is {act_quant!r}; with a code book it is 'none'")
+    if skip is not None and (isinstance(skip, str) or not all(isinstance(entry, str) and entry for entry in skip)):
         raise TypeError(f"skip is {skip!r}; a tuple of module names is expected")
+
+
+def check_skip(model: nn.Module, skip: Collection[str]) -> None:
+    """Raise ValueError for an entry of :func:`quantize_model`'s ``skip`` that no module matches."""
     for entry in skip:
         if entry != _LM_HEAD and not any(_matches(name, (entry,)) for name, _ in model.named_modules()):
             raise ValueError(f"skip has {entry!r}; the model has no module of that name")

@@ -277,6 +277,23 @@ def test_transformers_reads_the_same(case: str, tmp_path: Path) -> None:
     assert_same_logits(theirs, expected, 1e-4)
 
 
+def test_a_model_that_transformers_read_is_quantised_and_saved(tmp_path: Path) -> None:
+    import_or_skip("accelerate")
+    write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="model.gguf", dtype=torch.float32)
+    weight = model.model.layers[0].mlp.up_proj.weight.requires_grad_(False)
+    weight.data, values = weight.to(torch.uint8), weight.data  # as where transformers keeps the file's blocks
+    with pytest.raises(ValueError, match="the model is quantised by gguf already"):
+        co.quantize_model(model, 8, 32)
+    weight.data = values
+    co.quantize_model(model, 8, 32)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "packed")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "packed")
+    assert len(mixed(loaded)) == 14
+    assert torch.equal(logits(loaded), expected)
+
+
 def test_a_sentencepiece_tokenizer_and_ids(tmp_path: Path) -> None:
     write_model(tmp_path / "model.gguf", "llama", add_sentencepiece)
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "of another model"}')
