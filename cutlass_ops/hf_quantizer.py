@@ -199,6 +199,7 @@ class CutlassOpsQuantizer(HfQuantizer):
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (on_load := self._on_load) is not None:
             check_skip(model, on_load.skip or ())
+            self._keep_sizes(model)
             return model
         config = self.quantization_config.to_dict()
         if part := config.get("tensor_parallel"):
@@ -322,12 +323,10 @@ class CutlassOpsQuantizer(HfQuantizer):
         return self._renamings
 
     def _watch(self, model: Any) -> None:
-        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and
-        the sizes of parameters, which it does not compare before version 5.23.
-        """
+        """Keep what transformers finds of missing and unexpected tensors, which it only logs, and sizes."""
         adjust = model._adjust_missing_and_unexpected_keys
         self._found = None
-        self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+        self._keep_sizes(model)
 
         def keep(info: Any) -> None:
             adjust(info)
@@ -335,8 +334,18 @@ class CutlassOpsQuantizer(HfQuantizer):
 
         model._adjust_missing_and_unexpected_keys = keep
 
+    def _keep_sizes(self, model: Any) -> None:
+        """Keep the sizes of parameters, which transformers does not compare with the files' before version 5.23."""
+        self._sizes = {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    def _check_sizes(self, model: Any) -> None:
+        for name, parameter in model.named_parameters():
+            if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
+                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
+
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (on_load := self._on_load) is not None:
+            self._check_sizes(model)
             del model.hf_quantizer  # quantize_model attaches the one of a packed model
             return quantize_model(model, **on_load.options())
         del model._adjust_missing_and_unexpected_keys
@@ -346,9 +355,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         if found is None:
             raise RuntimeError("this version of transformers does not say which tensors of the files it loaded")
         self._check_found(model, found)
-        for name, parameter in model.named_parameters():
-            if parameter.shape != (size := self._sizes.get(name, parameter.shape)):
-                raise ValueError(f"tensor {name!r} is {list(parameter.shape)}; the model's is {list(size)}")
+        self._check_sizes(model)
         for name, layer in packed_layers(model).items():
             with in_memory(layer):
                 layer.view_buffers()

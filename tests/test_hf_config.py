@@ -162,6 +162,13 @@ def test_a_model_that_is_quantised_already_is_refused(tmp_path: Path) -> None:
         load(path, config=model_config)
 
 
+def test_tensors_of_other_sizes_are_refused(tmp_path: Path) -> None:
+    config = transformers.AutoConfig.from_pretrained(write(tmp_path))
+    config.intermediate_size = 64
+    with pytest.raises((ValueError, RuntimeError), match=r"\[96, 64\]; the model's is \[64, 64\]|ignore_mismatched_sizes"):
+        load(tmp_path, config=config, quantization_config=co.CutlassOpsConfig())
+
+
 def test_a_model_without_layers_to_quantise_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"the model has no linear layer to quantise"):
         load(write(tmp_path), quantization_config=co.CutlassOpsConfig(skip=("model", "lm_head")))
