@@ -25,9 +25,11 @@ class CutlassOpsConfig(QuantizationConfigMixin):
     The model is the one that :func:`cutlass_ops.quantize_model` makes of the loaded float model, bit for bit; the arguments
     are explained there. ``save_pretrained``, adapters of PEFT and ``dequantize`` treat it alike.
 
-    The float model is loaded first, to the devices of ``device_map``, and its layers are then quantised one after another. So
-    these devices need the memory of the float model; where it does not fit, ``cutlass-ops reorder --bits 4`` and
-    :func:`cutlass_ops.load_model` read one tensor at a time. A ``device_map`` that offloads to "disk", or to "cpu" from other
+    On one device (``device_map="cuda"`` or "cpu", or without a ``device_map``) each layer is quantised there as soon as its
+    tensors are read, so that at any time one layer is there as floats, besides those that stay floats and those with tied
+    weights. ``device_map="auto"`` counts the memory of the float model. With several GPUs in ``device_map`` the float model is
+    loaded to them first and then quantised, so that they need its memory; where it does not fit, ``cutlass-ops reorder
+    --bits 4`` writes a directory that is loaded packed. A ``device_map`` that offloads to "disk", or to "cpu" from other
     devices, raises a ValueError.
 
     Raises:
@@ -62,7 +64,7 @@ class CutlassOpsConfig(QuantizationConfigMixin):
 
     def options(self) -> dict[str, Any]:
         """The arguments of :func:`cutlass_ops.quantize_model`."""
-        book = torch.tensor(self.book, dtype=torch.float32) if isinstance(self.book, list) else self.book
+        book = torch.tensor(self.book, dtype=torch.float32, device="cpu") if isinstance(self.book, list) else self.book
         return {**{name: value for name, value in self.to_dict().items() if name != "quant_method"}, "book": book}
 
     @classmethod

@@ -25,6 +25,7 @@ from transformers.quantizers.base import HfQuantizer
 from .architecture import Architecture, Conversions, features
 from .checkpoints.gguf_models import exceeds_fp16
 from .hf_config import CutlassOpsConfig, PackedModelConfig
+from .hf_on_load import OnLoad
 from .model_embeddings import packed_embedding
 from .model_experts import PRODUCTS
 from .nn import FusedPart, MixedLinear
@@ -36,7 +37,7 @@ from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts
 from .packed_experts import PackedExperts
 from .packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
-from .quantize_model import check_skip, quantize_model
+from .quantize_model import quantize_model
 from .safetensors_files import opened
 from .weight import PARTS
 
@@ -164,6 +165,8 @@ class CutlassOpsQuantizer(HfQuantizer):
         if pre_quantized and self._on_load is not None:
             raise ValueError("the model's quantization_config says how to quantise it, and not what is packed in its files")
         self._moved: dict[str, str] = {}
+        self._early: OnLoad | None = None
+        self._places: set[str] = set()
 
     @property
     def _on_load(self) -> CutlassOpsConfig | None:
@@ -181,12 +184,21 @@ class CutlassOpsQuantizer(HfQuantizer):
         Raises:
             ValueError: a ``device_map`` that offloads.
         """
-        places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
+        # transformers calls this again with the map that it makes for "auto".
+        self._places = places = set(map(str, device_map.values())) if isinstance(device_map, Mapping) else set()
         if self._on_load is not None and ("disk" in places or ("cpu" in places and len(places) > 1)):
             raise ValueError(
                 f"device_map has {', '.join(sorted(places))}: weights that are offloaded cannot be quantised; load the model "
                 "to the CPU or to GPUs alone, or load a packed directory (cutlass-ops reorder)"
             )
+
+    def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:
+        """Whether a tensor is quantised when it is read; accelerate spreads float layers alone over several devices."""
+        return self._early is not None and len(self._places) < 2 and self._early.takes(param_name)
+
+    def get_quantize_ops(self) -> Any:
+        """What quantises such a tensor."""
+        return self._early
 
     def update_attn_implementation(self, config: Any) -> Any:
         """Take ``packed_config.GUARD`` out of the configuration."""
@@ -198,7 +210,7 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (on_load := self._on_load) is not None:
-            check_skip(model, on_load.skip or ())
+            self._early = OnLoad(model, on_load)
             self._keep_sizes(model)
             return model
         config = self.quantization_config.to_dict()
@@ -345,7 +357,9 @@ class CutlassOpsQuantizer(HfQuantizer):
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if (on_load := self._on_load) is not None:
+            assert self._early is not None
             self._check_sizes(model)
+            self._early.finish()
             del model.hf_quantizer  # quantize_model attaches the one of a packed model
             return quantize_model(model, **on_load.options())
         del model._adjust_missing_and_unexpected_keys

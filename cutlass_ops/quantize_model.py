@@ -48,7 +48,7 @@ _SAVED = (MixedLinear, MixedConv, MixedEmbedding, MixedExperts)
 
 
 @dataclass(frozen=True)
-class _Layer:
+class Layer:
     """A layer of a model, linear, a convolution, of experts or an embedding.
 
     Attributes:
@@ -59,13 +59,18 @@ class _Layer:
 
     name: str
     places: list[tuple[nn.Module, str]]
-    tied: list[_Layer] = field(default_factory=list)
+    tied: list[Layer] = field(default_factory=list)
 
     @property
     def module(self) -> Any:
         """The layer as it is now; not kept, so that nothing but the model keeps its weight."""
         parent, child = self.places[0]
         return parent._modules[child]
+
+    def put(self, new: nn.Module) -> None:
+        """Put another layer in its place, or its places."""
+        for parent, child in self.places:
+            parent._modules[child] = new
 
     @property
     def weights(self) -> list[tuple[str, Tensor]]:
@@ -180,10 +185,6 @@ def quantize_model(
             "make a layer of cutlass_ops of its weight (cutlass_ops.quantize, then cutlass_ops.reorder)"
         )
     quantizer = quantizer_module(model)
-    by_default = skip is None
-    if skip is None:
-        heads = output_heads(model) if hasattr(model, "get_output_embeddings") else ()
-        skip = (_LM_HEAD, *heads, *(_ENDS if convs else ()))
     packed = MixedLinear | MixedExperts | MixedConv
     before = {name: layer for name, layer in model.named_modules() if isinstance(layer, packed)}
     for name, layer in before.items():
@@ -192,7 +193,7 @@ def quantize_model(
                 f"{name!r} is packed with act_quant {layer.act_quant!r}, and {act_quant!r} is requested; "
                 "such a model is saved with one (cutlass_ops.set_activations)"
             )
-    chosen, left = _choose(model, skip, bits if convs else None, embeddings, by_default)
+    chosen, left = layers_to_quantize(model, skip, bits, convs, embeddings)
     stays = "; ".join(f"{reason}: {', '.join(names)}" for reason, names in left.items())
     if not chosen and not before:
         kinds = ["linear layer", *(["convolution"] if convs else []), *(["embedding"] if embeddings else [])]
@@ -202,7 +203,7 @@ def quantize_model(
     if stays:
         warn(f"these stay as they are: {stays}", stacklevel=2)
     try:
-        _replace(chosen, lambda layer: _packed(layer, bits, group_size, symmetric, act_quant, book, clip))
+        _replace(chosen, lambda layer: packed_layer(layer, bits, group_size, symmetric, act_quant, book, clip))
     finally:  # what is done can be saved, even after an error
         if quantizer is not None and any(isinstance(module, _SAVED) for module in model.modules()):
             quantizer.attach(model)
@@ -262,14 +263,18 @@ def _qualified(kind: type) -> str:
     return f"{kind.__module__}.{kind.__qualname__}"
 
 
-def _choose(
-    model: nn.Module, skip: Collection[str], conv_bits: int | None, embeddings: bool, by_default: bool
-) -> tuple[list[_Layer], dict[str, list[str]]]:
+def layers_to_quantize(
+    model: nn.Module, skip: Collection[str] | None, bits: int, convs: bool, embeddings: bool
+) -> tuple[list[Layer], dict[str, list[str]]]:
     """The layers to quantise, and the names of what is not quantised by reason, without those that ``skip`` names.
 
-    ``conv_bits`` is how many bits convolutions get, None for none. Where ``skip`` is the default, it leaves no embedding, nor
-    the head that shares its weight.
+    The arguments are those of :func:`quantize_model`. Where ``skip`` is the default, it leaves no embedding, nor the head that
+    shares its weight.
     """
+    by_default = skip is None
+    if skip is None:
+        heads = output_heads(model) if hasattr(model, "get_output_embeddings") else ()
+        skip = (_LM_HEAD, *heads, *(_ENDS if convs else ()))
     names: dict[nn.Module, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
         names.setdefault(module, []).append(name)
@@ -285,7 +290,7 @@ def _choose(
                 owners.setdefault(_address(parameter), set()).add(module)
     groups = _sharing(names) if embeddings else {}
     reading = readers(model, _happens)
-    layers: list[_Layer] = []
+    layers: list[Layer] = []
     left: dict[str, list[str]] = {}
     for module, its_names in names.items():
         group = groups.get(module, [module])
@@ -294,19 +299,19 @@ def _choose(
         group_names = [name for member in group for name in names[member]]
         if not (by_default and module in groups) and any(_matches(name, skip) for name in group_names):
             continue
-        if module in groups or _is_layer(module, conv_bits is not None):
+        if module in groups or _is_layer(module, convs):
             reasons = [_reason_against(member, owners, group) for member in group]
             reasons += [f"{reading[n]} reads the weight itself" for n in group_names if n in reading]
             reason = next(filter(None, reasons), "")
-            if conv_bits is not None and isinstance(module, CONVOLUTIONS):
-                reason = reason or _reason_against_conv(module, conv_bits)
+            if isinstance(module, CONVOLUTIONS):
+                reason = reason or _reason_against_conv(module, bits)
             if reason:
                 left.setdefault(reason, []).append(its_names[0])
             else:
-                tied = [_Layer(names[member][0], places[member]) for member in group[1:]]
-                layers.append(_Layer(its_names[0], places[module], tied))
+                tied = [Layer(names[member][0], places[member]) for member in group[1:]]
+                layers.append(Layer(its_names[0], places[module], tied))
         elif experts_form(module) is not None:
-            layers.append(_Layer(its_names[0], places[module]))
+            layers.append(Layer(its_names[0], places[module]))
         elif not type(module).__module__.startswith("torch.nn."):
             for part, parameter in module._parameters.items():
                 if parameter is not None and parameter.dim() == 3 and 1 not in parameter.shape:
@@ -373,7 +378,7 @@ def _reason_against_conv(conv: Any, bits: int) -> str:
     return "" if formats.packed_bytes(weight.shape, bits) < weight.nbytes else "the packed weight would not be smaller"
 
 
-def _check_values(layer: _Layer) -> None:
+def _check_values(layer: Layer) -> None:
     """Raise ``ValueError`` if a layer's weight has no values or some that are not finite."""
     for part, weight in layer.weights:
         if weight.is_meta:
@@ -383,7 +388,7 @@ def _check_values(layer: _Layer) -> None:
             raise ValueError(f"{layer.name!r}: the {part} has NaN or infinite values")
 
 
-def _replace(chosen: list[_Layer], packed: Callable[[Any], Any]) -> None:
+def _replace(chosen: list[Layer], packed: Callable[[Any], Any]) -> None:
     """Put the packed layer in the place of each, one after another."""
     from .progress import progress
 
@@ -397,19 +402,25 @@ def _replace(chosen: list[_Layer], packed: Callable[[Any], Any]) -> None:
                     f"{layer.name!r}: {error}; {done} of {len(chosen)} layers were quantised before it, "
                     "the others are as they were"
                 ) from error
-            for parent, child in layer.places:
-                parent._modules[child] = new
+            layer.put(new)
             for tied in layer.tied:
                 module = tied.module
-                embedding = _in_place_of(module, packed_embedding(module, new))
-                for parent, child in tied.places:
-                    parent._modules[child] = embedding
+                tied.put(_in_place_of(module, packed_embedding(module, new)))
             advance(layer.name, size)
 
 
-def _packed(
-    module: Any, bits: int, group_size: int, symmetric: bool, act_quant: str, book: str | Tensor | None, clip: str | None
+def packed_layer(
+    module: Any,
+    bits: int,
+    group_size: int,
+    symmetric: bool,
+    act_quant: str,
+    book: str | Tensor | None,
+    clip: str | None,
+    **options: Any,
 ) -> nn.Module:
+    """The packed layer that takes a layer's place; the arguments, of which others are ignored, are :func:`quantize_model`'s."""
+
     def quantized(weight: Tensor) -> QuantizedWeight:
         return quantize(weight, bits, group_size, symmetric, book, clip)
 

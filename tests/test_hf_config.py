@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 import warnings
+import weakref
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from imports import import_or_skip
+from safetensors.torch import save_file
 
 import cutlass_ops as co
 
 transformers = import_or_skip("transformers")
+quantize_model = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
+hf_on_load = importlib.import_module("cutlass_ops.hf_on_load")
+hf_quantizer = importlib.import_module("cutlass_ops.hf_quantizer")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 COMMON = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
@@ -88,6 +94,59 @@ def test_the_model_is_that_of_quantize_model(
     loaded = load(tmp_path / "packed", auto=auto, dtype=found.dtype).state_dict()
     saved = {name: value for name, value in found.state_dict().items() if isinstance(value, torch.Tensor)}
     assert all(torch.equal(loaded[name], value) for name, value in saved.items())
+
+
+@pytest.mark.parametrize(("family", "sizes"), [("Llama", LLAMA), ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4})])
+def test_one_layer_at_a_time_is_float(
+    family: str, sizes: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write(tmp_path, family, **sizes)
+    floats: list[weakref.ref[Any]] = []
+
+    def packed_layer(layer: Any, **options: Any) -> Any:
+        assert not any(weight() is not None for weight in floats)
+        floats.append(weakref.ref(layer.weight))
+        return quantize_model.packed_layer(layer, **options)
+
+    monkeypatch.setattr(hf_on_load, "packed_layer", packed_layer)
+    model = load(path, quantization_config=co.CutlassOpsConfig(group_size=32))
+    assert len(floats) == sum(isinstance(module, co.MixedLinear) for module in model.modules()) > 7
+
+
+def test_a_map_of_several_devices_quantises_after_loading(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path)
+    expected = load(path, quantization_config=co.CutlassOpsConfig(group_size=32))
+    validate = hf_quantizer.CutlassOpsQuantizer.validate_environment
+
+    def on_two(self: Any, **options: Any) -> None:
+        validate(self, **{**options, "device_map": {"model": 0, "lm_head": 1}})
+
+    monkeypatch.setattr(hf_quantizer.CutlassOpsQuantizer, "validate_environment", on_two)
+    monkeypatch.setattr(hf_on_load, "packed_layer", None)
+    assert_same(load(path, quantization_config=co.CutlassOpsConfig(group_size=32)), expected)
+
+
+def test_a_weight_that_is_not_finite_is_refused(tmp_path: Path) -> None:
+    model = load(write(tmp_path / "float"))
+    model.model.layers[1].mlp.up_proj.weight.data[3, 5] = torch.nan
+    model.save_pretrained(tmp_path / "nan")
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.up_proj': the weight has NaN or infinite values"):
+        load(tmp_path / "nan", quantization_config=co.CutlassOpsConfig())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_tensor_that_the_files_lack_is_initialised_as_in_a_float_model(tmp_path: Path) -> None:
+    path = write(tmp_path / "float", "GPT2", n_embd=64, n_layer=1, n_head=4)
+    lacking = load(path).state_dict()
+    del lacking["transformer.h.0.mlp.c_fc.bias"], lacking["transformer.h.0.mlp.c_proj.weight"], lacking["lm_head.weight"]
+    save_file(lacking, path / "model.safetensors", {"format": "pt"})
+    results = []
+    for quantise in (True, False):
+        torch.manual_seed(0)
+        config = co.CutlassOpsConfig(group_size=32) if quantise else None
+        model = load(path, quantization_config=config)
+        results.append(model if quantise else co.quantize_model(model, group_size=32))
+    assert_same(*results)
 
 
 def test_a_dictionary_does_the_same(tmp_path: Path) -> None:
