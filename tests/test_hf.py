@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -326,6 +327,23 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
 
 
 @pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shared", ["perm", "book"])
+def test_fused_layers_that_share_an_order_or_a_book_are_saved(shared: str, tmp_path: Path) -> None:
+    model = tiny(num_hidden_layers=1, num_key_value_heads=4, intermediate_size=128)  # whole row panels
+    packed = {}
+    for name, linear in linears(model).items():
+        weight = co.quantize(linear.weight.detach(), 4, 32, book="nf4" if shared == "book" else None)
+        packed[name] = co.reorder(weight if shared == "book" else replace(weight, perm=torch.arange(weight.k).flip(0)))
+    co.replace_linears(model, packed)
+    fused = co.fuse_linears(model).layers
+    assert len(fused) == 2
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in packed:
+        assert torch.equal(tensors[f"{layer}.{shared}"], getattr(packed[layer], shared))
+    assert_same_logits(co.load_model(tmp_path), model)
+
+
 def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
     model = tiny("qwen2", tie_word_embeddings=tied)
     layers = {**linears(model), "lm_head": model.lm_head}
