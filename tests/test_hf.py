@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -606,6 +607,45 @@ def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.M
     monkeypatch.delitem(sys.modules, "cutlass_ops.hf_quantizer")
     hf.register_when_imported()
     assert all("cutlass_ops" in table for table in tables)
+
+
+def imported(code: str, hooks: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_IMPORT_HOOKS"}
+    if hooks is not None:
+        environment["CUTLASS_OPS_IMPORT_HOOKS"] = hooks
+    command = [sys.executable, "-W", "ignore", "-c", "import sys\nbefore = list(sys.meta_path)\nimport cutlass_ops\n" + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_one_import_hook_serves_every_table_and_goes_with_the_last() -> None:
+    done = imported("""
+(hook,) = (finder for finder in sys.meta_path if finder not in before)
+hook.tables &= {"huggingface_hub.hub_mixin", "transformers.quantizers.auto"}  # installed
+import huggingface_hub.hub_mixin
+assert "cutlass_ops.hub_mixin" in sys.modules and hook in sys.meta_path
+import transformers.quantizers.auto
+assert "cutlass_ops.hf_quantizer" in sys.modules and hook not in sys.meta_path
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_hooks_are_left_out_on_request(act_order: Path) -> None:
+    done = imported(
+        f"""
+assert sys.meta_path == before, sys.meta_path
+import transformers.quantizers.auto as tables
+assert "cutlass_ops" not in tables.AUTO_QUANTIZER_MAPPING
+cutlass_ops.load_model({str(act_order)!r})  # registers by itself
+assert "cutlass_ops" in tables.AUTO_QUANTIZER_MAPPING
+""",
+        hooks="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_choice_of_import_hooks_is_refused() -> None:
+    done = imported("", hooks="off")
+    assert "ValueError: CUTLASS_OPS_IMPORT_HOOKS is 'off' in the environment; it must be 0 or 1" in done.stderr
 
 
 # ---- every dialect, written by hand: a module's tensors and the values that the dialect gives them
