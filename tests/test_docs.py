@@ -47,3 +47,9 @@ def test_examples_run(example: Path) -> None:
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") >= 2
+def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
+    tables = re.findall(r"(?m)^\| (?:activations x weights|hardware) (?:.*\n)(?:\|.*\n)+", (ROOT / "README.md").read_text())
+    assert len(tables) == 2
+    assert all(table in (ROOT / "docs" / "kernels.md").read_text() for table in tables)
+
+
