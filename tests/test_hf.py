@@ -10,8 +10,8 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
-from pathlib import Path
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,7 +327,6 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
     assert "model.layers.0.self_attn.qkv_proj" in mixed(model)
 
 
-@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("shared", ["perm", "book"])
 def test_fused_layers_that_share_an_order_or_a_book_are_saved(shared: str, tmp_path: Path) -> None:
     model = tiny(num_hidden_layers=1, num_key_value_heads=4, intermediate_size=128)  # whole row panels
@@ -345,6 +344,7 @@ def test_fused_layers_that_share_an_order_or_a_book_are_saved(shared: str, tmp_p
     assert_same_logits(co.load_model(tmp_path), model)
 
 
+@pytest.mark.parametrize("tied", [False, True])
 def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
     model = tiny("qwen2", tie_word_embeddings=tied)
     layers = {**linears(model), "lm_head": model.lm_head}
@@ -771,8 +771,8 @@ def assert_loads(source: Path, scratch: Path, expected: Any) -> None:
     assert_same_logits(model, expected)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect(dialect: str, tmp_path: Path) -> None:
+def write_dialect(folder: Path, dialect: str) -> Any:
+    """A checkpoint of a random model; the model that has the checkpoint's values."""
     write, quantization = DIALECTS[dialect]
     model = tiny("qwen2" if dialect == "awq" else "llama")
     layers = linears(model)
@@ -782,10 +782,16 @@ def test_every_dialect(dialect: str, tmp_path: Path) -> None:
             written, values = write(linear.weight.detach())
             tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()})
             linear.weight.copy_(values)
-    (tmp_path / "source").mkdir()
-    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**model.config.to_dict(), "quantization_config": quantization}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect(dialect: str, tmp_path: Path) -> None:
+    model = write_dialect(tmp_path / "source", dialect)
     assert_loads(tmp_path / "source", tmp_path / "packed", model)
 
 
