@@ -68,13 +68,15 @@ def _register(table: str) -> None:
 class _Watch(MetaPathFinder):
     """Finds nothing itself; lets :func:`_register` run right after a module with tables did."""
 
-    def __init__(self, table: str) -> None:
-        self.table = table
+    def __init__(self, tables: set[str]) -> None:
+        self.tables = tables
 
     def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        if name != self.table:
+        if name not in self.tables:
             return None
-        sys.meta_path.remove(self)
+        self.tables.remove(name)  # before the search below comes here again
+        if not self.tables:
+            sys.meta_path.remove(self)
         spec = find_spec(name)
         if spec is None or spec.loader is None:
             return spec
@@ -89,12 +91,22 @@ class _Watch(MetaPathFinder):
 
 
 def register_when_imported() -> None:
-    """Register with transformers and peft, now or as soon as their tables are imported."""
-    for table in _TABLES:
-        if table in sys.modules:
-            _register(table)
-        else:
-            sys.meta_path.insert(0, _Watch(table))
+    """Register with other packages, now or as soon as their tables are imported.
+
+    The environment variable ``CUTLASS_OPS_IMPORT_HOOKS`` set to 0 leaves this out.
+
+    Raises:
+        ValueError: the variable is neither 0 nor 1.
+    """
+    hooks = os.environ.get("CUTLASS_OPS_IMPORT_HOOKS", "1")
+    if hooks not in ("0", "1"):
+        raise ValueError(f"CUTLASS_OPS_IMPORT_HOOKS is {hooks!r} in the environment; it must be 0 or 1")
+    if hooks == "0":
+        return
+    for table in _TABLES.keys() & sys.modules.keys():
+        _register(table)
+    if absent := _TABLES.keys() - sys.modules.keys():
+        sys.meta_path.insert(0, _Watch(absent))
 
 
 # ---- loading
@@ -146,6 +158,7 @@ def load_model(
         transformers = import_module("transformers")
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}; load_model needs it: pip install 'cutlass_ops[hf]'") from error
+    import_module("cutlass_ops.hf_quantizer")  # registers "cutlass_ops" where the import hook is left out
     path = local_path(path)
     config = _config(transformers, path) if config is None else copy.deepcopy(config)
     if dtype is None:

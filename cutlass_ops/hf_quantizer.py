@@ -432,7 +432,9 @@ class CutlassOpsQuantizer(HfQuantizer):
         for name in marked(state):
             del state[name]
         for name, part in parts.items():
-            state.update({f"{name}.{key}": tensor for key, tensor in part.packed.tensors().items()})
+            # Parts may share an act order and a code book, and transformers saves no memory twice.
+            tensors = part.packed.tensors().items()
+            state.update({f"{name}.{key}": tensor.clone() if key in ("perm", "book") else tensor for key, tensor in tensors})
         return state, metadata
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:

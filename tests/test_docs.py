@@ -16,13 +16,39 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/getting-started.md", "docs/convolution.md"])
+def blocks(name: str, language: str) -> list[str]:
+    found = re.findall(rf"^```{language}\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
+    assert found
+    return found
+
+
+@pytest.mark.parametrize("name", ["README.md", "docs/index.md", "docs/getting-started.md", "docs/convolution.md"])
 def test_python_runs_as_printed(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks marked ``python``, one after another, as a reader would paste them; ``py`` needs a model or a GPU."""
-    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / name).read_text(), re.DOTALL | re.MULTILINE)
-    assert blocks
     monkeypatch.chdir(tmp_path)
-    exec(compile("\n".join(blocks), name, "exec"), {})
+    exec(compile("\n".join(blocks(name, "python")), name, "exec"), {})
+
+
+@pytest.mark.filterwarnings("ignore")  # of tiny models
+def test_lines_for_users_of_other_libraries_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for package in ("transformers", "gguf"):
+        import_or_skip(package)
+    from test_gguf_models import write_model
+    from test_hf import tiny, write_dialect
+
+    tiny().save_pretrained(tmp_path / "model-float")
+    for name, dialect in (("bnb", "bitsandbytes nf4"), ("awq", "awq"), ("gptq", "gptq")):
+        write_dialect(tmp_path / f"model-{name}", dialect)
+    write_model(tmp_path / "model.gguf", "llama")
+    monkeypatch.chdir(tmp_path)
+    exec(compile("\n".join(blocks("docs/coming-from.md", "python")), "coming-from.md", "exec"), {})
+
+
+def test_cpp_compiles_as_printed() -> None:
+    command = ["c++", "-std=c++17", "-fsyntax-only", "-Wall", "-Wextra", "-Werror", f"-I{ROOT}/csrc/include", "-xc++", "-"]
+    source = "\n".join(blocks("docs/cpp-api.md", "cpp"))
+    done = subprocess.run(command, input=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -30,6 +56,12 @@ def test_links_lead_to_files(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)", page.read_text()):
         if "://" not in target:
             assert (page.parent / target).exists(), target
+
+
+def test_tables_of_formats_and_hardware_are_the_same_in_the_readme() -> None:
+    tables = re.findall(r"(?m)^\| (?:activations x weights|hardware) (?:.*\n)(?:\|.*\n)+", (ROOT / "README.md").read_text())
+    assert len(tables) == 2
+    assert all(table in (ROOT / "docs" / "kernels.md").read_text() for table in tables)
 
 
 def test_the_readme_is_short() -> None:

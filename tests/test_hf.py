@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -325,6 +327,23 @@ def test_saved_and_loaded_again(family: tuple[Any, Path, Path], tmp_path: Path) 
     assert "model.layers.0.self_attn.qkv_proj" in mixed(model)
 
 
+@pytest.mark.parametrize("shared", ["perm", "book"])
+def test_fused_layers_that_share_an_order_or_a_book_are_saved(shared: str, tmp_path: Path) -> None:
+    model = tiny(num_hidden_layers=1, num_key_value_heads=4, intermediate_size=128)  # whole row panels
+    packed = {}
+    for name, linear in linears(model).items():
+        weight = co.quantize(linear.weight.detach(), 4, 32, book="nf4" if shared == "book" else None)
+        packed[name] = co.reorder(weight if shared == "book" else replace(weight, perm=torch.arange(weight.k).flip(0)))
+    co.replace_linears(model, packed)
+    fused = co.fuse_linears(model).layers
+    assert len(fused) == 2
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for layer in packed:
+        assert torch.equal(tensors[f"{layer}.{shared}"], getattr(packed[layer], shared))
+    assert_same_logits(co.load_model(tmp_path), model)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_model_packed_in_memory_is_saved(tied: bool, tmp_path: Path) -> None:
     model = tiny("qwen2", tie_word_embeddings=tied)
@@ -590,6 +609,45 @@ def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.M
     assert all("cutlass_ops" in table for table in tables)
 
 
+def imported(code: str, hooks: str | None = None) -> subprocess.CompletedProcess[str]:
+    environment = {name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_IMPORT_HOOKS"}
+    if hooks is not None:
+        environment["CUTLASS_OPS_IMPORT_HOOKS"] = hooks
+    command = [sys.executable, "-W", "ignore", "-c", "import sys\nbefore = list(sys.meta_path)\nimport cutlass_ops\n" + code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+
+
+def test_one_import_hook_serves_every_table_and_goes_with_the_last() -> None:
+    done = imported("""
+(hook,) = (finder for finder in sys.meta_path if finder not in before)
+hook.tables &= {"huggingface_hub.hub_mixin", "transformers.quantizers.auto"}  # installed
+import huggingface_hub.hub_mixin
+assert "cutlass_ops.hub_mixin" in sys.modules and hook in sys.meta_path
+import transformers.quantizers.auto
+assert "cutlass_ops.hf_quantizer" in sys.modules and hook not in sys.meta_path
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_import_hooks_are_left_out_on_request(act_order: Path) -> None:
+    done = imported(
+        f"""
+assert sys.meta_path == before, sys.meta_path
+import transformers.quantizers.auto as tables
+assert "cutlass_ops" not in tables.AUTO_QUANTIZER_MAPPING
+cutlass_ops.load_model({str(act_order)!r})  # registers by itself
+assert "cutlass_ops" in tables.AUTO_QUANTIZER_MAPPING
+""",
+        hooks="0",
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_unknown_choice_of_import_hooks_is_refused() -> None:
+    done = imported("", hooks="off")
+    assert "ValueError: CUTLASS_OPS_IMPORT_HOOKS is 'off' in the environment; it must be 0 or 1" in done.stderr
+
+
 # ---- every dialect, written by hand: a module's tensors and the values that the dialect gives them
 
 Written = tuple[dict[str, Tensor], Tensor]
@@ -713,8 +771,8 @@ def assert_loads(source: Path, scratch: Path, expected: Any) -> None:
     assert_same_logits(model, expected)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect(dialect: str, tmp_path: Path) -> None:
+def write_dialect(folder: Path, dialect: str) -> Any:
+    """A checkpoint of a random model; the model that has the checkpoint's values."""
     write, quantization = DIALECTS[dialect]
     model = tiny("qwen2" if dialect == "awq" else "llama")
     layers = linears(model)
@@ -724,10 +782,16 @@ def test_every_dialect(dialect: str, tmp_path: Path) -> None:
             written, values = write(linear.weight.detach())
             tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()})
             linear.weight.copy_(values)
-    (tmp_path / "source").mkdir()
-    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
+    folder.mkdir()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     config = {**model.config.to_dict(), "quantization_config": quantization}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+@pytest.mark.parametrize("dialect", DIALECTS)
+def test_every_dialect(dialect: str, tmp_path: Path) -> None:
+    model = write_dialect(tmp_path / "source", dialect)
     assert_loads(tmp_path / "source", tmp_path / "packed", model)
 
 

@@ -721,7 +721,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         pytest.skip("this system does not tell anonymous memory from mapped files")
     run = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, cwd=tmp_path)
     # The quantiser has a few copies of one tensor; all 24 of them would be 24 times the largest.
-    assert int(run.stdout) < 8 * largest
+    assert int(run.stdout) < 12 * largest
 
 
 def test_packing_a_large_layer_is_fast_and_small() -> None:
