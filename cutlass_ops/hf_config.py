@@ -49,7 +49,7 @@ class CutlassOpsConfig(QuantizationConfigMixin):
         convs: bool = False,
         embeddings: bool = False,
     ) -> None:
-        values = torch.tensor(book, dtype=torch.float32) if isinstance(book, list) else book
+        values = torch.tensor(book, dtype=torch.float32, device="cpu") if isinstance(book, list) else book
         check_quantization(bits, group_size, symmetric, act_quant, skip, values, clip, convs, embeddings)
         self.quant_method = QUANT_METHOD  # type: ignore[assignment]
         self.bits = bits

@@ -16,8 +16,8 @@ class OnLoad:
 
     A layer is packed when it has all its tensors, which are dropped then. The packed layers are put into the model by
     :meth:`finish`, since transformers initialises and moves float layers until all is loaded. Layers that are not packed here
-    load as they do without quantisation, and :func:`cutlass_ops.quantize_model` has them later: those with tied weights, and
-    those whose tensors are not what the model expects.
+    load as they do without quantisation, and :func:`cutlass_ops.quantize_model` quantises them later: layers with tied weights,
+    and layers whose tensors are not what the model expects.
 
     Args:
         model: the model, on the meta device.
