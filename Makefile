@@ -123,8 +123,8 @@ oldest: build
 	grep -vxFf constraints.txt constraints-oldest.txt > $(VENV)/oldest.txt
 	$(PY) -m pip install -q --no-deps --target build/oldest-hf -r $(VENV)/oldest.txt
 	PYTHONPATH=$(abspath build/oldest-hf) $(PYTEST) -q -m "not slow and not gpu" \
-	  tests/test_gguf_models.py tests/test_hf.py tests/test_load_model.py tests/test_packed_state.py tests/test_peft.py \
-	  tests/test_quantize_model.py
+	  tests/test_gguf_models.py tests/test_hf.py tests/test_hf_config.py tests/test_load_model.py tests/test_packed_state.py \
+	  tests/test_peft.py tests/test_quantize_model.py
 
 # Every test without constraints, in a new environment. pytest says which versions are others than in constraints.txt.
 newest:
