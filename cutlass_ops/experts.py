@@ -180,6 +180,8 @@ def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.devi
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
         if value.device != device:
             raise ValueError(f"{name} is on {value.device}; {device} is expected")
+    if expert_map is not None and len(expert_map) == 0:  # a tensor without elements has no address that kernels could tell
+        raise ValueError("expert_map has no elements; one for each id is expected")
     if type(num_experts) is not int or num_experts < 1:
         raise ValueError(f"num_experts is {num_experts!r}; an integer of at least 1 is expected")
     if ids.shape[0] * ids.shape[1] >= 1 << 31:

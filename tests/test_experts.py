@@ -217,6 +217,8 @@ def test_ids_that_mean_nothing_are_refused() -> None:
     ):
         with pytest.raises(ValueError, match=message):
             co.route(torch.tensor(ids), experts, None if expert_map is None else torch.tensor(expert_map))
+    with pytest.raises(ValueError, match="expert_map has no elements"):
+        co.route(torch.tensor([[-1]]), 4, torch.tensor([], dtype=torch.int32))
     with pytest.raises(TypeError, match="topk_ids has dtype float32"):
         co.route(torch.zeros(1, 1), 4)
     with pytest.raises(TypeError, match="topk_ids has dtype bool"):
