@@ -103,6 +103,13 @@ def test_dequantised_values_have_the_bits_of_the_reference(kind: str, bits: int,
                     assert same_bits(ops.run_dequantize(pw, dtype, 0, 64), expected[:64])
 
 
+def test_dequantised_values_of_scales_that_are_no_numbers() -> None:
+    pw = reorder(weight_of(70, 203, "symmetric", 4, 64, torch.float32))
+    pw.scales.view(torch.int32).fill_(-1)  # as memory that nobody wrote: its bits, rounded, overflow
+    for dtype in TYPES:
+        assert dequantize(pw, dtype).isnan().all()
+
+
 @pytest.mark.parametrize("m", [0, 1, 2, 3, 7, 33, 97, 200])
 def test_rows_and_threads_change_no_bits(m: int) -> None:
     torch.manual_seed(m)

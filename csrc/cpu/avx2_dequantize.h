@@ -6,12 +6,14 @@
 namespace cutlass_ops {
 namespace {
 
-// Two values of eight rows as 16-bit words of 32 bits, rounded to the nearest, halfway to the even one. None is NaN: scales and
-// offsets are finite.
+// Two values of eight rows as 16-bit words of 32 bits, rounded to the nearest, halfway to the even one.
 __m256 pair_bfloat16(__m256 low, __m256 high) {
   auto const rounded = [](__m256 value) {
     __m256i const bits = _mm256_castps_si256(value), even = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
-    return _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+    __m256i const sum = _mm256_add_epi32(bits, _mm256_add_epi32(even, _mm256_set1_epi32(0x7fff)));
+    // The bits of a NaN, as of scales in memory that nobody wrote, may overflow to those of a number.
+    __m256i const nan = _mm256_castps_si256(_mm256_cmp_ps(value, value, _CMP_UNORD_Q));
+    return _mm256_blendv_epi8(sum, _mm256_set1_epi32(0x7fc00000), nan);
   };
   return _mm256_castsi256_ps(_mm256_blend_epi16(_mm256_srli_epi32(rounded(low), 16), rounded(high), 0xaa));
 }
