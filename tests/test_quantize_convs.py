@@ -5,8 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations
+from warned import said
 
 import cutlass_ops as co
 from cutlass_ops.packed_file import packed_info
@@ -24,18 +24,6 @@ from cutlass_ops.packed_file import packed_info
 
 def randn(*shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
-
-
-@contextmanager
-def said(*messages: str) -> Iterator[None]:
-    """One warning with these texts in it; none if there are no texts."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    texts = [str(w.message) for w in caught if w.category is UserWarning]
-    assert len(texts) == (1 if messages else 0), texts
-    for message in messages:
-        assert message in texts[0]
 
 
 def quantized(model: Any, bits: int = 4, **options: Any) -> Any:

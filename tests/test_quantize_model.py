@@ -17,6 +17,7 @@ from imports import import_or_skip
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize, weight_norm
+from warned import said
 
 import cutlass_ops as co
 from cutlass_ops import plan, progress
@@ -38,18 +39,6 @@ def mlp(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 def packed_names(model: nn.Module) -> list[str]:
     kinds = (co.MixedLinear, co.nn.MixedExperts)
     return [name for name, layer in model.named_modules() if isinstance(layer, kinds)]
-
-
-@contextmanager
-def said(*messages: str) -> Iterator[None]:
-    """One warning with these texts in it; none if there are no texts."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield
-    texts = [str(w.message) for w in caught if w.category is UserWarning]
-    assert len(texts) == (1 if messages else 0), texts
-    for message in messages:
-        assert message in texts[0]
 
 
 # ---- what the layers compute
