@@ -51,14 +51,12 @@ struct Span {
 
   Span(CpuProduct const& p, int panel, int first) : begin(first), columns(std::max(p.run(), kLaneColumns)) {
     PackedWeight const& w = p.weight;
-    int const end_k = p.tiles * kKPerTile;
-    for (; runs < columns / p.run(); ++runs) {
-      int const end = begin + (runs + 1) * p.run();
+    Runs const found(p, panel, begin);
+    for (; runs < found.count; ++runs) {
       Run& r = run[runs];
-      r.block = (end - 1) / p.block, r.last = end % p.block == 0 || end == end_k;
+      r.block = found.block[runs], r.last = found.last[runs];
       r.whole = p.block == p.run();
-      if (r.block >= p.blocks) break;
-      int64_t const at = int64_t(r.block / p.group_blocks) * padded_rows(w.n) + panel * kRowsPerPanel;
+      int64_t const at = found.vector[runs];
       for (int g = 0; g < 8; ++g) r.scales[g] = load_floats(w.scales, w.scale_type, at + 8 * g);
       transpose(r.scales);
       if (w.offsets) {

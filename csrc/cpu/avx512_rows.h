@@ -20,7 +20,8 @@ __m512 load_16_floats(void const* data, DataType type, int64_t index) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(halves), 16));
 }
 
-__m512i add_odd_quarters(__m512i a, __m512i b) {
+// Quarters 0 and 1, and 2 and 3, of a, then of b: their sums.
+__m512i add_quarters(__m512i a, __m512i b) {
   return _mm512_add_epi32(_mm512_shuffle_i32x4(a, b, 0x88), _mm512_shuffle_i32x4(a, b, 0xdd));
 }
 
@@ -130,14 +131,15 @@ void multiply_few(CpuProduct const& p, int panel, int m) {
         }
         __m512 const scale = load_16_floats(w.scales, w.scale_type, vector);
         auto const rows_of = [part, shifts](__m512i const(&lanes)[2][2][2]) {
-          __m512i const rows = add_odd_quarters(add_odd_quarters(lanes[0][part][0], lanes[0][part][1]),
-                                                add_odd_quarters(lanes[1][part][0], lanes[1][part][1]));
+          __m512i const rows = add_quarters(add_quarters(lanes[0][part][0], lanes[0][part][1]),
+                                            add_quarters(lanes[1][part][0], lanes[1][part][1]));
           return kBits == 4 ? _mm512_srav_epi32(rows, shifts) : rows;
         };
+        __m512i const colsum = kXZeros ? rows_of(colsums) : _mm512_setzero_si512();
         for (int r = 0; r < kRows; ++r) {
           int64_t const at = int64_t(m + r) * p.blocks + block;
           __m512i sum = rows_of(sums[r]);
-          if (kXZeros) sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(p.zeros[at]), rows_of(colsums)));
+          if (kXZeros) sum = _mm512_sub_epi32(sum, _mm512_mullo_epi32(_mm512_set1_epi32(p.zeros[at]), colsum));
           if (p.block > run) {
             auto* const kept = pending[r] + 8 * g;
             sum = _mm512_add_epi32(_mm512_load_si512(kept), sum);
