@@ -257,8 +257,9 @@ def run_conv(
         "out_dtype": out_dtype,
     }
     with arguments.without_autocast(x.device):
-        convolve = conv_torch.convolve if weight.gpu < 0 else conv_gpu.convolve
-        y = convolve(x.detach(), weight, geometry, **options)
+        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, **options)
+        if y is None:
+            y = conv_torch.convolve(x.detach(), weight, geometry, **options)
     return y.contiguous().movedim(-1, 1)
 
 

@@ -7,13 +7,11 @@ convolves the dequantised x with the dequantised weight.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from . import _C, conv_torch, formats, kept, native, ops, reference
+from . import _C, formats, kept, native, ops, reference
 from .packed_weight import PackedWeight
 from .reference import conv as reference_conv
 from .reference.conv import Geometry
@@ -33,8 +31,11 @@ def convolve(
     act_symmetric: bool,
     residual: Tensor | None,
     out_dtype: torch.dtype,
-) -> Tensor:
-    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``; residual is ``[B, *out, N]``."""
+) -> Tensor | None:
+    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
+
+    residual is ``[B, *out, N]``.
+    """
     shape = (x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
     y = torch.empty(shape, dtype=out_dtype, device=x.device)
     if y.numel() == 0:
@@ -49,17 +50,7 @@ def convolve(
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
     elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
-        y = conv_torch.convolve(
-            x,
-            weight,
-            geometry,
-            bias=bias,
-            activation=activation,
-            act_quant=act_quant,
-            act_symmetric=act_symmetric,
-            residual=residual,
-            out_dtype=out_dtype,
-        )
+        return None
     return y
 
 
@@ -140,8 +131,7 @@ def _depthwise(
 
 def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
     """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
-    if weight.book is not None and book_type is not None:
-        weight = replace(weight, book=weight.book.to(book_type).float())
+    weight = weight if book_type is None else ops.rounded_book(weight, book_type)
     values = ops.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
     return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
 

@@ -4,7 +4,6 @@ no kernel takes.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,15 +32,14 @@ def convolve(
     Operands are of fp32, or on a GPU of x's 16-bit type where the result has it. oneDNN's sums in fp32 are in blocks: of 11,520
     products they differ from fp64's by 2.5e-7 of the result's norm.
     """
-    if weight.book is not None:
-        weight = replace(weight, book=weight.book.to(x.dtype).float())
+    weight = ops.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == out_dtype else torch.float32
     values = reference_conv.dequantized_pixels(x, weight.group_size, geometry.groups, act_quant, act_symmetric, torch.float32)
     convolution: Any = torch._convolution
     # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
     total = convolution(
         values.to(compute),
-        _channels_last(weight, compute),
+        ops.channels_last(weight, compute),
         None,
         geometry.stride,
         geometry.padding,
@@ -56,9 +54,3 @@ def convolve(
     )
     bias = weight.bias if bias is None else bias
     return reference.epilogue(total.movedim(1, -1).float(), bias, activation, residual, out_dtype).contiguous()
-
-
-def _channels_last(weight: PackedWeight, dtype: torch.dtype) -> Tensor:
-    """The values ``[N, C, *kernel]``, a view of the packed weight's order of columns: taps, and the channels of each."""
-    taps = ops.run_dequantize(weight.matrix, dtype).view(weight.n, *weight.kernel_size, -1)
-    return taps[..., : weight.k // weight.taps].movedim(-1, 1)

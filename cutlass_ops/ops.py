@@ -8,6 +8,7 @@ all the rest of a call.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -189,6 +190,11 @@ def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) 
         yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
 
 
+def rounded_book(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight whose values a product with an x of ``dtype`` has: those of a code book are rounded to it first."""
+    return weight if weight.book is None else replace(weight, book=weight.book.to(dtype).float())
+
+
 def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End, compute: torch.dtype) -> Tensor:
     """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
     bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
@@ -196,7 +202,7 @@ def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End
     total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
     bias = weight.bias if bias is None else bias
     added = None if compute is torch.float32 else bias
-    x = x.to(compute)
+    weight, x = rounded_book(weight, x.dtype), x.to(compute)
     with without_autocast(x.device):
         for rows, values in panels(weight, compute, panel_values(x.is_cuda)):
             total[:, rows] = F.linear(x, values, None if added is None else added[rows])
@@ -452,12 +458,18 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     return cast(Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size))
 
 
+def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps, and the channels of each."""
+    rows = run_dequantize(weight.matrix, dtype, start, stop)
+    taps = rows.view(rows.shape[0], *weight.kernel_size, -1)
+    return taps[..., : weight.k // weight.taps].movedim(-1, 1)
+
+
 def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Rows ``start``, a multiple of 64, to ``stop``."""
     stop = weight.n if stop is None else stop
     if weight.kernel_size:
-        taps = run_dequantize(weight.matrix, dtype, start, stop).view(stop - start, *weight.kernel_size, -1)
-        return taps[..., : weight.k // weight.taps].movedim(-1, 1).contiguous()
+        return channels_last(weight, dtype, start, stop).contiguous()
     out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
     if weight.gpu < 0:
         threads = torch.get_num_threads()

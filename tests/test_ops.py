@@ -870,6 +870,17 @@ def test_many_rows_on_a_cpu_are_multiplied_by_torch(bits: int, kind: str, monkey
             assert torch.equal(y[:5], co.mixed_gemm(x[:5], packed))
 
 
+def test_many_rows_on_a_cpu_round_a_code_book_to_their_dtype_first() -> None:
+    qw = reference.quantize_weight_book(torch.randn(200, K), 64, "nf4")
+    packed = co.reorder(qw)
+    for dtype in (torch.float16, torch.bfloat16):
+        x = torch.randn(128, K, generator=torch.Generator().manual_seed(1)).to(dtype)
+        y = co.mixed_gemm(x, packed, out_dtype=torch.float32)
+        assert co.explain(x, packed, out_dtype=torch.float32).kernel == "torch.matmul"
+        expected = reference.mixed_gemm(x, qw, out_dtype=torch.float32)
+        assert (y - expected).norm() <= 1e-6 * expected.norm()
+
+
 def test_many_rows_on_a_cpu_that_are_not_finite() -> None:
     packed = co.reorder(weight(n=200))
     for dtype in (torch.bfloat16, torch.float32):
