@@ -1,7 +1,7 @@
 """Quantise the convolutions and linear layers of a UNet block and a VAE decoder of diffusers: error and time of each format.
 
 Weights and inputs are random: a trained model has other errors. On a GPU the sizes are those of Stable Diffusion 1.5 at
-512 x 512 pixels, in fp16. On a CPU, where packed convolutions run the reference, they are small, and x is fp32.
+512 x 512 pixels, in fp16. On a CPU they are small, and x is fp32.
 """
 
 from __future__ import annotations
