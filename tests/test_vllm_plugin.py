@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -187,6 +188,12 @@ def test_embeddings_that_cannot_be_told_apart_are_refused(packed_directory: Any)
         config.get_quant_method(packed_directory.VocabParallelEmbedding(), "")
 
 
+def test_ranks_share_the_heads_of_keys_and_values(packed_directory: Any) -> None:
+    place = packed_directory.ENGINE.kv_place
+    assert place(SimpleNamespace(num_kv_head_replicas=2), 3, 4) == (1, 2)
+    assert place(SimpleNamespace(), 3, 4) == (3, 4)
+
+
 def test_an_embedding_that_is_not_packed_is_vllms(packed_directory: Any) -> None:
     for fields, prefix in ((quantization(), ""), (quantization(embed="embed"), "other")):
         method = packed_directory.CutlassOpsConfig(fields).get_quant_method(packed_directory.VocabParallelEmbedding(), prefix)
@@ -206,8 +213,8 @@ def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any
     multiplies.parts = list(packed.tensors())
     for part, tensor in packed.tensors().items():
         head.register_buffer(part, tensor)
-    monkeypatch.setattr(packed_directory, "settings", dict)
-    monkeypatch.setattr(packed_directory, "logger", SimpleNamespace(info_once=lambda text: None))
+    engine = replace(packed_directory.ENGINE, settings=dict, logger=SimpleNamespace(info_once=lambda text: None))
+    monkeypatch.setattr(packed_directory.PackedLinearMethod, "engine", engine)
     if rows != 64:
         with pytest.raises(ValueError, match="lm_head has 128 rows on this rank; the embedding tied to it has 64"):
             multiplies.process_weights_after_loading(head)

@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .. import _C, formats
+from ..engines.layers import changed, extended, stored_weight
 from ..experts import mixed_moe, reorder_experts
 from ..nn_experts import MixedExperts
 from ..weight import QuantizedWeight
-from .linear import MISSING, logger, reason_against_all, settings, unpacked
+from .linear import MISSING, logger, reason_against_all, settings
 
 if MISSING is None:
     from vllm import envs
@@ -42,8 +43,6 @@ _CODES = {"ct": "weight_packed", "awq": "qweight", "gptq": "qweight"}
 _SCALES = {"ct": "weight_scale", "awq": "scales", "gptq": "scales"}
 _ZEROS = {"ct": "weight_zero_point", "awq": "qzeros", "gptq": None}
 _ACTIVATIONS = ("silu", "gelu")
-#: The column of eight that the nibbles of one of AWQ's words hold, from the lowest on.
-_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 _MODULE = "cutlass_ops_experts"
 #: What VLLM_DISABLED_KERNELS may hold.
 _NAME = "CutlassOpsExperts"
@@ -71,7 +70,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
                 _log_left(reason)
             else:
                 kind: Any = type(method)
-                return _changed(method, _ours(kind))
+                return changed(method, extended(kind, _Experts))
         return method
 
     get_quant_method.of_cutlass_ops = True  # type: ignore[attr-defined]
@@ -155,19 +154,6 @@ def _reason_of_device(inner: int) -> str | None:
     return None
 
 
-@functools.cache
-def _ours(original: type[Any]) -> type[Any]:
-    """A method of the same name, by which vLLM's loader of experts knows how they are stored."""
-    return type(original.__name__, (_Experts, original), {"original": original})
-
-
-def _changed(method: Any, kind: type[Any]) -> Any:
-    """The same method as an object of another class."""
-    changed = object.__new__(kind)
-    changed.__dict__.update(method.__dict__)
-    return changed
-
-
 class _Experts:
     """What replaces parts of one of vLLM's methods for layers of experts."""
 
@@ -191,7 +177,7 @@ class _Experts:
             bias = getattr(layer, name, None)
             if bias is not None and bool(bias.any()):
                 _log_left("experts have biases")
-                method = _changed(self, self.original)
+                method = changed(self, self.original)
                 layer._replace_quant_method(method)
                 method.process_weights_after_loading(layer)
                 return
@@ -258,7 +244,7 @@ class _Stored(Sequence[QuantizedWeight]):
         return len(self.words)
 
     def __getitem__(self, e: Any) -> Any:
-        return expert_weight(
+        return stored_weight(
             self.words[e].data,
             self.scales[e].data,
             None if self.zeros is None else self.zeros[e].data,
@@ -267,48 +253,3 @@ class _Stored(Sequence[QuantizedWeight]):
             self.columns_first,
             self.kind == "awq",
         )
-
-
-def expert_weight(
-    words: Tensor,
-    scales: Tensor,
-    zeros: Tensor | None,
-    bits: int,
-    group_size: int,
-    columns_first: bool,
-    awq: bool,
-) -> QuantizedWeight:
-    """The weight of an expert as the checkpoints of vLLM have it.
-
-    Args:
-        words: int32 ``[N, K * bits / 32]``; with ``columns_first`` ``[K * bits / 32, N]``, or
-            AWQ's ``[K, N * bits / 32]``.
-        scales: ``[N, G]``, or ``[G, N]`` with ``columns_first``.
-        zeros: int32 ``[N * bits / 32, G]``, or ``[G, N * bits / 32]`` with ``columns_first``.
-        bits, group_size: as in :class:`cutlass_ops.QuantizedWeight`.
-        columns_first: K is the first dimension.
-        awq: codes and zero points of a word are in AWQ's order, along N.
-    """
-    if awq:
-        codes = _in_order(unpacked(words, 1, bits)).t()
-    else:
-        codes = unpacked(words, 0, bits).t() if columns_first else unpacked(words, 1, bits)
-    points = None
-    if zeros is not None:
-        points = unpacked(zeros, 1 if columns_first else 0, bits)
-        points = _in_order(points) if awq else points
-        points = points.t() if columns_first else points
-    return QuantizedWeight(
-        codes=codes,
-        scales=scales.t() if columns_first else scales,
-        zeros=points,
-        bits=bits,
-        group_size=group_size,
-    )
-
-
-def _in_order(codes: Tensor) -> Tensor:
-    eight = (codes.shape[0], -1, 8)
-    out = torch.empty_like(codes)
-    out.view(eight)[..., list(_AWQ_ORDER)] = codes.view(eight)
-    return out

@@ -8,9 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, formats, ops
-from ..nn import MixedLinear
-from ..reorder import reorder
+from .. import formats
+from ..engines.layers import (
+    checked_settings,
+    input_order,
+    int8_weight,
+    keep,
+    product,
+    reason_of_format,
+    reason_of_package,
+    unpacked,
+)
 from ..weight import QuantizedWeight
 
 try:
@@ -28,16 +36,12 @@ except ImportError as error:
     logger = logging.getLogger(__name__)
     Int8ScaledMMLinearKernel = MPLinearKernel = object
 
-_ACT_QUANT = ("none", "token", "block")
-_SETTINGS = ("act_quant",)
 #: vLLM's names of weight types, and their bits. Those with "b" have their zero point in the middle, those without are
 #: unsigned with zero points that are stored, and int4 is signed, one code a byte, in checkpoints with 8-bit activations.
 _BITS = {"uint4": 4, "uint4b8": 4, "uint8": 8, "uint8b128": 8, "int4": 4}
 _SIGNED = ("int4",)
 #: Those that vLLM has kernels for on a CPU that are not far slower than ours.
 _CPU_TYPES = ("uint4", "uint4b8")
-#: The name of the submodule that holds a layer's packed weight.
-MODULE = "cutlass_ops_linear"
 
 
 def settings() -> dict[str, Any]:
@@ -49,14 +53,7 @@ def settings() -> dict[str, Any]:
     config = get_current_vllm_config_or_none()
     additional = None if config is None else config.additional_config
     found = additional.get("cutlass_ops", {}) if isinstance(additional, dict) else {}
-    if not isinstance(found, dict):
-        raise TypeError(f"additional_config has {found!r:.100} for cutlass_ops; an object is expected")
-    for name in found:
-        if name not in _SETTINGS:
-            raise ValueError(f"additional_config has {name!r:.100} for cutlass_ops; known are {', '.join(_SETTINGS)}")
-    if (mode := found.get("act_quant", "none")) not in _ACT_QUANT:
-        raise ValueError(f"cutlass_ops' act_quant is {mode!r:.100}; supported are {', '.join(map(repr, _ACT_QUANT))}")
-    return found
+    return checked_settings(found, "additional_config")
 
 
 def reason_against_all() -> str | None:
@@ -66,11 +63,8 @@ def reason_against_all() -> str | None:
         TypeError, ValueError: wrong settings, whatever the layers are.
     """
     settings()
-    if current_platform.is_cpu():
-        if len(_C.cpu_instruction_sets()) == 1:  # the portable kernels, which are always there
-            return "the package has no fast kernels for this CPU"
-    elif not _C.built_with_cuda:
-        return "the package was built without CUDA"
+    if (reason := reason_of_package(current_platform.is_cpu())) is not None:
+        return reason
     if envs.VLLM_BATCH_INVARIANT:
         return "VLLM_BATCH_INVARIANT is set"
     return None
@@ -83,18 +77,11 @@ def _reason_against(c: Any) -> str | None:
     k = c.partition_weight_shape[0]
     if str(c.weight_type) not in _BITS:
         return f"weights are {c.weight_type}; supported are {', '.join(_BITS)}"
-    if c.act_type not in (torch.float16, torch.bfloat16):
-        return f"activations are {c.act_type}; supported are float16 and bfloat16"
-    if c.group_size not in (-1, k):
-        try:
-            formats.check_group_size(c.group_size)
-        except ValueError as error:
-            return str(error)
-        if k % c.group_size:
-            return f"a rank's {k} input features are not whole groups of {c.group_size}"
-    if getattr(c, "has_g_idx", False) and c.full_weight_shape[0] != k:
-        return "the weight has an act order and its input features are split over ranks"
-    return _reason_of_cpu(c) if current_platform.is_cpu() else None
+    whole_k, order = c.full_weight_shape[0], getattr(c, "has_g_idx", False)
+    reason = reason_of_format(k, whole_k, c.group_size, order, c.act_type)
+    if reason is None and current_platform.is_cpu():
+        reason = _reason_of_cpu(c)
+    return reason
 
 
 def _reason_of_cpu(c: Any) -> str | None:
@@ -118,27 +105,6 @@ def _reason_against_int8(c: Any) -> str | None:
     if current_platform.is_cpu():  # for 1 to 128 tokens: results/vllm-cpu.json
         return "vLLM's kernel is faster on a CPU"
     return None
-
-
-def _keep(layer: torch.nn.Module, names: tuple[str, ...], weight: QuantizedWeight, act_quant: str, symmetric: bool) -> None:
-    """Pack ``weight`` in place of the layer's parameters ``names``, the first of which has the codes.
-
-    The packed codes stay under the codes' name, where vLLM's LoRA layers look for the device.
-    """
-    originals = [getattr(layer, name, None) for name in names]
-    for name, parameter in list(layer.named_parameters(recurse=False, remove_duplicate=False)):
-        if any(parameter is original for original in originals):
-            delattr(layer, name)
-    del originals, parameter
-    linear = MixedLinear(reorder(weight), act_quant, symmetric)
-    layer.register_module(MODULE, linear)
-    layer.register_parameter(names[0], torch.nn.Parameter(linear.codes, requires_grad=False))
-
-
-def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
-    """x times the packed weight that a layer keeps, plus bias."""
-    linear: Any = getattr(layer, MODULE)
-    return ops.mixed_gemm(x, linear.packed, bias, None, linear.act_quant, linear.act_symmetric)
 
 
 class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignore]
@@ -168,7 +134,7 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
         act_quant = settings().get("act_quant", default)
         symmetric = getattr(getattr(layer, "scheme", None), "input_symmetric", True) is not False
         names = (self.w_q_name, self.w_s_name, self.w_zp_name, getattr(self, "w_gidx_name", None))
-        _keep(layer, tuple(name for name in names if name), self._quantized_weight(layer), act_quant, symmetric)
+        keep(layer, filter(None, names), self._quantized_weight(layer), act_quant, symmetric)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
@@ -194,11 +160,7 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
             zeros = (zeros if points.output_dim == 0 else zeros.t())[:n]
         perm = None
         if getattr(c, "has_g_idx", False):
-            groups = getattr(layer, self.w_gidx_name).data.long()
-            perm = torch.argsort(groups, stable=True)
-            size = k if c.group_size == -1 else c.group_size
-            if not torch.equal(groups[perm], torch.arange(k, device=groups.device) // size):
-                raise ValueError(f"the act order of a layer of {n} x {k} does not have groups of {size} input features each")
+            perm = input_order(getattr(layer, self.w_gidx_name).data, c.group_size, n)
             codes = codes[:, perm]
         return QuantizedWeight(
             codes=codes[:n, :k],
@@ -236,17 +198,10 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
         """
         names = self.layer_param_names[:2]
         stored, scales = (getattr(layer, name).data for name in names)
-        if not self.config.is_channelwise:  # one scale for each of the layers that vLLM fused
-            widths = torch.tensor(layer.logical_widths, dtype=torch.int64, device=scales.device)
-            scales = scales.reshape(-1).repeat_interleave(widths)
-        weight = QuantizedWeight(
-            codes=stored.view(torch.uint8) ^ 128,  # the code is the signed value plus 128
-            scales=scales.reshape(-1, 1),
-            bits=8,
-            group_size=-1,
-        )
+        widths: Any = None if self.config.is_channelwise else layer.logical_widths
+        weight = int8_weight(stored, scales, widths)
         del stored
-        _keep(layer, tuple(names), weight, settings().get("act_quant", "token"), self.config.input_symmetric)
+        keep(layer, names, weight, settings().get("act_quant", "token"), self.config.input_symmetric)
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
@@ -257,13 +212,3 @@ def _by_rows(scales: Any) -> Tensor:
     """A parameter of scales as ``[N, G]``."""
     values: Tensor = scales.data
     return values if scales.output_dim == 0 else values.t()
-
-
-def unpacked(words: Tensor, dim: int, bits: int) -> Tensor:
-    """Codes of int32 words that hold ``32 / bits`` of them along ``dim``, the first in the lowest bits; uint8."""
-    count = 32 // bits
-    rows, columns = words.shape
-    out = words.new_empty((rows, count, columns) if dim == 0 else (rows, columns, count), dtype=torch.uint8)
-    for i in range(count):  # one code of each word at a time: all of them would take eight times the weight's bytes
-        out.select(1 if dim == 0 else 2, i).copy_((words >> (bits * i)) & ((1 << bits) - 1))
-    return out.view((rows * count, columns) if dim == 0 else (rows, columns * count))

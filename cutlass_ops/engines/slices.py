@@ -1,4 +1,4 @@
-"""A rank's part of a packed weight, tensor by tensor; nothing here needs vLLM."""
+"""A rank's part of a packed weight, tensor by tensor."""
 
 from __future__ import annotations
 

@@ -1,16 +1,14 @@
 """A rank's part of a packed weight is what packing the rank's rows and columns gives."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 import cutlass_ops as co
+from cutlass_ops.engines.layers import stored_weight
+from cutlass_ops.engines.shards import Shards
+from cutlass_ops.engines.slices import cut
 from cutlass_ops.packed_file import packed_specs
 from cutlass_ops.tensor_parallel import slice_weight, sliced_format
-from cutlass_ops.vllm.directory import _Shards
-from cutlass_ops.vllm.experts import expert_weight
-from cutlass_ops.vllm.slices import cut
 
 PARTS = ("codes", "scales", "zeros", "offsets")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
@@ -61,8 +59,8 @@ def test_whole_panels_and_tiles_are_not_copied() -> None:
 def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
     stored = [weight(rows, 128, 4, 32, False) for rows in (4 * head, 2 * head, 2 * head)]
     for rank in range(4):
-        layer = SimpleNamespace(num_kv_head_replicas=2)
-        shards = _Shards(layer, [head] * 3, 128, slice(0, 128), rank, 4, 4, (32, 32))
+        places = [(rank, 4), (rank // 2, 2), (rank // 2, 2)]
+        shards = Shards([head] * 3, places, 128, slice(0, 128), 4, (32, 32))
         rows = shards.padded(2).stop
         example = co.reorder(stored[0]).tensors()
         specs = packed_specs(rows, 128, 4, 32, {p: t.dtype for p, t in example.items()})
@@ -87,7 +85,7 @@ def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
 
 
 def test_a_stored_tensor_of_another_size_is_refused() -> None:
-    shards = _Shards(SimpleNamespace(), [64], 128, slice(0, 128), 0, 1, 4, (32, 32))
+    shards = Shards([64], [(0, 1)], 128, slice(0, 128), 4, (32, 32))
     codes = torch.nn.Parameter(torch.zeros(64 * 64, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match=r"codes is torch.uint8 \(8192,\).*\(4096,\)"):
         shards.load("codes", codes, torch.zeros(8192, dtype=torch.uint8))
@@ -101,7 +99,7 @@ def words(codes: torch.Tensor, bits: int) -> torch.Tensor:
 @pytest.mark.parametrize("bits", [4, 8])
 @pytest.mark.parametrize("columns_first", [True, False])
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_an_expert_is_read_as_vllm_stores_it(bits: int, columns_first: bool, symmetric: bool) -> None:
+def test_a_weight_is_read_as_it_is_stored(bits: int, columns_first: bool, symmetric: bool) -> None:
     one = weight(64, 128, bits, 32, symmetric)
     stored, scales, zeros = words(one.codes, bits), one.scales, None
     if one.zeros is not None:
@@ -109,15 +107,15 @@ def test_an_expert_is_read_as_vllm_stores_it(bits: int, columns_first: bool, sym
     if columns_first:
         stored, scales = stored.t(), scales.t()
         zeros = None if zeros is None else zeros.t()
-    read = expert_weight(stored, scales, zeros, bits, 32, columns_first, False)
+    read = stored_weight(stored, scales, zeros, bits, 32, columns_first, False)
     assert_same(read, one)
 
 
-def test_an_expert_of_awq() -> None:
+def test_a_weight_of_awq() -> None:
     one = weight(64, 128, 4, 32, False)
     assert one.zeros is not None
     turned = [words(part.t().unflatten(-1, (-1, 8))[..., AWQ_ORDER].flatten(-2), 4) for part in (one.codes, one.zeros)]
-    assert_same(expert_weight(turned[0], one.scales.t(), turned[1], 4, 32, True, True), one)
+    assert_same(stored_weight(turned[0], one.scales.t(), turned[1], 4, 32, True, True), one)
 
 
 def assert_same(found: co.QuantizedWeight, expected: co.QuantizedWeight) -> None:

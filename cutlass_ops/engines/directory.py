@@ -1,0 +1,212 @@
+"""Models that ``cutlass-ops reorder`` packed, in an engine: layers are loaded as they are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import _C
+from ..nn import MixedLinear
+from ..packed_config import QUANT_METHOD, WeightFormat, weight_format
+from ..packed_file import packed_problem, packed_specs
+from ..reorder import reorder
+from ..tensor_parallel import ACT_ORDER, sliced_format
+from .layers import MODULE, Engine, product
+from .shards import Shards
+
+
+class PackedConfig:
+    """The ``quantization_config`` of a packed directory, as ``packed_config.py`` describes it.
+
+    Raises:
+        ValueError: a layout that is not known, or files that hold one rank of a split model.
+    """
+
+    engine: ClassVar[Engine]
+    packed_modules_mapping: dict[str, list[str]]
+
+    def __init__(self, fields: dict[str, Any]) -> None:
+        super().__init__()
+        if fields.get("tensor_parallel"):
+            raise ValueError("the files hold one rank of a model that was split; reorder it unsplit")
+        weight_format({**fields, "modules_to_not_convert": []}, "")
+        self.fields = dict(fields)
+
+    @classmethod
+    def get_name(cls) -> str:
+        """As ``quant_method`` has it."""
+        return QUANT_METHOD
+
+    @classmethod
+    def get_supported_act_dtypes(cls) -> list[torch.dtype]:
+        """Of x."""
+        return [torch.float16, torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """The oldest GPU that the kernels run on, as engines count: 80 is sm_80."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: ``config.json`` says it all."""
+        return []
+
+    def rename(self, mapper: Any) -> None:
+        """Take the engine's names of modules in place of the checkpoint's; ``mapper`` is the engine's."""
+        modules = mapper.apply_dict(self.fields.get("modules", {}))
+        left = mapper.apply_list(list(self.fields.get("modules_to_not_convert", ())))
+        embeddings = mapper.apply_dict(self.fields.get("embeddings", {}))
+        holders = mapper.apply_list(list(embeddings.values()))
+        embeddings = dict(zip(embeddings, holders, strict=True))
+        self.fields |= {"modules": modules, "modules_to_not_convert": left, "embeddings": embeddings}
+
+    def format_of(self, prefix: str) -> WeightFormat | None:
+        """The format of the layers that the engine has as ``prefix``; None if they are not packed.
+
+        Raises:
+            ValueError: layers that the engine fuses and that are stored in different formats.
+        """
+        parent, _, last = prefix.rpartition(".")
+        names = self.packed_modules_mapping.get(last, [last])
+        stored = [f"{parent}.{name}" if parent else name for name in names]
+        found = {name: weight_format(self.fields, name) for name in stored}
+        if len({_without_bias(form) for form in found.values()}) > 1:
+            raise ValueError(
+                f"{self.engine.name} has {', '.join(stored)} as one layer, but their formats differ: "
+                + ", ".join("not packed" if f is None else str(f.to_json()) for f in found.values())
+            )
+        return next(iter(found.values()))
+
+    def check_experts(self, prefix: str) -> None:
+        """Raise ``ValueError`` for experts that are packed."""
+        # Experts that are not packed are named; those with the most common format are not.
+        named = {*self.fields.get("modules", {}), *self.fields.get("modules_to_not_convert", ())}
+        names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
+        if any(name not in named or weight_format(self.fields, name) for name in names):
+            raise ValueError(
+                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint that the directory "
+                "was made from, or one that was reordered with --exclude experts, which keeps them as floats"
+            )
+
+
+def _without_bias(form: WeightFormat | None) -> Any:
+    """What layers that an engine fuses share: a bias is a parameter of the engine's own."""
+    return form and (form.bits, form.group_size, _dtypes(form))
+
+
+def _dtypes(form: WeightFormat) -> tuple[tuple[str, torch.dtype], ...]:
+    return tuple((part, dtype) for part, dtype in form.tensors if part != "bias")
+
+
+class PackedLinear:
+    """A linear layer of an engine whose weight is stored in the kernels' order.
+
+    Args:
+        form, prefix: the weight's format, and the layer's name.
+        fields: of the ``quantization_config``.
+        tied: the embeddings that get this layer's weight after loading.
+    """
+
+    engine: ClassVar[Engine]
+
+    def __init__(self, form: WeightFormat, prefix: str, fields: dict[str, Any], tied: Sequence[torch.nn.Module] = ()) -> None:
+        super().__init__()
+        self.tied = tied
+        self.form = form
+        self.prefix = prefix
+        self.fields = fields
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters that the engine loads into.
+
+        Raises:
+            ValueError: a weight that cannot be split so, or a package without kernels.
+        """
+        if self.engine.is_cuda() and not _C.built_with_cuda:
+            raise ValueError("cutlass_ops was built without CUDA, and has no kernels for the model")
+        ranks = input_size // input_size_per_partition
+        dtypes = dict(_dtypes(self.form))
+        if ranks > 1 and "perm" in dtypes:
+            raise ValueError(f"{self.prefix} cannot be split over {ranks} ranks: {ACT_ORDER}")
+        n, size = sum(output_partition_sizes), self.form.group_size
+        own = sliced_format(n, input_size, size, "rowwise", ranks)[2]
+        rank = self.engine.rank(layer)
+        start = rank * input_size_per_partition if ranks > 1 else 0
+        row_ranks = output_size // n
+        first = (rank, row_ranks) if row_ranks > 1 else (0, 1)
+        others = self.engine.kv_place(layer, *first) if row_ranks > 1 else first
+        shards = Shards(
+            sizes=list(output_partition_sizes),
+            places=[first, *(others for _ in output_partition_sizes[1:])],
+            k=input_size,
+            columns=slice(start, start + input_size_per_partition),
+            bits=self.form.bits,
+            group_sizes=(size, own),
+            vocabulary=getattr(layer, "org_vocab_size", None),
+        )
+        rows = shards.padded(len(shards.sizes) - 1).stop
+        specs = packed_specs(rows, input_size_per_partition, self.form.bits, own, dtypes)
+        for part, (dtype, shape) in specs.items():
+            # None is the default device: engines make layers under that of their parameters.
+            parameter = Parameter(torch.zeros(shape, dtype=dtype, device=None), requires_grad=False)
+            parameter.weight_loader = partial(shards.load, part)  # type: ignore[attr-defined]
+            layer.register_parameter(part, parameter)
+        if "perm" in specs:  # dummy weights leave integers as they are
+            perm = layer.get_parameter("perm").data
+            perm.copy_(torch.arange(input_size_per_partition, device=perm.device))
+        self.shards = shards
+        self.parts = list(specs)
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Make the packed weight of the parameters, which it keeps.
+
+        Raises:
+            ValueError: a tensor that the files lack, or values that no kernel may see.
+        """
+        if not hasattr(self, "shards"):
+            return  # engines may call it again
+        shards = self.shards
+        wanted = {(part, i) for part in self.parts for i in range(len(shards.sizes))}
+        if shards.loaded and (missing := wanted - shards.loaded):
+            part, index = min(missing)
+            raise ValueError(f"{self.prefix}: the files lack {part!r} of its part {index}")
+        tensors = {part: getattr(layer, part).data for part in self.parts}
+        for part in self.parts:
+            delattr(layer, part)
+        weights = list(shards.weights(tensors))
+        packed = weights[0] if len(weights) == 1 else reorder([w.unpack() for w in weights])
+        if problem := packed_problem(packed):
+            raise ValueError(f"{self.prefix}.{problem[0]} {problem[1]}")
+        act_quant = self.engine.settings().get("act_quant", self.fields.get("act_quant", "none"))
+        linear = MixedLinear(packed, act_quant, self.fields.get("act_symmetric", True))
+        layer.register_module(MODULE, linear)
+        for embedding in self.tied:
+            if embedding.num_embeddings_per_partition != packed.n:
+                raise ValueError(
+                    f"{self.prefix} has {packed.n} rows on this rank; the embedding tied to it has "
+                    f"{embedding.num_embeddings_per_partition}"
+                )
+            embedding.register_module(MODULE, linear)
+        # Engines' LoRA layers look for the device here.
+        layer.register_parameter("qweight", Parameter(linear.codes, requires_grad=False))
+        self.engine.logger.info_once("Using cutlass_ops for packed linear layers")
+        del self.shards
+
+    def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
+        return product(layer, x, bias)

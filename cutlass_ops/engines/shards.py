@@ -1,0 +1,124 @@
+"""The layers that an engine fuses, and a rank's part of each, of a packed directory's tensors.
+
+A parameter holds the tensors of the layers that were fused one after another, each padded to row
+panels of 64. A rank's rows and columns are cut from the packed order. Where the parts end inside
+row panels, the fused layer is unpacked and packed once more after loading.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from .. import formats
+from ..packed_file import packed_specs
+from ..packed_weight import PackedWeight
+from ..weight import PARTS
+from .slices import cut
+
+
+@dataclass
+class Shards:
+    """The layers that an engine has fused into one, with what one rank holds of each.
+
+    Attributes:
+        sizes: their rows on this rank.
+        places: which part of each layer's rows that is, and of how many.
+        k: input features of the whole weight.
+        columns: those that this rank has.
+        bits: of a code.
+        group_sizes: of the whole weight and of the rank's columns.
+        vocabulary: rows that the files have of an output head or a word embedding, which engines
+            pad, for each rank to have as many; None for other layers.
+        loaded: which parts of which shards came from the files.
+    """
+
+    sizes: list[int]
+    places: list[tuple[int, int]]
+    k: int
+    columns: slice
+    bits: int
+    group_sizes: tuple[int, int]
+    vocabulary: int | None = None
+    loaded: set[tuple[str, int]] = field(default_factory=set)
+
+    def padded(self, index: int) -> slice:
+        """Where shard ``index`` stands among the rows of all, each padded to row panels."""
+        start = sum(map(formats.padded_rows, self.sizes[:index]))
+        return slice(start, start + formats.padded_rows(self.sizes[index]))
+
+    def rows(self, index: int) -> tuple[slice, int]:
+        """Rows of the stored layer ``index`` that this rank has, and how many it has in all."""
+        size, (part, parts) = self.sizes[index], self.places[index]
+        start = part * size
+        stored = parts * size if self.vocabulary is None else self.vocabulary
+        return slice(min(start, stored), min(start + size, stored)), stored
+
+    def load(self, part: str, parameter: Parameter, tensor: Tensor, shard: str | int | None = None) -> None:
+        """Copy this rank's part of a stored tensor; the weight loader of a parameter.
+
+        Raises:
+            ValueError: a tensor of another size or dtype, or shards that are not supported.
+        """
+        if isinstance(shard, tuple):
+            raise ValueError(f"{part}: several of the fused layers in one tensor ({shard})")
+        if shard is None and len(self.sizes) > 1:  # they are fused in the files already
+            stored = [self.rows(index)[1] for index in range(len(self.sizes))]
+            offsets = [sum(stored[:index]) for index in range(len(stored))]
+            for index, offset in enumerate(offsets):
+                own, _ = self.rows(index)
+                rows = slice(offset + own.start, offset + own.stop)
+                self._copy(part, parameter, tensor, index, rows, sum(stored))
+            return
+        index = "qkv".index(shard) if isinstance(shard, str) else shard or 0
+        self._copy(part, parameter, tensor, index, *self.rows(index))
+
+    def _copy(self, part: str, parameter: Parameter, tensor: Tensor, index: int, rows: slice, n: int) -> None:
+        whole = {part: parameter.dtype}
+        _, expected = packed_specs(n, self.k, self.bits, self.group_sizes[0], whole)[part]
+        if tensor.dtype != parameter.dtype or tuple(tensor.shape) != expected:
+            raise ValueError(
+                f"{part} is {tensor.dtype} {tuple(tensor.shape)}; {parameter.dtype} {expected} is expected of {n} x {self.k}"
+            )
+        if rows.start < rows.stop:
+            shape = (n, self.k)
+            options = (self.bits, self.group_sizes, rows, self.columns, parameter.device)
+            self._put(part, parameter, cut(part, tensor, shape, *options), index)
+        self.loaded.add((part, index))
+
+    def _put(self, part: str, parameter: Parameter, values: Tensor, index: int) -> None:
+        if part in ("perm", "book"):
+            if self.loaded & {(part, other) for other in range(len(self.sizes))} and not (
+                torch.equal(parameter.data, values.to(parameter.device))
+            ):
+                raise ValueError(f"{part}: layers that are fused have different ones")
+            parameter.data.copy_(values)
+            return
+        padded = self.padded(index)
+        if part == "codes":
+            row_bytes = parameter.numel() // self.padded(len(self.sizes) - 1).stop
+            start = padded.start * row_bytes
+            parameter.data[start : start + values.numel()].copy_(values)
+        else:
+            stop = padded.start + values.shape[1]
+            parameter.data[:, padded.start : stop].copy_(values)
+
+    def weights(self, parts: dict[str, Tensor]) -> Iterator[PackedWeight]:
+        """The packed weight of all, or those of each, if some end inside a row panel."""
+        columns = self.columns.stop - self.columns.start
+        form = {"k": columns, "bits": self.bits, "group_size": self.group_sizes[1]}
+        stored: dict[str, Any] = {part: parts.get(part) for part in PARTS}
+        if not any(size % formats.ROWS_PER_SLAB for size in self.sizes[:-1]):
+            yield PackedWeight(**stored, n=sum(self.sizes), **form)
+            return
+        rows = self.padded(len(self.sizes) - 1).stop
+        whole = PackedWeight(**stored, n=rows, **form)
+        for index, size in enumerate(self.sizes):
+            start = self.padded(index).start
+            one = whole.row_panels(start, self.padded(index).stop)
+            yield PackedWeight(**{p: getattr(one, p) for p in PARTS}, n=size, **form)
