@@ -1,0 +1,235 @@
+"""SGLang's linear layers of AWQ, GPTQ and compressed-tensors checkpoints over :func:`cutlass_ops.mixed_gemm`.
+
+SGLang's configurations make a method for each layer. The method makes parameters as they are in the
+files and, after loading, changes them for one of SGLang's kernels. A hook on ``get_quant_method``
+gives the method another class: parameters and their loaders stay SGLang's, and the layer is packed
+and multiplied by our kernels.
+"""
+
+from __future__ import annotations
+
+import pkgutil
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import formats
+from ..engines.layers import (
+    MODULE,
+    changed,
+    extended,
+    input_order,
+    int8_weight,
+    keep,
+    product,
+    reason_of_format,
+    reason_of_package,
+    stored_weight,
+    unpacked,
+)
+from ..weight import QuantizedWeight
+from .engine import MISSING, logger, settings
+
+if MISSING is None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import cpu_has_amx_support, is_cpu, is_cuda
+
+_QUANTIZATION = "sglang.srt.layers.quantization"
+_CONFIGS = (
+    f"{_QUANTIZATION}.awq.awq.AWQConfig",
+    f"{_QUANTIZATION}.awq.awq.AWQCPUConfig",
+    f"{_QUANTIZATION}.awq.awq.AWQMarlinConfig",
+    f"{_QUANTIZATION}.gptq.gptq.CPUGPTQConfig",
+    f"{_QUANTIZATION}.gptq.gptq.GPTQMarlinConfig",
+    f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig",
+)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a layer's weight is stored.
+
+    Attributes:
+        group_size: -1 is all input features.
+        act_order: whether the groups' features are in another order.
+        names: the parameters, the codes first.
+        read: the weight that they hold.
+        act_quant: how x is quantised unless the user says otherwise.
+        symmetric: whether quantised activations have no zero point.
+        amx: whether SGLang has a kernel for it on CPUs with AMX.
+    """
+
+    group_size: int
+    act_order: bool
+    names: tuple[str, ...]
+    read: Callable[[], QuantizedWeight]
+    act_quant: str = "none"
+    symmetric: bool = True
+    amx: bool = False
+
+
+def take_layers() -> None:
+    """Hook ``get_quant_method`` of SGLang's configurations; one line in the log for each it lacks."""
+    for config in _CONFIGS:
+        target = f"{config}.get_quant_method"
+        try:
+            pkgutil.resolve_name(target)
+        except (ImportError, AttributeError) as error:
+            logger.warning("cutlass_ops leaves the layers of %s to SGLang: %s", config.rpartition(".")[2], error)
+            continue
+        HookRegistry.register(target, taken, HookType.AFTER)
+
+
+def taken(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """The method of a linear layer as one of ours; others as they are."""
+    if type(method).__name__ in _FORMS and not isinstance(method, _Linear):
+        kind: Any = type(method)
+        return changed(method, extended(kind, _Linear))
+    return method
+
+
+class _Linear:
+    """What replaces parts of one of SGLang's methods for linear layers."""
+
+    form: Form | None
+
+    def create_weights(
+        self,
+        layer: Any,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Let SGLang make the parameters, and see whether the layer is ours; if not, why is logged once."""
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)  # type: ignore[misc]
+        found = _FORMS[type(self).__name__](self, layer)
+        reason: str | None
+        if isinstance(found, Form):
+            reason = _reason_against(found, input_size_per_partition, input_size, params_dtype)
+            self.form = found if reason is None else None
+        else:
+            reason, self.form = found, None
+        if reason is not None:
+            n = sum(output_partition_sizes)
+            logger.info_once(
+                "cutlass_ops leaves linear layers of %d x %d to SGLang's kernels: %s", n, input_size_per_partition, reason
+            )
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Pack the layer's parameters on their device, and free them.
+
+        Raises:
+            ValueError: values that cannot be packed; the message says which.
+        """
+        if self.form is None:
+            super().process_weights_after_loading(layer)  # type: ignore[misc]
+        elif MODULE not in layer._modules:  # SGLang may call it again
+            form = self.form
+            act_quant = settings().get("act_quant", form.act_quant)
+            keep(layer, form.names, form.read(), act_quant, form.symmetric)
+            logger.info_once("Using cutlass_ops for %s", type(self).__name__)
+
+    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
+        """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
+        if self.form is None:
+            y: Tensor = super().apply(layer, x, bias)  # type: ignore[misc]
+            return y
+        return product(layer, x, bias)
+
+
+def _reason_against(form: Form, k: int, whole_k: int, act_type: torch.dtype) -> str | None:
+    """Why a layer is not ours; None if it is.
+
+    Raises:
+        TypeError, ValueError: wrong settings, whatever the layers are.
+    """
+    act_quant = settings().get("act_quant", "none")
+    if not (is_cpu() or is_cuda()):
+        return "the device is neither an NVIDIA GPU nor a CPU"
+    if (reason := reason_of_package(is_cpu())) is not None:
+        return reason
+    if is_cpu() and cpu_has_amx_support() and form.amx and act_quant == "none":
+        return "SGLang's kernels use AMX on this CPU; those of cutlass_ops do not"
+    return reason_of_format(k, whole_k, form.group_size, form.act_order, act_type)
+
+
+def _awq(method: Any, layer: Any) -> Form | str:
+    config = method.quant_config
+    if config.weight_bits != 4:
+        return f"AWQ codes have {config.weight_bits} bits; supported are 4"
+
+    def read() -> QuantizedWeight:
+        parts = (layer.qweight.data, layer.scales.data, layer.qzeros.data)
+        return stored_weight(*parts, 4, config.group_size, columns_first=True, awq=True)
+
+    return Form(config.group_size, False, ("qweight", "scales", "qzeros"), read, amx=True)
+
+
+def _gptq(method: Any, layer: Any) -> Form | str:
+    config = method.quant_config
+    bits: int = config.weight_bits
+    if bits not in (4, 8):
+        return f"GPTQ codes have {bits} bits; supported are 4 and 8"
+
+    def read() -> QuantizedWeight:
+        parts = (layer.qweight.data, layer.scales.data, None)
+        weight = stored_weight(*parts, bits, config.group_size, columns_first=True)
+        # Only the configuration of GPTQ with Marlin says that it is symmetric; it takes no other.
+        zeros = None if hasattr(config, "is_sym") else _gptq_zeros(layer.qzeros.data, bits, config.checkpoint_format)
+        perm = input_order(layer.g_idx.data, config.group_size, weight.n) if config.desc_act else None
+        codes = weight.codes if perm is None else weight.codes[:, perm]
+        return replace(weight, codes=codes, zeros=zeros, perm=perm)
+
+    return Form(config.group_size, config.desc_act, ("qweight", "scales", "qzeros", "g_idx"), read, amx=True)
+
+
+def _gptq_zeros(words: Tensor, bits: int, version: str) -> Tensor | None:
+    """The zero points ``[N, G]``; None if all are in the middle."""
+    if version != "gptq_v2":  # stored less one, word by word
+        words = words + ((1 << 32) - 1) // ((1 << bits) - 1)
+    zeros = unpacked(words, 1, bits).t()
+    return None if bool((zeros == formats.midpoint(bits)).all()) else zeros
+
+
+def _compressed_tensors(method: Any, layer: Any) -> Form | str:
+    scheme = layer.scheme
+    kind = type(scheme).__name__
+    if kind == "CompressedTensorsW8A8Int8":
+        if scheme.is_static_input_scheme:
+            return "x has one scale that the checkpoint fixes"
+
+        def read_int8() -> QuantizedWeight:
+            widths = None if len(layer.weight_scale) == len(layer.weight) else layer.logical_widths
+            return int8_weight(layer.weight.data, layer.weight_scale.data, widths)
+
+        return Form(-1, False, ("weight", "weight_scale"), read_int8, "token", scheme.input_symmetric)
+    if kind != "CompressedTensorsWNA16":
+        return f"the scheme of compressed-tensors is {kind}"
+    bits: int = 32 // scheme.pack_factor
+
+    def read() -> QuantizedWeight:
+        zeros = None if scheme.symmetric else layer.weight_zero_point.data
+        weight = stored_weight(layer.weight_packed.data, layer.weight_scale.data, zeros, bits, scheme.group_size)
+        if not scheme.has_g_idx:
+            return weight
+        perm = input_order(layer.weight_g_idx.data, scheme.group_size, weight.n)
+        return replace(weight, codes=weight.codes[:, perm], perm=perm)
+
+    names = ("weight_packed", "weight_scale", "weight_zero_point", "weight_g_idx")
+    return Form(scheme.group_size, scheme.has_g_idx, names, read)
+
+
+#: By the names of SGLang's methods, how a layer's weight is stored, or why it is not ours.
+_FORMS: dict[str, Callable[[Any, Any], Form | str]] = {
+    "AWQLinearMethod": _awq,
+    "GPTQLinearMethod": _gptq,
+    "GPTQMarlinLinearMethod": _gptq,
+    "CompressedTensorsLinearMethod": _compressed_tensors,
+}
