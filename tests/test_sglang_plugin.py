@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from engine_models import GROUP, stored
 
 import cutlass_ops as co
 from cutlass_ops import _C, sglang
+from cutlass_ops.engines import layers as layers_module
 from cutlass_ops.engines.layers import MODULE
 from cutlass_ops.packed_config import WeightFormat, quantization_config
 from cutlass_ops.sglang import directory, engine, linear
@@ -26,18 +28,21 @@ def cpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     settings: dict[str, Any] = {}
     lines: list[str] = []
     state = SimpleNamespace(settings=settings, lines=lines, is_cpu=True, is_cuda=False, has_amx=False)
+    state.enable_deterministic_inference = False
     overrides = SimpleNamespace(json_model_override_args=None)
 
     def get_model() -> SimpleNamespace:
         overrides.json_model_override_args = json.dumps({"cutlass_ops": settings})
         return overrides
 
+    logger = SimpleNamespace(info_once=lambda line, *arguments: lines.append(line % arguments))
+    monkeypatch.setattr(linear._Linear, "engine", replace(engine.ENGINE, logger=logger))
     for module, name, value in (
         (engine, "get_model", get_model),
+        (engine, "get_exec", lambda: SimpleNamespace(deterministic=state)),
         (linear, "is_cpu", lambda: state.is_cpu),
         (linear, "is_cuda", lambda: state.is_cuda),
         (linear, "cpu_has_amx_support", lambda: state.has_amx),
-        (linear, "logger", SimpleNamespace(info_once=lambda line, *arguments: lines.append(line % arguments))),
         (_C, "cpu_instruction_sets", lambda: ["avx2", "scalar"]),
     ):
         monkeypatch.setattr(module, name, value, raising=False)
@@ -199,6 +204,18 @@ def test_the_user_chooses_how_activations_are_quantised_also_with_amx(cpu: Simpl
     assert getattr(loaded(method, form)[1], MODULE).act_quant == "block"
 
 
+@pytest.mark.parametrize("is_set", [True, False])
+def test_products_are_batch_invariant_where_sglang_is_deterministic(
+    is_set: bool, cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu.enable_deterministic_inference = is_set
+    flags: list[bool] = []
+    ours, layer = loaded(*case("ct", 4)[:2])
+    monkeypatch.setattr(layers_module.ops, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    ours.apply(layer, torch.zeros(1, K))
+    assert flags == [is_set]
+
+
 def test_a_setting_that_does_not_exist_is_an_error(cpu: SimpleNamespace) -> None:
     cpu.settings["reference"] = True
     with pytest.raises(ValueError, match="json_model_override_args has 'reference' for cutlass_ops; known are act_quant"):
@@ -245,7 +262,7 @@ def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: p
 
 
 @pytest.fixture
-def layers(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+def layers(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """SGLang's classes of layers and methods in miniature."""
     kinds: dict[str, Any] = {
         name: type(name, (torch.nn.Module,), {}) for name in ("FusedMoE", "LinearBase", "VocabParallelEmbedding")

@@ -9,6 +9,8 @@ import subprocess
 import sys
 from importlib.metadata import entry_points
 from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import pytest
 from engine_models import CONFIGS, reorder, write_embedding, write_models
@@ -48,9 +50,22 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("experts two ranks", "experts/quantised", FLOATS, 2),
     ("experts dense", "experts/dense", {}, 1),
 ]
+#: With VLLM_BATCH_INVARIANT=1.
+INVARIANT_RUNS: list[tuple[str, str, dict[str, object], int]] = [
+    ("directory", "ct/directory", {}, 1),
+    ("embedding tied", "tied/directory", {}, 1),
+    ("awq", "awq/quantised", FLOATS, 1),
+    ("gptq", "gptq/quantised", FLOATS, 1),
+    ("ct", "ct/quantised", FLOATS, 1),
+    ("ct block", "ct/quantised", {"act_quant": "block"}, 1),
+    ("w4a8", "w4a8/quantised", {}, 1),
+    ("w8a8", "w8a8/quantised", {}, 1),
+]
 ENGINE = """
-import json, sys
+import json, os, sys
 from vllm import LLM, SamplingParams
+from vllm.model_executor.determinism import batch_invariant
+from vllm.model_executor.layers.quantization import auto_awq
 from cutlass_ops.nn import MixedLinear
 from cutlass_ops.nn_experts import MixedExperts
 
@@ -67,6 +82,21 @@ from cutlass_ops.vllm import experts, linear
 experts._reason_of_device = lambda inner: None
 int8_reason = linear._reason_against_int8
 
+INVARIANT = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+if INVARIANT:
+    # vLLM's own operators of this mode need Triton. On a GPU it has another method for AWQ.
+    batch_invariant.enable_batch_invariant_mode = lambda: None
+    auto_awq.AutoAWQMarlinLinearMethod = auto_awq.AutoAWQLinearMethod
+
+
+def generate(llm, prompts):
+    how = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0 if INVARIANT else None)
+    outputs = [request.outputs[0] for request in llm.generate(prompts, how, use_tqdm=False)]
+    tokens = [list(output.token_ids) for output in outputs]
+    if not INVARIANT:
+        return tokens
+    return [[[t, at[t].logprob] for t, at in zip(row, output.logprobs)] for row, output in zip(tokens, outputs)]
+
 
 def modes(model):
     kinds = (MixedLinear, MixedExperts)
@@ -75,12 +105,15 @@ def modes(model):
 def main():
     for name, model, settings, size in json.loads(sys.argv[1]):
         linear._reason_against_int8 = int8_reason if name == "w8a8 stock" else lambda c: None
-        llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=4, seed=0,
+        most = 64 if INVARIANT else 4
+        llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=most, seed=0,
                   tensor_parallel_size=size, additional_config={"cutlass_ops": settings}, enforce_eager="compiled" not in name,
                   kv_cache_memory_bytes=1 << 26, generation_config="vllm")
-        prompts = [{"prompt_token_ids": [(7 * i + 31 * j) % 256 for j in range(5 + i)]} for i in range(3)]
-        how = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False)
-        tokens = [list(r.outputs[0].token_ids) for r in llm.generate(prompts, how, use_tqdm=False)]
+        count = 64 if INVARIANT else 3
+        prompts = [{"prompt_token_ids": [(7 * i + 31 * j) % 256 for j in range(5 + i % 16)]} for i in range(count)]
+        tokens = generate(llm, prompts)
+        if INVARIANT:
+            tokens = [tokens[:4], [generate(llm, [prompt])[0] for prompt in prompts[:4]]]
         print("RUN", json.dumps([name, tokens, llm.apply_model(modes)[0]]), flush=True)
         llm.llm_engine.engine_core.shutdown()
 
@@ -89,20 +122,13 @@ if __name__ == "__main__":
 """
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list[list[int]], list[str]]], str]:
+def run_engines(
+    folder: Path, jobs: list[tuple[str, str, dict[str, object], int]], **environment: str
+) -> tuple[dict[str, tuple[Any, list[str]]], str]:
     """Tokens and the modes of our layers, by a run's name; and the log."""
-    folder = tmp_path_factory.mktemp("vllm")
-    for kind in CONFIGS:
-        write_models(folder / kind, kind)
-    write_models(folder / "experts", "ct", experts=True)
-    for kind in ("ct", "ct-asymmetric"):
-        reorder(folder / kind / "quantised", folder / kind / "directory")
-    for name in ("alone", "tied"):
-        write_embedding(folder / name, folder / "ct" / "dense", name == "tied")
     script = folder / "engine.py"
     script.write_text(ENGINE)
-    environment = {
+    environment |= {
         "HF_HUB_OFFLINE": "1",
         "VLLM_NO_USAGE_STATS": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -110,9 +136,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # a function is sent to the ranks
     }
-    jobs = [(name, str(folder / model), *rest) for name, model, *rest in RUNS]
     run = subprocess.run(
-        [sys.executable, script, json.dumps(jobs)],
+        [sys.executable, script, json.dumps([(name, str(folder / model), *rest) for name, model, *rest in jobs])],
         env=os.environ | environment,
         capture_output=True,
         text=True,
@@ -122,6 +147,31 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list
     assert run.returncode == 0, log[-5000:]
     lines = [json.loads(line.removeprefix("RUN ")) for line in run.stdout.splitlines() if line.startswith("RUN ")]
     return {name: (tokens, modes) for name, tokens, modes in lines}, log
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder that has the models."""
+    folder = tmp_path_factory.mktemp("vllm")
+    for kind in CONFIGS:
+        write_models(folder / kind, kind)
+    write_models(folder / "experts", "ct", experts=True)
+    for kind in ("ct", "ct-asymmetric"):
+        reorder(folder / kind / "quantised", folder / kind / "directory")
+    for name in ("alone", "tied"):
+        write_embedding(folder / name, folder / "ct" / "dense", name == "tied")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runs(models: Path) -> tuple[dict[str, tuple[list[list[int]], list[str]]], str]:
+    return run_engines(models, RUNS)
+
+
+@pytest.fixture(scope="module")
+def invariant_runs(models: Path) -> tuple[dict[str, tuple[Any, list[str]]], str]:
+    """Tokens with their logarithmic probabilities, in a batch of 64 and alone."""
+    return run_engines(models, INVARIANT_RUNS, VLLM_BATCH_INVARIANT="1")
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -184,3 +234,14 @@ def test_a_layer_that_is_not_ours_is_left_to_vllm_with_a_line_in_the_log(runs) -
     assert len(tokens) == 3
     left = "cutlass_ops leaves linear layers with 8-bit activations to vLLM's kernels: vLLM's kernel is faster on a CPU"
     assert left in runs[1]
+
+
+@pytest.mark.parametrize("run", [name for name, *_ in INVARIANT_RUNS])
+def test_tokens_and_probabilities_are_those_of_any_batch(invariant_runs, run: str) -> None:
+    (in_batch, alone), modes = invariant_runs[0][run]
+    assert modes == [f"MixedLinear {'token' if '8' in run else 'block' if 'block' in run else 'none'}"]
+    assert in_batch == alone
+
+
+def test_the_log_names_the_method_of_awq_in_batch_invariant_mode(invariant_runs) -> None:
+    assert "Using cutlass_ops for AutoAWQLinearMethod" in invariant_runs[1]

@@ -12,8 +12,9 @@ import torch
 import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
+from cutlass_ops.engines import layers
 from cutlass_ops.packed_config import WeightFormat, quantization_config
-from cutlass_ops.vllm import experts, linear
+from cutlass_ops.vllm import awq, experts, linear
 
 
 @pytest.fixture
@@ -150,6 +151,96 @@ def test_experts_of_another_class_are_left_to_vllm_with_a_reason(cpu: SimpleName
     assert lines == ["the layer is a DbrxExperts"]
 
 
+# ---- batch-invariant mode
+
+
+@pytest.fixture
+def invariant(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """vLLM in batch-invariant mode; how the products were called."""
+    for module in (awq, experts, linear):
+        monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
+    flags: list[bool] = []
+    monkeypatch.setattr(layers.ops, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    return flags
+
+
+def parameter(values: torch.Tensor, **attributes: int) -> torch.nn.Parameter:
+    made = torch.nn.Parameter(values, requires_grad=False)
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def int4_kernel(module: torch.nn.Module) -> Any:
+    """A kernel of a layer with 4-bit weights, with the layer's parameters."""
+    kernel: Any = object.__new__(linear.CutlassOpsLinearKernel)
+    kernel.config = SimpleNamespace(**vars(layer("uint4b8")), zero_points=False)
+    kernel.w_q_name, kernel.w_s_name, kernel.w_zp_name = "codes", "scales", None
+    module.codes = parameter(torch.zeros(64, 32, dtype=torch.int32), output_dim=0, packed_dim=1)
+    module.scales = parameter(torch.ones(64, 2), output_dim=0)
+    return kernel
+
+
+def int8_kernel(module: torch.nn.Module) -> Any:
+    """The same with 8-bit weights and activations."""
+    kernel: Any = object.__new__(linear.CutlassOpsInt8LinearKernel)
+    kernel.config = SimpleNamespace(is_channelwise=True, input_symmetric=True)
+    kernel.layer_param_names = ("weight", "weight_scale")
+    module.weight = parameter(torch.zeros(64, 256, dtype=torch.int8))
+    module.weight_scale = parameter(torch.ones(64, 1))
+    return kernel
+
+
+@pytest.mark.parametrize("kernel_of", [int4_kernel, int8_kernel])
+@pytest.mark.parametrize("is_set", [True, False])
+def test_kernels_are_batch_invariant_where_vllm_is(invariant: list[bool], is_set: bool, kernel_of: Any) -> None:
+    linear.envs.VLLM_BATCH_INVARIANT = is_set
+    module = torch.nn.Module()
+    kernel = kernel_of(module)
+    kernel.process_weights_after_loading(module)
+    kernel.apply_weights(module, torch.zeros(1, 256))
+    assert invariant == [is_set]
+
+
+def test_layers_are_ours_in_batch_invariant_mode(invariant: list[bool], cpu: SimpleNamespace) -> None:
+    assert linear._reason_against(layer("uint4")) is None
+
+
+def awq_method() -> Any:
+    """vLLM's method of AWQ's layers in batch-invariant mode."""
+
+    def create_weights(self: Any, module: torch.nn.Module, *args: Any, **kwargs: Any) -> None:
+        module.qweight = parameter(torch.zeros(256, 8, dtype=torch.int32))
+        module.qzeros = parameter(torch.zeros(2, 8, dtype=torch.int32))
+        module.scales = parameter(torch.ones(2, 64, dtype=torch.bfloat16))
+
+    method: Any = type("AutoAWQLinearMethod", (), {"create_weights": create_weights})()
+    method.quant_config = SimpleNamespace(weight_bits=4, group_size=128)
+    return method
+
+
+def test_awq_is_ours_in_batch_invariant_mode(invariant: list[bool], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    quiet = SimpleNamespace(info_once=lambda line, *arguments: lines.append(line % arguments))
+    engine = replace(awq.ENGINE, logger=quiet, settings=dict, batch_invariant=lambda: True)
+    monkeypatch.setattr(awq._Linear, "engine", engine)
+    original = awq_method()
+    method = experts._wrapped(lambda config, module, prefix: original)(None, None, "layers.0")
+    assert type(method).__name__ == "AutoAWQLinearMethod"
+    module = torch.nn.Module()
+    method.create_weights(module, 256, [64], 256, 64, torch.bfloat16)
+    method.process_weights_after_loading(module)
+    method.apply(module, torch.zeros(1, 256))
+    assert invariant == [True]
+    assert lines == ["Using cutlass_ops for AutoAWQLinearMethod"]
+
+
+def test_awq_without_marlin_is_vllms_otherwise(invariant: list[bool]) -> None:
+    awq.envs.VLLM_BATCH_INVARIANT = False
+    original = awq_method()
+    assert experts._wrapped(lambda config, module, prefix: original)(None, None, "layers.0") is original
+
+
 @pytest.fixture
 def packed_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
     """The module that loads packed directories, with vLLM's classes in miniature; and a configuration."""
@@ -165,6 +256,7 @@ def packed_directory(monkeypatch: pytest.MonkeyPatch) -> Any:
     kinds["UnquantizedEmbeddingMethod"] = kinds["UnquantizedLinearMethod"] = type("Unquantized", (), {})
     for name, kind in kinds.items():
         monkeypatch.setattr(directory, name, kind, raising=False)
+    monkeypatch.setattr(directory, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
     monkeypatch.setattr(directory.CutlassOpsConfig, "packed_modules_mapping", {}, raising=False)
     return directory
 
@@ -220,5 +312,6 @@ def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any
             multiplies.process_weights_after_loading(head)
         return
     multiplies.process_weights_after_loading(head)
+    assert multiplies.batch_invariant is True
     ids = torch.tensor([[3, 63]])
     assert torch.equal(looks_up.embedding(embedding, ids), co.dequantize(packed, torch.bfloat16)[ids])

@@ -121,6 +121,7 @@ class PackedLinear:
         self.form = form
         self.prefix = prefix
         self.fields = fields
+        self.batch_invariant = self.engine.batch_invariant()
 
     def create_weights(
         self,
@@ -209,4 +210,4 @@ class PackedLinear:
 
     def apply(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        return product(layer, x, bias)
+        return product(layer, x, bias, self.batch_invariant)

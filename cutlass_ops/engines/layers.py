@@ -32,6 +32,7 @@ class Engine:
         logger: with ``info_once``.
         settings: the user's, as :func:`checked_settings` returns them.
         is_cuda: whether the model runs on a GPU.
+        batch_invariant: whether a row of a product must have the same bits in any batch.
         rank: of this process among those that share a layer.
         kv_place: which part of the keys and values of a layer a rank has, and of how many, by the
             layer, the rank and the number of ranks.
@@ -41,6 +42,7 @@ class Engine:
     logger: Any
     settings: Callable[[], dict[str, Any]]
     is_cuda: Callable[[], bool]
+    batch_invariant: Callable[[], bool]
     rank: Callable[[torch.nn.Module], int]
     kv_place: Callable[[torch.nn.Module, int, int], tuple[int, int]]
 
@@ -125,10 +127,11 @@ def changed(method: Any, kind: type[Any]) -> Any:
     return other
 
 
-def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None) -> Tensor:
+def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None, batch_invariant: bool) -> Tensor:
     """x times the packed weight that a layer keeps, plus bias."""
     linear: Any = getattr(layer, MODULE)
-    return ops.mixed_gemm(x, linear.packed, bias, None, linear.act_quant, linear.act_symmetric)
+    options = (linear.act_quant, linear.act_symmetric)
+    return ops.mixed_gemm(x, linear.packed, bias, None, *options, batch_invariant=batch_invariant)
 
 
 def stored_weight(

@@ -17,7 +17,7 @@ try:
     )
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS as QUANTIZATION_METHODS
     from sglang.srt.plugins.hook_registry import HookRegistry as HookRegistry
-    from sglang.srt.runtime_context import get_model
+    from sglang.srt.runtime_context import get_exec, get_model
     from sglang.srt.utils import is_cuda
 
     MISSING: ImportError | None = None
@@ -56,6 +56,7 @@ ENGINE = Engine(
     logger=logger,
     settings=settings,
     is_cuda=lambda: is_cuda(),
+    batch_invariant=lambda: get_exec().deterministic.enable_deterministic_inference,
     rank=_rank,
     kv_place=_kv_place,
 )

@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from .. import formats
 from ..engines.layers import (
-    MODULE,
     changed,
     extended,
     input_order,
     int8_weight,
-    keep,
-    product,
-    reason_of_format,
     reason_of_package,
     stored_weight,
     unpacked,
 )
+from ..engines.stored import Form, StoredLinear, awq_form
 from ..weight import QuantizedWeight
-from .engine import MISSING, logger, settings
+from .engine import ENGINE, MISSING, logger, settings
 
 if MISSING is None:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
@@ -46,29 +42,6 @@ _CONFIGS = (
     f"{_QUANTIZATION}.gptq.gptq.GPTQMarlinConfig",
     f"{_QUANTIZATION}.compressed_tensors.compressed_tensors.CompressedTensorsConfig",
 )
-
-
-@dataclass(frozen=True)
-class Form:
-    """How a layer's weight is stored.
-
-    Attributes:
-        group_size: -1 is all input features.
-        act_order: whether the groups' features are in another order.
-        names: the parameters, the codes first.
-        read: the weight that they hold.
-        act_quant: how x is quantised unless the user says otherwise.
-        symmetric: whether quantised activations have no zero point.
-        amx: whether SGLang has a kernel for it on CPUs with AMX.
-    """
-
-    group_size: int
-    act_order: bool
-    names: tuple[str, ...]
-    read: Callable[[], QuantizedWeight]
-    act_quant: str = "none"
-    symmetric: bool = True
-    amx: bool = False
 
 
 def take_layers() -> None:
@@ -91,85 +64,33 @@ def taken(method: Any, *args: Any, **kwargs: Any) -> Any:
     return method
 
 
-class _Linear:
+class _Linear(StoredLinear):
     """What replaces parts of one of SGLang's methods for linear layers."""
 
-    form: Form | None
+    engine = ENGINE
 
-    def create_weights(
-        self,
-        layer: Any,
-        input_size_per_partition: int,
-        output_partition_sizes: list[int],
-        input_size: int,
-        output_size: int,
-        params_dtype: torch.dtype,
-        **extra_weight_attrs: Any,
-    ) -> None:
-        """Let SGLang make the parameters, and see whether the layer is ours; if not, why is logged once."""
-        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
-        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)  # type: ignore[misc]
-        found = _FORMS[type(self).__name__](self, layer)
-        reason: str | None
-        if isinstance(found, Form):
-            reason = _reason_against(found, input_size_per_partition, input_size, params_dtype)
-            self.form = found if reason is None else None
-        else:
-            reason, self.form = found, None
-        if reason is not None:
-            n = sum(output_partition_sizes)
-            logger.info_once(
-                "cutlass_ops leaves linear layers of %d x %d to SGLang's kernels: %s", n, input_size_per_partition, reason
-            )
+    def form_of(self, layer: Any) -> Form | str:
+        """How the layer's weight is stored, or why it is not ours."""
+        return _FORMS[type(self).__name__](self, layer)
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Pack the layer's parameters on their device, and free them.
+    def reason_against(self, form: Form) -> str | None:
+        """Why SGLang keeps such a layer; None if it does not.
 
         Raises:
-            ValueError: values that cannot be packed; the message says which.
+            TypeError, ValueError: wrong settings, whatever the layers are.
         """
-        if self.form is None:
-            super().process_weights_after_loading(layer)  # type: ignore[misc]
-        elif MODULE not in layer._modules:  # SGLang may call it again
-            form = self.form
-            act_quant = settings().get("act_quant", form.act_quant)
-            keep(layer, form.names, form.read(), act_quant, form.symmetric)
-            logger.info_once("Using cutlass_ops for %s", type(self).__name__)
-
-    def apply(self, layer: Any, x: Tensor, bias: Tensor | None = None) -> Tensor:
-        """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        if self.form is None:
-            y: Tensor = super().apply(layer, x, bias)  # type: ignore[misc]
-            return y
-        return product(layer, x, bias)
-
-
-def _reason_against(form: Form, k: int, whole_k: int, act_type: torch.dtype) -> str | None:
-    """Why a layer is not ours; None if it is.
-
-    Raises:
-        TypeError, ValueError: wrong settings, whatever the layers are.
-    """
-    act_quant = settings().get("act_quant", "none")
-    if not (is_cpu() or is_cuda()):
-        return "the device is neither an NVIDIA GPU nor a CPU"
-    if (reason := reason_of_package(is_cpu())) is not None:
-        return reason
-    if is_cpu() and cpu_has_amx_support() and form.amx and act_quant == "none":
-        return "SGLang's kernels use AMX on this CPU; those of cutlass_ops do not"
-    return reason_of_format(k, whole_k, form.group_size, form.act_order, act_type)
+        act_quant = settings().get("act_quant", "none")
+        if not (is_cpu() or is_cuda()):
+            return "the device is neither an NVIDIA GPU nor a CPU"
+        if (reason := reason_of_package(is_cpu())) is not None:
+            return reason
+        if is_cpu() and cpu_has_amx_support() and form.amx and act_quant == "none":
+            return "SGLang's kernels use AMX on this CPU; those of cutlass_ops do not"
+        return None
 
 
 def _awq(method: Any, layer: Any) -> Form | str:
-    config = method.quant_config
-    if config.weight_bits != 4:
-        return f"AWQ codes have {config.weight_bits} bits; supported are 4"
-
-    def read() -> QuantizedWeight:
-        parts = (layer.qweight.data, layer.scales.data, layer.qzeros.data)
-        return stored_weight(*parts, 4, config.group_size, columns_first=True, awq=True)
-
-    return Form(config.group_size, False, ("qweight", "scales", "qzeros"), read, amx=True)
+    return awq_form(layer, method.quant_config.weight_bits, method.quant_config.group_size)
 
 
 def _gptq(method: Any, layer: Any) -> Form | str:

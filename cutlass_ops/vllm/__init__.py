@@ -4,8 +4,9 @@ vLLM asks a list of kernels, in turn, whether they take a quantised linear layer
 puts ours first (``linear.py``). The layers of AWQ, GPTQ and compressed-tensors checkpoints come
 with parameters that are described by their attributes (``input_dim``, ``output_dim``,
 ``packed_dim``), so that one reader does for all of them. ``experts.py`` does the same for layers of
-experts, and ``directory.py`` loads what ``cutlass-ops reorder`` wrote. A layer that our kernels do
-not take is left to vLLM's own, with one line in its log that says why.
+experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads what
+``cutlass-ops reorder`` wrote. A layer that our kernels do not take is left to vLLM's own, with one
+line in its log that says why.
 
 Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
 of compiled graphs:

@@ -15,6 +15,7 @@ from ..packed_weight import PackedWeight
 from .linear import MISSING, logger, settings
 
 if MISSING is None:
+    from vllm import envs
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import (
@@ -43,6 +44,7 @@ ENGINE = Engine(
     logger=logger,
     settings=settings,
     is_cuda=lambda: current_platform.is_cuda(),
+    batch_invariant=lambda: envs.VLLM_BATCH_INVARIANT,
     rank=lambda layer: get_tensor_model_parallel_rank(),
     kv_place=_kv_place,
 )

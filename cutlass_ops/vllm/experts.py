@@ -2,7 +2,8 @@
 
 vLLM has no list of kernels for experts that a plugin could extend. ``get_quant_method`` of its
 configurations is therefore wrapped: a method of a layer of experts that is ours gets another
-``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's.
+``process_weights_after_loading`` and ``apply``. Router, parameters and their loaders stay vLLM's. What
+the wrapper returns for linear layers goes through ``awq.py``.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..engines.layers import changed, extended, stored_weight
 from ..experts import mixed_moe, reorder_experts
 from ..nn_experts import MixedExperts
 from ..weight import QuantizedWeight
+from .awq import taken
 from .linear import MISSING, logger, reason_against_all, settings
 
 if MISSING is None:
@@ -71,7 +73,7 @@ def _wrapped(original: Callable[..., Any]) -> Callable[..., Any]:
             else:
                 kind: Any = type(method)
                 return changed(method, extended(kind, _Experts))
-        return method
+        return taken(method)
 
     get_quant_method.of_cutlass_ops = True  # type: ignore[attr-defined]
     return get_quant_method
@@ -113,6 +115,7 @@ def _reason(method: Any, layer: Any) -> str | None:
         order = method.quant_config.desc_act
     activation = getattr(layer.activation, "value", layer.activation)
     checks = (
+        (envs.VLLM_BATCH_INVARIANT, "VLLM_BATCH_INVARIANT is set"),
         (_NAME in envs.VLLM_DISABLED_KERNELS, f"VLLM_DISABLED_KERNELS has {_NAME}"),
         (moe.moe_backend != "auto", f"the user chose moe_backend {moe.moe_backend!r}"),
         (bits not in (4, 8), f"codes have {bits} bits; supported are 4 and 8"),

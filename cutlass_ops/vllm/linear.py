@@ -63,11 +63,7 @@ def reason_against_all() -> str | None:
         TypeError, ValueError: wrong settings, whatever the layers are.
     """
     settings()
-    if (reason := reason_of_package(current_platform.is_cpu())) is not None:
-        return reason
-    if envs.VLLM_BATCH_INVARIANT:
-        return "VLLM_BATCH_INVARIANT is set"
-    return None
+    return reason_of_package(current_platform.is_cpu())
 
 
 def _reason_against(c: Any) -> str | None:
@@ -130,6 +126,7 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
         Raises:
             ValueError: values that cannot be packed; the message says which.
         """
+        self.batch_invariant: bool = envs.VLLM_BATCH_INVARIANT
         default = "token" if str(self.config.weight_type) in _SIGNED else "none"
         act_quant = settings().get("act_quant", default)
         symmetric = getattr(getattr(layer, "scheme", None), "input_symmetric", True) is not False
@@ -138,7 +135,7 @@ class CutlassOpsLinearKernel(MPLinearKernel):  # type: ignore[misc, unused-ignor
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        return product(layer, x, bias)
+        return product(layer, x, bias, self.batch_invariant)
 
     def _quantized_weight(self, layer: torch.nn.Module) -> QuantizedWeight:
         c = self.config
@@ -196,6 +193,7 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
         Raises:
             ValueError: values that cannot be packed; the message says which.
         """
+        self.batch_invariant: bool = envs.VLLM_BATCH_INVARIANT
         names = self.layer_param_names[:2]
         stored, scales = (getattr(layer, name).data for name in names)
         widths: Any = None if self.config.is_channelwise else layer.logical_widths
@@ -205,7 +203,7 @@ class CutlassOpsInt8LinearKernel(Int8ScaledMMLinearKernel):  # type: ignore[misc
 
     def apply_weights(self, layer: torch.nn.Module, x: Tensor, bias: Tensor | None = None) -> Tensor:
         """x ``[..., K]`` times the layer's weight, plus bias: ``[..., N]`` of x's dtype."""
-        return product(layer, x, bias)
+        return product(layer, x, bias, self.batch_invariant)
 
 
 def _by_rows(scales: Any) -> Tensor:
