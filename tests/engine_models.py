@@ -168,6 +168,25 @@ def write_embedding(folder: Path, source: Path, tied: bool) -> None:
     model.dequantize().save_pretrained(folder / "dense")
 
 
+def write_mixed(folder: Path, source: Path) -> None:
+    """A packed model whose fused layers have parts in different formats, some of them floats; and the same, dequantised."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
+    forms = {"q_proj": (4, 64, False), "k_proj": (8, 32, True), "up_proj": (4, 128, True), "o_proj": (4, 32, True)}
+    packed = {}
+    for name, module in model.named_modules():
+        if (form := forms.get(name.rpartition(".")[2])) is not None:
+            bits, group_size, symmetric = form
+            weight = co.quantize(module.weight.data, bits, group_size, symmetric=symmetric)
+            # Scales that are powers of two: the dequantised weight is then exact in bf16.
+            scales = 2 ** weight.scales.float().log2().round()
+            packed[name] = co.reorder(co.QuantizedWeight(weight.codes, scales, weight.zeros, bits=bits, group_size=group_size))
+    co.replace_linears(model, packed)
+    model.save_pretrained(folder / "directory")
+    model.dequantize().save_pretrained(folder / "dense")
+
+
 def reorder(checkpoint: Path, directory: Path) -> None:
     command = [sys.executable, "-m", "cutlass_ops", "reorder", str(checkpoint), "-o", str(directory)]
     subprocess.run(command, check=True, capture_output=True, timeout=120)

@@ -5,7 +5,7 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops.engines.layers import stored_weight
-from cutlass_ops.engines.shards import Shards
+from cutlass_ops.engines.shards import LayerPart, Shards
 from cutlass_ops.engines.slices import cut
 from cutlass_ops.packed_file import packed_specs
 from cutlass_ops.tensor_parallel import slice_weight, sliced_format
@@ -60,7 +60,7 @@ def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
     stored = [weight(rows, 128, 4, 32, False) for rows in (4 * head, 2 * head, 2 * head)]
     for rank in range(4):
         places = [(rank, 4), (rank // 2, 2), (rank // 2, 2)]
-        shards = Shards([head] * 3, places, 128, slice(0, 128), 4, (32, 32))
+        shards = Shards(LayerPart([head] * 3, places, 128, slice(0, 128)), 4, (32, 32))
         rows = shards.padded(2).stop
         example = co.reorder(stored[0]).tensors()
         specs = packed_specs(rows, 128, 4, 32, {p: t.dtype for p, t in example.items()})
@@ -85,7 +85,7 @@ def test_ranks_share_keys_and_values(head: int, fused: bool) -> None:
 
 
 def test_a_stored_tensor_of_another_size_is_refused() -> None:
-    shards = Shards([64], [(0, 1)], 128, slice(0, 128), 4, (32, 32))
+    shards = Shards(LayerPart([64], [(0, 1)], 128, slice(0, 128)), 4, (32, 32))
     codes = torch.nn.Parameter(torch.zeros(64 * 64, dtype=torch.uint8), requires_grad=False)
     with pytest.raises(ValueError, match=r"codes is torch.uint8 \(8192,\).*\(4096,\)"):
         shards.load("codes", codes, torch.zeros(8192, dtype=torch.uint8))

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_models import reorder, write_models
+from engine_models import reorder, write_mixed, write_models
 from imports import import_or_skip
 
 pytestmark = [
@@ -39,6 +39,10 @@ RUNS: list[tuple[str, str, str, dict[str, str], int]] = [
     ("directory", "ct/directory", "bfloat16", {}, 1),
     ("directory block", "ct/directory", "bfloat16", {"act_quant": "block"}, 1),
     ("directory two ranks", "ct/directory", "bfloat16", {}, 2),
+    ("mixed", "mixed/directory", "bfloat16", {}, 1),
+    ("mixed two ranks", "mixed/directory", "bfloat16", {}, 2),
+    ("mixed dense", "mixed/dense", "bfloat16", {}, 1),
+    ("mixed two ranks dense", "mixed/dense", "bfloat16", {}, 2),
     ("ct dense", "ct/dense", "bfloat16", {}, 1),
     ("ct-asymmetric dense", "ct-asymmetric/dense", "bfloat16", {}, 1),
     ("awq dense", "awq/dense", "float16", {}, 1),
@@ -141,6 +145,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
     for kind in KINDS:
         write_models(folder / kind, kind)
     reorder(folder / "ct" / "quantised", folder / "ct" / "directory")
+    write_mixed(folder / "mixed", folder / "ct" / "dense")
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if find_spec("sgl_kernel") is None:
         (folder / "kernels" / "sgl_kernel").mkdir(parents=True)
@@ -200,6 +205,8 @@ def runs(models: tuple[Path, dict[str, str]]) -> tuple[dict[str, tuple[list[list
         ("ct two ranks", "ct two ranks"),  # sums of two ranks' products are rounded otherwise, with dense layers too
         ("directory", "ct"),
         ("directory two ranks", "ct two ranks"),
+        ("mixed", "mixed"),
+        ("mixed two ranks", "mixed two ranks"),
     ],
 )
 def test_tokens_are_those_of_the_dequantised_model(runs, run: str, dense: str) -> None:

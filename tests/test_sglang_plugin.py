@@ -291,10 +291,11 @@ def test_fused_layers_are_known_also_where_the_model_does_not_name_them(layers: 
         assert method.form.bits == bits
 
 
-def test_layers_that_differ_and_are_fused_are_refused(layers: dict[str, Any]) -> None:
-    found = config({"m.q_proj": 4, "m.k_proj": 4, "m.v_proj": 8}, {})
-    with pytest.raises(ValueError, match=r"SGLang has m\.q_proj, m.k_proj, m.v_proj as one layer, but their formats differ"):
-        found.get_quant_method(layers["LinearBase"](), "m.qkv_proj")
+def test_layers_that_differ_and_are_fused_are_each_packed(layers: dict[str, Any]) -> None:
+    found = config({"m.q_proj": 4, "m.k_proj": 8}, {}, not_converted=["m.v_proj"])
+    method = found.get_quant_method(layers["LinearBase"](), "m.qkv_proj")
+    assert type(method) is directory.FusedLinearMethod
+    assert [one and one.form.bits for one in method.methods] == [4, 8, None]
 
 
 def test_layers_that_are_not_packed_are_sglangs(layers: dict[str, Any]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import CONFIGS, reorder, write_embedding, write_models
+from engine_models import CONFIGS, reorder, write_embedding, write_mixed, write_models
 
 pytestmark = [
     pytest.mark.slow,
@@ -39,6 +39,9 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("directory compiled", "ct/directory", {}, 1),
     ("dense compiled", "ct/dense", {}, 1),
     ("directory asymmetric", "ct-asymmetric/directory", {}, 1),
+    ("mixed", "mixed/directory", {}, 1),
+    ("mixed two ranks", "mixed/directory", {}, 2),
+    ("mixed dense", "mixed/dense", {}, 1),
     ("embedding alone", "alone/directory", {}, 1),
     ("embedding alone dense", "alone/dense", {}, 1),
     ("embedding tied", "tied/directory", {}, 1),
@@ -141,7 +144,7 @@ def run_engines(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=900,
+        timeout=1800,
     )
     log = run.stdout + run.stderr
     assert run.returncode == 0, log[-5000:]
@@ -160,6 +163,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         reorder(folder / kind / "quantised", folder / kind / "directory")
     for name in ("alone", "tied"):
         write_embedding(folder / name, folder / "ct" / "dense", name == "tied")
+    write_mixed(folder / "mixed", folder / "ct" / "dense")
     return folder
 
 
@@ -193,6 +197,13 @@ def test_tokens_of_a_packed_directory(runs, run: str) -> None:
     assert modes == ["MixedLinear none"]
     kind = "ct-asymmetric" if run == "directory asymmetric" else "ct"
     assert tokens == runs[0][f"{kind} dense"][0]
+
+
+@pytest.mark.parametrize("run", ["mixed", "mixed two ranks"])
+def test_tokens_of_fused_layers_in_different_formats(runs, run: str) -> None:
+    tokens, modes = runs[0][run]
+    assert modes == ["MixedLinear none"]
+    assert tokens == runs[0]["mixed dense"][0]
 
 
 def test_compiled_tokens_are_those_of_the_compiled_dense_model(runs) -> None:

@@ -301,7 +301,7 @@ def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any
     with pytest.raises(ValueError, match="embed is tied to the output head, which another rank of the pipeline has"):
         looks_up.embedding(embedding, torch.tensor([0]))
     packed = co.reorder(co.quantize(torch.randn(rows, 32), 8, 32))
-    multiplies.shards = SimpleNamespace(sizes=[rows], loaded=set(), weights=lambda tensors: [packed])
+    multiplies.shards = SimpleNamespace(part=SimpleNamespace(sizes=[rows]), loaded=set(), weights=lambda tensors: [packed])
     multiplies.parts = list(packed.tensors())
     for part, tensor in packed.tensors().items():
         head.register_buffer(part, tensor)

@@ -17,7 +17,7 @@ from ..packed_file import packed_problem, packed_specs
 from ..reorder import reorder
 from ..tensor_parallel import ACT_ORDER, sliced_format
 from .layers import MODULE, Engine, product
-from .shards import Shards
+from .shards import LayerPart, Shards, part_of
 
 
 class PackedConfig:
@@ -66,22 +66,13 @@ class PackedConfig:
         embeddings = dict(zip(embeddings, holders, strict=True))
         self.fields |= {"modules": modules, "modules_to_not_convert": left, "embeddings": embeddings}
 
-    def format_of(self, prefix: str) -> WeightFormat | None:
-        """The format of the layers that the engine has as ``prefix``; None if they are not packed.
-
-        Raises:
-            ValueError: layers that the engine fuses and that are stored in different formats.
-        """
+    def formats_of(self, prefix: str) -> list[WeightFormat | None]:
+        """The format of the layers that the engine has as ``prefix``, or of each if they differ; None if not packed."""
         parent, _, last = prefix.rpartition(".")
         names = self.packed_modules_mapping.get(last, [last])
         stored = [f"{parent}.{name}" if parent else name for name in names]
-        found = {name: weight_format(self.fields, name) for name in stored}
-        if len({_without_bias(form) for form in found.values()}) > 1:
-            raise ValueError(
-                f"{self.engine.name} has {', '.join(stored)} as one layer, but their formats differ: "
-                + ", ".join("not packed" if f is None else str(f.to_json()) for f in found.values())
-            )
-        return next(iter(found.values()))
+        found = [weight_format(self.fields, name) for name in stored]
+        return found if len({_without_bias(form) for form in found}) > 1 else found[:1]
 
     def check_experts(self, prefix: str) -> None:
         """Raise ``ValueError`` for experts that are packed."""
@@ -140,36 +131,29 @@ class PackedLinear:
         """
         if self.engine.is_cuda() and not _C.built_with_cuda:
             raise ValueError("cutlass_ops was built without CUDA, and has no kernels for the model")
-        ranks = input_size // input_size_per_partition
+        part = part_of(self.engine, layer, input_size_per_partition, output_partition_sizes, input_size, output_size)
+        self.make_parameters(layer, part)
+
+    def make_parameters(self, layer: torch.nn.Module, part: LayerPart) -> None:
+        """The same, for a part of the layer that is known."""
+        columns = part.columns.stop - part.columns.start
+        ranks = part.k // columns
         dtypes = dict(_dtypes(self.form))
         if ranks > 1 and "perm" in dtypes:
             raise ValueError(f"{self.prefix} cannot be split over {ranks} ranks: {ACT_ORDER}")
-        n, size = sum(output_partition_sizes), self.form.group_size
-        own = sliced_format(n, input_size, size, "rowwise", ranks)[2]
-        rank = self.engine.rank(layer)
-        start = rank * input_size_per_partition if ranks > 1 else 0
-        row_ranks = output_size // n
-        first = (rank, row_ranks) if row_ranks > 1 else (0, 1)
-        others = self.engine.kv_place(layer, *first) if row_ranks > 1 else first
-        shards = Shards(
-            sizes=list(output_partition_sizes),
-            places=[first, *(others for _ in output_partition_sizes[1:])],
-            k=input_size,
-            columns=slice(start, start + input_size_per_partition),
-            bits=self.form.bits,
-            group_sizes=(size, own),
-            vocabulary=getattr(layer, "org_vocab_size", None),
-        )
-        rows = shards.padded(len(shards.sizes) - 1).stop
-        specs = packed_specs(rows, input_size_per_partition, self.form.bits, own, dtypes)
-        for part, (dtype, shape) in specs.items():
+        size = self.form.group_size
+        own = sliced_format(sum(part.sizes), part.k, size, "rowwise", ranks)[2]
+        shards = Shards(part, self.form.bits, (size, own), getattr(layer, "org_vocab_size", None))
+        rows = shards.padded(len(part.sizes) - 1).stop
+        specs = packed_specs(rows, columns, self.form.bits, own, dtypes)
+        for name, (dtype, shape) in specs.items():
             # None is the default device: engines make layers under that of their parameters.
             parameter = Parameter(torch.zeros(shape, dtype=dtype, device=None), requires_grad=False)
-            parameter.weight_loader = partial(shards.load, part)  # type: ignore[attr-defined]
-            layer.register_parameter(part, parameter)
+            parameter.weight_loader = partial(shards.load, name)  # type: ignore[attr-defined]
+            layer.register_parameter(name, parameter)
         if "perm" in specs:  # dummy weights leave integers as they are
             perm = layer.get_parameter("perm").data
-            perm.copy_(torch.arange(input_size_per_partition, device=perm.device))
+            perm.copy_(torch.arange(columns, device=perm.device))
         self.shards = shards
         self.parts = list(specs)
 
@@ -182,7 +166,7 @@ class PackedLinear:
         if not hasattr(self, "shards"):
             return  # engines may call it again
         shards = self.shards
-        wanted = {(part, i) for part in self.parts for i in range(len(shards.sizes))}
+        wanted = {(part, i) for part in self.parts for i in range(len(shards.part.sizes))}
         if shards.loaded and (missing := wanted - shards.loaded):
             part, index = min(missing)
             raise ValueError(f"{self.prefix}: the files lack {part!r} of its part {index}")

@@ -19,7 +19,45 @@ from .. import formats
 from ..packed_file import packed_specs
 from ..packed_weight import PackedWeight
 from ..weight import PARTS
+from .layers import Engine
 from .slices import cut
+
+
+@dataclass(frozen=True)
+class LayerPart:
+    """What one rank holds of a layer that an engine may have fused of several.
+
+    Attributes:
+        sizes: rows of each of the fused layers on this rank.
+        places: which part of each layer's rows that is, and of how many.
+        k: input features of the whole weight.
+        columns: those that this rank has.
+    """
+
+    sizes: list[int]
+    places: list[tuple[int, int]]
+    k: int
+    columns: slice
+
+    def rows(self, index: int) -> tuple[slice, int]:
+        """Rows of the stored layer ``index`` that this rank has, and how many it has in all."""
+        size, (part, parts) = self.sizes[index], self.places[index]
+        return slice(part * size, (part + 1) * size), parts * size
+
+
+def part_of(engine: Engine, layer: torch.nn.Module, k: int, sizes: list[int], whole_k: int, whole_n: int) -> LayerPart:
+    """What this rank holds of an engine's layer.
+
+    Args:
+        engine, layer: the engine's.
+        k, sizes: input features, and output features of each of the fused layers, on this rank.
+        whole_k, whole_n: of the layer.
+    """
+    rank, ranks = engine.rank(layer), whole_n // sum(sizes)
+    start = rank * k if whole_k > k else 0
+    first = (rank, ranks) if ranks > 1 else (0, 1)
+    others = engine.kv_place(layer, *first) if ranks > 1 else first
+    return LayerPart(list(sizes), [first, *(others for _ in sizes[1:])], whole_k, slice(start, start + k))
 
 
 @dataclass
@@ -27,10 +65,7 @@ class Shards:
     """The layers that an engine has fused into one, with what one rank holds of each.
 
     Attributes:
-        sizes: their rows on this rank.
-        places: which part of each layer's rows that is, and of how many.
-        k: input features of the whole weight.
-        columns: those that this rank has.
+        part: what that is.
         bits: of a code.
         group_sizes: of the whole weight and of the rank's columns.
         vocabulary: rows that the files have of an output head or a word embedding, which engines
@@ -38,10 +73,7 @@ class Shards:
         loaded: which parts of which shards came from the files.
     """
 
-    sizes: list[int]
-    places: list[tuple[int, int]]
-    k: int
-    columns: slice
+    part: LayerPart
     bits: int
     group_sizes: tuple[int, int]
     vocabulary: int | None = None
@@ -49,15 +81,15 @@ class Shards:
 
     def padded(self, index: int) -> slice:
         """Where shard ``index`` stands among the rows of all, each padded to row panels."""
-        start = sum(map(formats.padded_rows, self.sizes[:index]))
-        return slice(start, start + formats.padded_rows(self.sizes[index]))
+        start = sum(map(formats.padded_rows, self.part.sizes[:index]))
+        return slice(start, start + formats.padded_rows(self.part.sizes[index]))
 
     def rows(self, index: int) -> tuple[slice, int]:
         """Rows of the stored layer ``index`` that this rank has, and how many it has in all."""
-        size, (part, parts) = self.sizes[index], self.places[index]
-        start = part * size
-        stored = parts * size if self.vocabulary is None else self.vocabulary
-        return slice(min(start, stored), min(start + size, stored)), stored
+        own, stored = self.part.rows(index)
+        if self.vocabulary is not None:
+            stored = self.vocabulary
+        return slice(min(own.start, stored), min(own.stop, stored)), stored
 
     def load(self, part: str, parameter: Parameter, tensor: Tensor, shard: str | int | None = None) -> None:
         """Copy this rank's part of a stored tensor; the weight loader of a parameter.
@@ -67,8 +99,8 @@ class Shards:
         """
         if isinstance(shard, tuple):
             raise ValueError(f"{part}: several of the fused layers in one tensor ({shard})")
-        if shard is None and len(self.sizes) > 1:  # they are fused in the files already
-            stored = [self.rows(index)[1] for index in range(len(self.sizes))]
+        if shard is None and len(self.part.sizes) > 1:  # they are fused in the files already
+            stored = [self.rows(index)[1] for index in range(len(self.part.sizes))]
             offsets = [sum(stored[:index]) for index in range(len(stored))]
             for index, offset in enumerate(offsets):
                 own, _ = self.rows(index)
@@ -80,20 +112,19 @@ class Shards:
 
     def _copy(self, part: str, parameter: Parameter, tensor: Tensor, index: int, rows: slice, n: int) -> None:
         whole = {part: parameter.dtype}
-        _, expected = packed_specs(n, self.k, self.bits, self.group_sizes[0], whole)[part]
+        _, expected = packed_specs(n, self.part.k, self.bits, self.group_sizes[0], whole)[part]
         if tensor.dtype != parameter.dtype or tuple(tensor.shape) != expected:
-            raise ValueError(
-                f"{part} is {tensor.dtype} {tuple(tensor.shape)}; {parameter.dtype} {expected} is expected of {n} x {self.k}"
-            )
+            found, wanted = (tensor.dtype, tuple(tensor.shape)), (parameter.dtype, expected)
+            raise ValueError(f"{part} is {found[0]} {found[1]}; {wanted[0]} {wanted[1]} is expected of {n} x {self.part.k}")
         if rows.start < rows.stop:
-            shape = (n, self.k)
-            options = (self.bits, self.group_sizes, rows, self.columns, parameter.device)
+            shape = (n, self.part.k)
+            options = (self.bits, self.group_sizes, rows, self.part.columns, parameter.device)
             self._put(part, parameter, cut(part, tensor, shape, *options), index)
         self.loaded.add((part, index))
 
     def _put(self, part: str, parameter: Parameter, values: Tensor, index: int) -> None:
         if part in ("perm", "book"):
-            if self.loaded & {(part, other) for other in range(len(self.sizes))} and not (
+            if self.loaded & {(part, other) for other in range(len(self.part.sizes))} and not (
                 torch.equal(parameter.data, values.to(parameter.device))
             ):
                 raise ValueError(f"{part}: layers that are fused have different ones")
@@ -101,7 +132,7 @@ class Shards:
             return
         padded = self.padded(index)
         if part == "codes":
-            row_bytes = parameter.numel() // self.padded(len(self.sizes) - 1).stop
+            row_bytes = parameter.numel() // self.padded(len(self.part.sizes) - 1).stop
             start = padded.start * row_bytes
             parameter.data[start : start + values.numel()].copy_(values)
         else:
@@ -110,15 +141,15 @@ class Shards:
 
     def weights(self, parts: dict[str, Tensor]) -> Iterator[PackedWeight]:
         """The packed weight of all, or those of each, if some end inside a row panel."""
-        columns = self.columns.stop - self.columns.start
+        columns = self.part.columns.stop - self.part.columns.start
         form = {"k": columns, "bits": self.bits, "group_size": self.group_sizes[1]}
         stored: dict[str, Any] = {part: parts.get(part) for part in PARTS}
-        if not any(size % formats.ROWS_PER_SLAB for size in self.sizes[:-1]):
-            yield PackedWeight(**stored, n=sum(self.sizes), **form)
+        if not any(size % formats.ROWS_PER_SLAB for size in self.part.sizes[:-1]):
+            yield PackedWeight(**stored, n=sum(self.part.sizes), **form)
             return
-        rows = self.padded(len(self.sizes) - 1).stop
+        rows = self.padded(len(self.part.sizes) - 1).stop
         whole = PackedWeight(**stored, n=rows, **form)
-        for index, size in enumerate(self.sizes):
+        for index, size in enumerate(self.part.sizes):
             start = self.padded(index).start
             one = whole.row_panels(start, self.padded(index).stop)
             yield PackedWeight(**{p: getattr(one, p) for p in PARTS}, n=size, **form)

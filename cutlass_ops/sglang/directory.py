@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..engines.directory import PackedConfig, PackedLinear
+from ..engines.fused import FusedLinear
 from ..nn import SHARED_INPUT
 from .engine import ENGINE, MISSING
 
@@ -50,8 +51,7 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         """Ours for packed layers, SGLang's own for others.
 
         Raises:
-            ValueError: layers that SGLang fuses and that are stored in different formats, packed
-                experts or embeddings, or a linear layer without a name.
+            ValueError: packed experts or embeddings, or a linear layer without a name.
         """
         if isinstance(layer, FusedMoE):
             return self.check_experts(prefix)
@@ -64,7 +64,10 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
             return None
         if not prefix:
             raise ValueError("SGLang makes a linear layer of the model without its name, by which its format would be known")
-        form = self.format_of(prefix)
+        forms = self.formats_of(prefix)
+        if len(forms) > 1:
+            return FusedLinearMethod(forms, prefix, self.fields)
+        form = forms[0]
         if form is None:
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         return PackedLinearMethod(form, prefix, self.fields)
@@ -74,3 +77,9 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc, 
     """A linear layer of SGLang whose weight is stored in the kernels' order."""
 
     engine = ENGINE
+
+
+class FusedLinearMethod(FusedLinear, LinearMethodBase):  # type: ignore[misc, unused-ignore]
+    """A linear layer that SGLang fused of layers in different formats."""
+
+    linear = PackedLinearMethod

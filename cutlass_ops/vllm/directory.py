@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ..embedding import embedding as look_up
 from ..engines.directory import PackedConfig, PackedLinear
+from ..engines.fused import FusedLinear
 from ..engines.layers import MODULE, Engine
 from ..packed_config import weight_format
 from ..packed_weight import PackedWeight
@@ -73,8 +74,7 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         """Ours for packed layers, vLLM's own for others.
 
         Raises:
-            ValueError: layers that vLLM fuses and that are stored in different formats, packed
-                experts, or an embedding without a name where several are packed.
+            ValueError: packed experts, or an embedding without a name where several are packed.
         """
         if isinstance(layer, RoutedExperts):
             return self.check_experts(prefix)
@@ -82,7 +82,10 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
             return self._embedding_method(layer, prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
-        form = self.format_of(prefix)
+        forms = self.formats_of(prefix)
+        if len(forms) > 1:
+            return FusedLinearMethod(forms, prefix, self.fields)
+        form = forms[0]
         if form is None:
             is_head = isinstance(layer, ParallelLMHead)
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
@@ -107,6 +110,12 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc, 
     """A linear layer of vLLM whose weight is stored in the kernels' order."""
 
     engine = ENGINE
+
+
+class FusedLinearMethod(FusedLinear, LinearMethodBase):  # type: ignore[misc, unused-ignore]
+    """A linear layer that vLLM fused of layers in different formats."""
+
+    linear = PackedLinearMethod
 
 
 class PackedEmbeddingMethod(PackedLinearMethod):
