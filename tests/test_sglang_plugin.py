@@ -246,16 +246,21 @@ def test_a_missing_configuration_is_named_and_the_others_are_hooked(
 def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: pytest.MonkeyPatch) -> None:
     methods: list[dict[str, Any]] = [{}, {}]
     calls: list[None] = []
+    hooks: list[Any] = []
     for name, value in {
         "MISSING": None,
         "QUANTIZATION_METHODS": methods[0],
         "CPU_QUANTIZATION_METHODS": methods[1],
         "take_layers": lambda: calls.append(None),
+        "HookRegistry": SimpleNamespace(register=lambda target, hook, kind: hooks.append((target, hook, kind))),
+        "HookType": SimpleNamespace(BEFORE="before"),
     }.items():
         monkeypatch.setattr(sglang, name, value, raising=False)
     sglang.register()
     assert methods == [{"cutlass_ops": directory.CutlassOpsConfig}] * 2
     assert len(calls) == 1
+    target = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
+    assert hooks == [(target, directory.refuse_unread, "before")]
 
 
 # ---- packed directories
@@ -314,6 +319,25 @@ def test_what_sglang_cannot_load_is_refused(layers: dict[str, Any]) -> None:
         packed.get_quant_method(layers["VocabParallelEmbedding"](), "embed")
     with pytest.raises(ValueError, match="without its name"):
         packed.get_quant_method(layers["LinearBase"](), "")
+
+
+@pytest.mark.parametrize("name", ["one", "k_proj"])
+def test_a_packed_layer_that_sglang_makes_without_the_configuration_is_refused(name: str) -> None:
+    model = torch.nn.Module()
+    model.m = torch.nn.ModuleDict({"one": torch.nn.Linear(8, 8), "qkv_proj": torch.nn.Linear(8, 8)})
+    names = [(f"m.{name}.scales", torch.zeros(1)), (f"m.{name}.codes", torch.zeros(1))]
+    arguments, _ = directory.refuse_unread(model, names, "cpu")
+    assert (arguments[0], arguments[2]) == (model, "cpu")
+    with pytest.raises(ValueError, match=rf"m\.{name} is packed, but SGLang's Module makes it without the configuration"):
+        list(arguments[1])
+
+
+def test_weights_of_layers_that_are_packed_or_elsewhere_are_passed_on() -> None:
+    model = torch.nn.Module()
+    model.one = torch.nn.Module()
+    model.one.codes = torch.nn.Parameter(torch.zeros(1))
+    names = [("one.codes", torch.zeros(1)), ("elsewhere.two.codes", torch.zeros(1)), ("one.weight", torch.zeros(1))]
+    assert list(directory.refuse_unread(model, names)[0][1]) == names
 
 
 def test_ranks_that_share_a_layer_are_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,12 +17,14 @@ act_quant    how x is quantised: "none" (the default), "token" or "block". Check
 
 from __future__ import annotations
 
-from .directory import CutlassOpsConfig
+from .directory import CutlassOpsConfig, refuse_unread
 from .engine import MISSING, logger
 from .linear import take_layers
 
 if MISSING is None:
-    from .engine import CPU_QUANTIZATION_METHODS, QUANTIZATION_METHODS
+    from .engine import CPU_QUANTIZATION_METHODS, QUANTIZATION_METHODS, HookRegistry, HookType
+
+_LOAD = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
 
 
 def register() -> None:
@@ -35,4 +37,5 @@ def register() -> None:
         return
     for methods in (QUANTIZATION_METHODS, CPU_QUANTIZATION_METHODS):  # the second is for CPUs with AMX
         methods[CutlassOpsConfig.get_name()] = CutlassOpsConfig
+    HookRegistry.register(_LOAD, refuse_unread, HookType.BEFORE)
     take_layers()

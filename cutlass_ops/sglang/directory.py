@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..engines.directory import PackedConfig, PackedLinear
 from ..engines.fused import FusedLinear
@@ -71,6 +73,41 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         if form is None:
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         return PackedLinearMethod(form, prefix, self.fields)
+
+
+def refuse_unread(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of SGLang's ``load_weights_only``, with names that are looked at before the model sees them.
+
+    SGLang gives its configuration to a model, which may make layers without it. Of their packed
+    weights SGLang's log would only say that no parameter has such a name.
+    """
+    return (model, _checked(model, weights), *args), {}
+
+
+def _checked(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+    """The same weights.
+
+    Raises:
+        ValueError: packed codes of a layer that the model has with a weight of floats.
+    """
+    for name, tensor in weights:
+        layer, _, part = name.rpartition(".")
+        if part == "codes" and _is_float(model, layer):
+            raise ValueError(f"{layer} is packed, but SGLang's {type(model).__name__} makes it without the configuration")
+        yield name, tensor
+
+
+def _is_float(model: torch.nn.Module, name: str) -> bool:
+    """Whether the model has the layer, or one that it is fused into, and not packed."""
+    parent, _, last = name.rpartition(".")
+    for one in (last, *(fused for fused, parts in SHARED_INPUT.items() if last in parts)):
+        try:
+            layer = model.get_submodule(f"{parent}.{one}" if parent else one)
+        except AttributeError:
+            continue  # it has another name in SGLang, or is another rank's
+        if "weight" in layer._parameters and "codes" not in layer._parameters:
+            return True
+    return False
 
 
 class PackedLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc, unused-ignore]

@@ -17,6 +17,7 @@ try:
     )
     from sglang.srt.layers.quantization import QUANTIZATION_METHODS as QUANTIZATION_METHODS
     from sglang.srt.plugins.hook_registry import HookRegistry as HookRegistry
+    from sglang.srt.plugins.hook_registry import HookType as HookType
     from sglang.srt.runtime_context import get_exec, get_model
     from sglang.srt.utils import is_cuda
 

@@ -30,8 +30,9 @@ from ..weight import QuantizedWeight
 from .engine import ENGINE, MISSING, logger, settings
 
 if MISSING is None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.utils import cpu_has_amx_support, is_cpu, is_cuda
+
+    from .engine import HookRegistry, HookType
 
 _QUANTIZATION = "sglang.srt.layers.quantization"
 _CONFIGS = (
