@@ -20,8 +20,8 @@ HEADS = {"q": 128, "k": 64, "v": 64}
 
 @pytest.fixture
 def engine() -> SimpleNamespace:
-    """What the engine says: ``rank``, and whether it is batch invariant."""
-    return SimpleNamespace(rank=0, invariant=False)
+    """What the engine says: ``rank``, and whether it is batch invariant and makes random weights."""
+    return SimpleNamespace(rank=0, invariant=False, random=False)
 
 
 def method_of(engine: SimpleNamespace, forms: list[WeightFormat | None]) -> FusedLinear:
@@ -34,6 +34,7 @@ def method_of(engine: SimpleNamespace, forms: list[WeightFormat | None]) -> Fuse
         settings=dict,
         is_cuda=lambda: False,
         batch_invariant=lambda: engine.invariant,
+        random_weights=lambda: engine.random,
         rank=lambda layer: engine.rank,
         kv_place=lambda layer, rank, ranks: (rank // 2, ranks // 2),
     )
@@ -103,11 +104,29 @@ def test_columns_of_a_rank(engine: SimpleNamespace) -> None:
     torch.testing.assert_close(method.apply(layer, x), x @ torch.cat(dense)[:, K // 2 :].t(), rtol=1e-5, atol=1e-4)
 
 
-def test_a_part_that_the_files_lack_is_named(engine: SimpleNamespace) -> None:
+@pytest.mark.parametrize(
+    ("left_out", "line"),
+    [("k.scales", r"\[1\]: the files lack 'scales' of its part 0"), ("v.weight", ": the files lack 'weight' of its part 2")],
+)
+def test_a_tensor_that_the_files_lack_is_named(left_out: str, line: str, engine: SimpleNamespace) -> None:
     method, layer = made(engine, list(HEADS.values()), K)
-    load(layer, left_out="k.scales")
-    with pytest.raises(ValueError, match=r"m\.qkv_proj\[1\]: the files lack 'scales' of its part 0"):
+    load(layer, left_out=left_out)
+    with pytest.raises(ValueError, match=rf"m\.qkv_proj{line}"):
         method.process_weights_after_loading(layer)
+
+
+@pytest.mark.parametrize("random", [True, False])
+def test_only_an_engine_that_makes_random_weights_loads_none(random: bool, engine: SimpleNamespace) -> None:
+    engine.random = random
+    method, layer = made(engine, list(HEADS.values()), K)
+    if random:
+        for part in layer.modules():
+            if "scales" in part._parameters:
+                part.scales.data.fill_(1)
+        method.process_weights_after_loading(layer)
+    else:
+        with pytest.raises(ValueError, match="the files lack"):
+            method.process_weights_after_loading(layer)
 
 
 def test_tensors_of_another_format_or_size_are_refused(engine: SimpleNamespace) -> None:

@@ -305,7 +305,8 @@ def test_a_tied_embedding_gets_the_heads_weight(rows: int, packed_directory: Any
     multiplies.parts = list(packed.tensors())
     for part, tensor in packed.tensors().items():
         head.register_buffer(part, tensor)
-    engine = replace(packed_directory.ENGINE, settings=dict, logger=SimpleNamespace(info_once=lambda text: None))
+    quiet = SimpleNamespace(info_once=lambda text: None)
+    engine = replace(packed_directory.ENGINE, settings=dict, logger=quiet, random_weights=lambda: True)
     monkeypatch.setattr(packed_directory.PackedLinearMethod, "engine", engine)
     if rows != 64:
         with pytest.raises(ValueError, match="lm_head has 128 rows on this rank; the embedding tied to it has 64"):

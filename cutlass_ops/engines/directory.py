@@ -167,7 +167,7 @@ class PackedLinear:
             return  # engines may call it again
         shards = self.shards
         wanted = {(part, i) for part in self.parts for i in range(len(shards.part.sizes))}
-        if shards.loaded and (missing := wanted - shards.loaded):
+        if (missing := wanted - shards.loaded) and not self.engine.random_weights():
             part, index = min(missing)
             raise ValueError(f"{self.prefix}: the files lack {part!r} of its part {index}")
         tensors = {part: getattr(layer, part).data for part in self.parts}

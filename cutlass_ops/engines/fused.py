@@ -72,6 +72,8 @@ class FusedLinear:
                 module.register_parameter("weight", weight)
             parts.append(module)
         layer.register_module(_MODULE, parts)
+        self.missing = {i for i, method in enumerate(self.methods) if not method}
+        self.random_weights = engine.random_weights
         self.names = dict.fromkeys(name for module in parts for name in module._parameters)
         for name in self.names:
             every = Parameter(torch.empty(0), requires_grad=False)
@@ -88,6 +90,8 @@ class FusedLinear:
         if parameter is None:
             raise ValueError(f"{self.prefix}.{name} is there for its part {index}, whose format has no such tensor")
         parameter.weight_loader(parameter, tensor)
+        if name == "weight":
+            self.missing.discard(index)
 
     def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
         """Make the packed weight of each part.
@@ -97,6 +101,8 @@ class FusedLinear:
         """
         if not self.names:
             return  # engines may call it again
+        if self.missing and not self.random_weights():
+            raise ValueError(f"{self.prefix}: the files lack 'weight' of its part {min(self.missing)}")
         for name in self.names:
             delattr(layer, name)
         self.names = {}

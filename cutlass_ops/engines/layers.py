@@ -33,6 +33,7 @@ class Engine:
         settings: the user's, as :func:`checked_settings` returns them.
         is_cuda: whether the model runs on a GPU.
         batch_invariant: whether a row of a product must have the same bits in any batch.
+        random_weights: whether it makes random weights and loads none.
         rank: of this process among those that share a layer.
         kv_place: which part of the keys and values of a layer a rank has, and of how many, by the
             layer, the rank and the number of ranks.
@@ -43,6 +44,7 @@ class Engine:
     settings: Callable[[], dict[str, Any]]
     is_cuda: Callable[[], bool]
     batch_invariant: Callable[[], bool]
+    random_weights: Callable[[], bool]
     rank: Callable[[torch.nn.Module], int]
     kv_place: Callable[[torch.nn.Module, int, int], tuple[int, int]]
 

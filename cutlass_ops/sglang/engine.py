@@ -58,6 +58,7 @@ ENGINE = Engine(
     settings=settings,
     is_cuda=lambda: is_cuda(),
     batch_invariant=lambda: get_exec().deterministic.enable_deterministic_inference,
+    random_weights=lambda: get_model().load_format == "dummy",
     rank=_rank,
     kv_place=_kv_place,
 )

@@ -17,6 +17,7 @@ from .linear import MISSING, logger, settings
 
 if MISSING is None:
     from vllm import envs
+    from vllm.config import get_current_vllm_config_or_none
     from vllm.distributed import get_tensor_model_parallel_rank
     from vllm.model_executor.layers.fused_moe import RoutedExperts
     from vllm.model_executor.layers.linear import (
@@ -40,12 +41,18 @@ def _kv_place(layer: torch.nn.Module, rank: int, ranks: int) -> tuple[int, int]:
     return rank // sharing, ranks // sharing
 
 
+def _random_weights() -> bool:
+    config = get_current_vllm_config_or_none()
+    return config is not None and config.load_config.load_format == "dummy"
+
+
 ENGINE = Engine(
     name="vLLM",
     logger=logger,
     settings=settings,
     is_cuda=lambda: current_platform.is_cuda(),
     batch_invariant=lambda: envs.VLLM_BATCH_INVARIANT,
+    random_weights=_random_weights,
     rank=lambda layer: get_tensor_model_parallel_rank(),
     kv_place=_kv_place,
 )
