@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
-from engine_models import reorder, write_mixed, write_models
+from engine_models import reorder, write_embedding, write_mixed, write_models
 from imports import import_or_skip
 
 pytestmark = [
@@ -43,6 +43,11 @@ RUNS: list[tuple[str, str, str, dict[str, str], int]] = [
     ("mixed two ranks", "mixed/directory", "bfloat16", {}, 2),
     ("mixed dense", "mixed/dense", "bfloat16", {}, 1),
     ("mixed two ranks dense", "mixed/dense", "bfloat16", {}, 2),
+    ("alone", "alone/directory", "bfloat16", {}, 1),
+    ("alone dense", "alone/dense", "bfloat16", {}, 1),
+    ("tied", "tied/directory", "bfloat16", {}, 1),
+    ("tied two ranks", "tied/directory", "bfloat16", {}, 2),
+    ("tied dense", "tied/dense", "bfloat16", {}, 1),
     ("ct dense", "ct/dense", "bfloat16", {}, 1),
     ("ct-asymmetric dense", "ct-asymmetric/dense", "bfloat16", {}, 1),
     ("awq dense", "awq/dense", "float16", {}, 1),
@@ -146,6 +151,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, st
         write_models(folder / kind, kind)
     reorder(folder / "ct" / "quantised", folder / "ct" / "directory")
     write_mixed(folder / "mixed", folder / "ct" / "dense")
+    for name in ("alone", "tied"):
+        write_embedding(folder / name, folder / "ct" / "dense", name == "tied")
+    for kind in ("directory", "dense"):  # SGLang then has one module as the embedding and the head
+        path = folder / "tied" / kind / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"tie_word_embeddings": True}))
     paths = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     if find_spec("sgl_kernel") is None:
         (folder / "kernels" / "sgl_kernel").mkdir(parents=True)
@@ -207,6 +217,9 @@ def runs(models: tuple[Path, dict[str, str]]) -> tuple[dict[str, tuple[list[list
         ("directory two ranks", "ct two ranks"),
         ("mixed", "mixed"),
         ("mixed two ranks", "mixed two ranks"),
+        ("alone", "alone"),
+        ("tied", "tied"),
+        ("tied two ranks", "tied"),
     ],
 )
 def test_tokens_are_those_of_the_dequantised_model(runs, run: str, dense: str) -> None:

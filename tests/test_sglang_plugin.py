@@ -260,7 +260,7 @@ def test_packed_directories_are_registered_also_for_cpus_with_amx(monkeypatch: p
     assert methods == [{"cutlass_ops": directory.CutlassOpsConfig}] * 2
     assert len(calls) == 1
     target = "sglang.srt.model_loader.loader.DefaultModelLoader.load_weights_only"
-    assert hooks == [(target, directory.refuse_unread, "before")]
+    assert hooks == [(target, directory.named_as_the_model, "before")]
 
 
 # ---- packed directories
@@ -314,9 +314,9 @@ def test_layers_that_are_not_packed_are_sglangs(layers: dict[str, Any]) -> None:
 def test_what_sglang_cannot_load_is_refused(layers: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match="packed experts are not loaded in SGLang yet"):
         config({"m.one": 4}, {}).get_quant_method(layers["FusedMoE"](), "m.experts")
-    packed = config({"embed": 8}, {}, embeddings={"embed": "embed"})
-    with pytest.raises(ValueError, match=r"packed embeddings \(embed\) are not loaded in SGLang yet"):
-        packed.get_quant_method(layers["VocabParallelEmbedding"](), "embed")
+    packed = config({"one": 8, "two": 8}, {}, embeddings={"one": "one", "two": "two"})
+    with pytest.raises(ValueError, match="which of the packed embeddings one, two it makes"):
+        packed.get_quant_method(layers["VocabParallelEmbedding"](), "")
     with pytest.raises(ValueError, match="without its name"):
         packed.get_quant_method(layers["LinearBase"](), "")
 
@@ -326,7 +326,7 @@ def test_a_packed_layer_that_sglang_makes_without_the_configuration_is_refused(n
     model = torch.nn.Module()
     model.m = torch.nn.ModuleDict({"one": torch.nn.Linear(8, 8), "qkv_proj": torch.nn.Linear(8, 8)})
     names = [(f"m.{name}.scales", torch.zeros(1)), (f"m.{name}.codes", torch.zeros(1))]
-    arguments, _ = directory.refuse_unread(model, names, "cpu")
+    arguments, _ = directory.named_as_the_model(model, names, "cpu")
     assert (arguments[0], arguments[2]) == (model, "cpu")
     with pytest.raises(ValueError, match=rf"m\.{name} is packed, but SGLang's Module makes it without the configuration"):
         list(arguments[1])
@@ -337,7 +337,45 @@ def test_weights_of_layers_that_are_packed_or_elsewhere_are_passed_on() -> None:
     model.one = torch.nn.Module()
     model.one.codes = torch.nn.Parameter(torch.zeros(1))
     names = [("one.codes", torch.zeros(1)), ("elsewhere.two.codes", torch.zeros(1)), ("one.weight", torch.zeros(1))]
-    assert list(directory.refuse_unread(model, names)[0][1]) == names
+    assert list(directory.named_as_the_model(model, names)[0][1]) == names
+
+
+def embedding(layers: dict[str, Any], holder: str) -> Any:
+    """A packed embedding of 64 x 32, and its weight, which has the name ``holder``."""
+    packed = co.reorder(co.quantize(torch.randn(64, 32, generator=torch.Generator().manual_seed(7)), 8, 32))
+    form = WeightFormat(8, 32, tuple((part, t.dtype) for part, t in packed.tensors().items() if part != "codes"))
+    found = directory.CutlassOpsConfig.from_config(quantization_config({holder: form}, embeddings={"embed": holder}))
+    layer = layers["VocabParallelEmbedding"]()
+    layer.tp_group, layer.org_vocab_size = (0, 1), 64
+    layer.quant_method = found.get_quant_method(layer, "embed")
+    layer.quant_method.create_weights(layer, 32, [64], 32, 64, torch.bfloat16)
+    return layer, packed
+
+
+@pytest.mark.parametrize("head", ["", "same", "other"])
+def test_an_embedding_gets_the_tensors_of_the_head_that_it_is_tied_to(
+    head: str, layers: dict[str, Any], cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine, "get_group_rank_size", lambda group: group, raising=False)
+    quiet = replace(engine.ENGINE, is_cuda=lambda: False, logger=SimpleNamespace(info_once=lambda line: None))
+    monkeypatch.setattr(directory.PackedLinearMethod, "engine", quiet)
+    layer, packed = embedding(layers, "lm_head" if head else "embed")
+    model = torch.nn.Module()
+    model.embed = layer
+    if head:
+        model.lm_head = layer if head == "same" else torch.nn.ParameterDict({"codes": torch.zeros(1)})
+    stored = [(f"{'lm_head' if head else 'embed'}.{part}", tensor) for part, tensor in packed.tensors().items()]
+    names = []
+    for name, tensor in directory.named_as_the_model(model, stored)[0][1]:
+        names.append(name)
+        if name.startswith("embed."):
+            parameter = model.get_parameter(name)
+            parameter.weight_loader(parameter, tensor)
+    of_head = [name for name in names if name.startswith("lm_head")]
+    assert of_head == (["lm_head.codes", "lm_head.scales"] if head == "other" else [])
+    layer.quant_method.process_weights_after_loading(layer)
+    ids = torch.tensor([[3, 63]])
+    assert torch.equal(layer.quant_method.embedding(layer, ids), co.dequantize(packed, torch.bfloat16)[ids])
 
 
 def test_ranks_that_share_a_layer_are_its_groups(monkeypatch: pytest.MonkeyPatch) -> None:

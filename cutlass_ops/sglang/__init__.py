@@ -17,7 +17,7 @@ act_quant    how x is quantised: "none" (the default), "token" or "block". Check
 
 from __future__ import annotations
 
-from .directory import CutlassOpsConfig, refuse_unread
+from .directory import CutlassOpsConfig, named_as_the_model
 from .engine import MISSING, logger
 from .linear import take_layers
 
@@ -37,5 +37,5 @@ def register() -> None:
         return
     for methods in (QUANTIZATION_METHODS, CPU_QUANTIZATION_METHODS):  # the second is for CPUs with AMX
         methods[CutlassOpsConfig.get_name()] = CutlassOpsConfig
-    HookRegistry.register(_LOAD, refuse_unread, HookType.BEFORE)
+    HookRegistry.register(_LOAD, named_as_the_model, HookType.BEFORE)
     take_layers()

@@ -8,9 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..embedding import embedding as look_up
 from ..engines.directory import PackedConfig, PackedLinear
 from ..engines.fused import FusedLinear
+from ..engines.layers import MODULE
 from ..nn import SHARED_INPUT
+from ..packed_config import weight_format
+from ..packed_weight import PackedWeight
 from .engine import ENGINE, MISSING
 
 if MISSING is None:
@@ -53,15 +57,14 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
         """Ours for packed layers, SGLang's own for others.
 
         Raises:
-            ValueError: packed experts or embeddings, or a linear layer without a name.
+            ValueError: packed experts, a linear layer without a name, or an embedding without a name
+                where several are packed.
         """
         if isinstance(layer, FusedMoE):
             return self.check_experts(prefix)
         is_head = isinstance(layer, ParallelLMHead)
         if isinstance(layer, VocabParallelEmbedding) and not is_head:
-            if embeddings := self.fields.get("embeddings"):
-                raise ValueError(f"packed embeddings ({', '.join(embeddings)}) are not loaded in SGLang yet")
-            return None
+            return self._embedding_method(prefix)
         if not isinstance(layer, LinearBase | ParallelLMHead):
             return None
         if not prefix:
@@ -74,9 +77,25 @@ class CutlassOpsConfig(PackedConfig, QuantizationConfig):  # type: ignore[misc, 
             return UnquantizedEmbeddingMethod() if is_head else UnquantizedLinearMethod()
         return PackedLinearMethod(form, prefix, self.fields)
 
+    def _embedding_method(self, prefix: str) -> Any:
+        embeddings: dict[str, str] = self.fields.get("embeddings", {})
+        if not prefix and embeddings:
+            if len(embeddings) > 1:
+                raise ValueError(f"SGLang does not say which of the packed embeddings {', '.join(embeddings)} it makes")
+            prefix = next(iter(embeddings))
+        holder = embeddings.get(prefix)
+        if holder is None or (form := weight_format(self.fields, holder)) is None:
+            return None
+        return PackedEmbeddingMethod(form, holder, self.fields)
 
-def refuse_unread(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any) -> tuple[tuple[Any, ...], Any]:
-    """The arguments of SGLang's ``load_weights_only``, with names that are looked at before the model sees them.
+
+def named_as_the_model(
+    model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]], *args: Any
+) -> tuple[tuple[Any, ...], Any]:
+    """The arguments of SGLang's ``load_weights_only``, with weights under the names that the model has.
+
+    An embedding that is tied to the output head gets the head's tensors too; in SGLang it often is the
+    head.
 
     SGLang gives its configuration to a model, which may make layers without it. Of their packed
     weights SGLang's log would only say that no parameter has such a name.
@@ -90,8 +109,18 @@ def _checked(model: torch.nn.Module, weights: Iterable[tuple[str, Tensor]]) -> I
     Raises:
         ValueError: packed codes of a layer that the model has with a weight of floats.
     """
+    tied = {
+        method.prefix: (name, module)
+        for name, module in model.named_modules()
+        if isinstance(method := getattr(module, "quant_method", None), PackedEmbeddingMethod) and method.prefix != name
+    }
     for name, tensor in weights:
         layer, _, part = name.rpartition(".")
+        if layer in tied and part in tied[layer][1]._parameters:
+            embedding, module = tied[layer]
+            yield f"{embedding}.{part}", tensor
+            if getattr(model, layer, module) is module:
+                continue
         if part == "codes" and _is_float(model, layer):
             raise ValueError(f"{layer} is packed, but SGLang's {type(model).__name__} makes it without the configuration")
         yield name, tensor
@@ -114,6 +143,34 @@ class PackedLinearMethod(PackedLinear, LinearMethodBase):  # type: ignore[misc, 
     """A linear layer of SGLang whose weight is stored in the kernels' order."""
 
     engine = ENGINE
+
+
+class PackedEmbeddingMethod(PackedLinearMethod):
+    """A word embedding of SGLang whose weight is stored in the kernels' order, by its own name or the output head's."""
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        input_size_per_partition: int,
+        output_partition_sizes: list[int],
+        input_size: int,
+        output_size: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Make the parameters that SGLang loads into.
+
+        Raises:
+            ValueError: a package without kernels.
+        """
+        self.dtype = params_dtype
+        sizes = (input_size_per_partition, output_partition_sizes, input_size, output_size)
+        super().create_weights(layer, *sizes, params_dtype, **extra_weight_attrs)
+
+    def embedding(self, layer: torch.nn.Module, ids: Tensor) -> Tensor:
+        """The rows of the rank's part of the weight, ``[*ids.shape, K]`` of the model's dtype."""
+        packed: PackedWeight = getattr(layer, MODULE).packed
+        return look_up(ids, packed, self.dtype)
 
 
 class FusedLinearMethod(FusedLinear, LinearMethodBase):  # type: ignore[misc, unused-ignore]
