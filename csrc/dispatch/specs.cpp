@@ -301,10 +301,17 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
 };
-// Of images. (Their stages are larger, by the scales of four blocks of a pixel.)
+// The same, of images, whose output channels are few.
+constexpr Candidate image_along_m(Candidate candidate) {
+  candidate.tile = along_m(candidate.tile);
+  candidate.applies = [](GemmProblem const& problem) { return is_image(problem); };
+  return candidate;
+}
 template <int kBits>
 constexpr Candidate kImageTiles[] = {wgmma_gemm_a8_of<kBits>(176, 0, kMaxM), wgmma_gemm_a8_of<kBits>(128, 0, kMaxM),
-                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM)};
+                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM),
+                                     image_along_m(wgmma_gemm_a8_of<kBits>(176, 0, kMaxM)),
+                                     image_along_m(wgmma_gemm_a8_of<kBits>(128, 0, kMaxM))};
 template <int kBits>
 Candidates of_bits(GemmProblem const& problem) {
   if (is_image(problem)) return all(kImageTiles<kBits>);
@@ -326,6 +333,8 @@ constexpr Candidate kWgmmaGemmA16[] = {
     wgmma_gemm_a16_of<kBits>(208, 33, kMaxM), wgmma_gemm_a16_of<kBits>(144, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
+    image_along_m(wgmma_gemm_a16_of<kBits>(208, 0, kMaxM)), image_along_m(wgmma_gemm_a16_of<kBits>(160, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a16_of<kBits>(128, 0, kMaxM)), image_along_m(wgmma_gemm_a16_of<kBits>(96, 0, kMaxM)),
 };
 
 template <int kBits>

@@ -237,7 +237,7 @@ __device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) 
 template <bool kSymmetric>
 __device__ __forceinline__ void store_vectors(QuantizedActivations const& out, int row, int block,
                                               Quantizer<kSymmetric> const& quantizer) {
-  int64_t const to = out.scale_columns ? int64_t(row) * out.scale_columns + block : int64_t(block) * out.stride + row;
+  int64_t const to = int64_t(block) * out.stride + row;
   out.scales[to] = quantizer.scale;
   if (!kSymmetric) out.zeros[to] = int8_t(quantizer.zero);
 }
@@ -272,16 +272,14 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
-  bool const first_of_block = (piece & ((1 << p.log2_lanes) - 1)) == 0;
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     Quantizer<kSymmetric> quantizer(q.range ? given_range<kSymmetric>(q.range) : spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
     if (row + i >= q.m) continue;
     store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
-    if (q.out.scale_columns && first_of_block) store_vectors(q.out, row + i, piece >> p.log2_lanes, quantizer);
   }
-  if (q.out.scale_columns || !first_of_block) return;
+  if (piece & ((1 << p.log2_lanes) - 1)) return;
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);

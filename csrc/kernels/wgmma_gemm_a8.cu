@@ -29,7 +29,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = work.m_tile * C::kBlockM;
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work.m_tile, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};
@@ -255,13 +255,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kPromotion != Promotion::kChannel,
-                                                            C::kPromotion != Promotion::kBlock ? 0
-                                                            : C::kImages                       ? 16
-                                                                                               : 4,
-                                                            C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
+                                                            C::kPromotion == Promotion::kBlock, C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_codes(problem, C::kBlockM / C::kCluster, &map);
+  Status status = hopper::encode_codes(problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 
@@ -348,9 +345,10 @@ Status launch_image(GemmProblem const& problem, Plan const& plan, float* splitk_
 
 template <int kBits>
 Status launch_image_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return plan.block_m == 64    ? launch_image<kBits, 64>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 128 ? launch_image<kBits, 128>(problem, plan, splitk_workspace, stream)
-                               : launch_image<kBits, 176>(problem, plan, splitk_workspace, stream);
+  int const block_m = plan.block_m / plan.ctas_along_m;
+  return block_m == 64    ? launch_image<kBits, 64>(problem, plan, splitk_workspace, stream)
+         : block_m == 128 ? launch_image<kBits, 128>(problem, plan, splitk_workspace, stream)
+                          : launch_image<kBits, 176>(problem, plan, splitk_workspace, stream);
 }
 
 template <int kBits>
