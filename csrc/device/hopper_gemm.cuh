@@ -40,11 +40,12 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   static_assert(sizeof(Barriers<C>) <= 256);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
+  int const preparing_warps = C::kImages && p.image.columns ? kPixelWarps : 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
-      ClusterBarrier::init(&barriers.prepared[i], C::kPreparingWarps * 32);  // the lanes
+      ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -58,10 +59,12 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1) produce_x_rows<C>(stages, barriers, p, map, rank);
-    if constexpr (C::kLoadTokenScales && C::kImages) {
-      if (warp >= 2) prepare_pixels<C>(stages, barriers, p, warp - 2);
-    } else if constexpr (C::kLoadTokenScales) {
-      if (warp == 2) prepare_x_rows<C>(stages, barriers, p);
+    if constexpr (C::kLoadTokenScales) {
+      if (preparing_warps == 1) {
+        if (warp == 2) prepare_x_rows<C>(stages, barriers, p);
+      } else if (warp >= 2) {
+        prepare_pixels<C>(stages, barriers, p, warp - 2);
+      }
     }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();

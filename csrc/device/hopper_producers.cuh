@@ -11,7 +11,7 @@ namespace cutlass_ops::hopper {
 template <class C>
 __device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, Params const& p, int row_panel, int chunk,
                                                 int vector) {
-  static_assert(C::kWarpgroups == C::kCluster);
+  static_assert(!C::kSplitsRows || C::kWarpgroups == C::kCluster);
   constexpr int kChunk = k_tile_bytes(C::kBits);
   constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
   auto const copy = [&](void const* from, int to, int bytes) { bulk_copy_multicast(from, full, kEveryCta, stage + to, bytes); };
@@ -131,8 +131,8 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int m0 = first_x_row<C>(work.m_tile, rank, p), end = work.end_k(p);
-    constexpr bool kScales = C::kLoadTokenScales && !C::kImages;  // of pixels, prepare_pixels() brings them
-    int scaled = kScales ? min(C::kBlockM, p.x.stride - m0) : 0;
+    // prepare_pixels() brings those of an image.
+    int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns) ? 0 : min(C::kBlockM, p.x.stride - m0);
     int bytes = C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
     XRows<C::kPanelColumns, C::kImages> x_rows(p.image, m0 + share.first, work.first_k(p));
 #pragma unroll 1
@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
           x_rows.copy_next(leader, map, full, share.ctas,
                            stage + C::kActivations + panel * C::kPanelBytes + share.first * C::kSwizzleBytes,
                            k * kKPerTile + panel * C::kPanelColumns);
-        if (leader && kScales) {
+        if (leader) {
           int64_t vector = int64_t(k) * p.x.stride + m0;
           if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
           if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
@@ -223,11 +223,12 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
-// The same for an image, by C::kPreparingWarps warps: the scales of the pixels under a tile's tap, from where they lie in
-// memory; those of the next tile are in flight while one's are stored.
+// The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from where they lie in memory; those
+// of the next tile are in flight while one's are stored.
+constexpr int kPixelWarps = 2;
 template <class C>
 __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers, Params const& p, int warp) {
-  constexpr int kStep = C::kPreparingWarps * 32, kEach = (C::kBlockM + kStep - 1) / kStep;
+  constexpr int kStep = kPixelWarps * 32, kEach = (C::kBlockM + kStep - 1) / kStep;
   ImageTiles const& image = p.image;
   Ring<C::kStages> ring;
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32, first = warp * 32 + lane;

@@ -44,7 +44,6 @@ struct TileConfig {
   // Of a thread of the warpgroup that loads, and of the others, which have what is left of those of a launch.
   static constexpr int kLoadingRegisters = kWarpgroups > 2 ? 32 : 40;
   static constexpr int kRegisters = ((65536 / kThreads / 8 * 8) * (kWarpgroups + 1) - kLoadingRegisters) / kWarpgroups / 8 * 8;
-  static constexpr int kPreparingWarps = 1;  // that bring scales of rows of x into the accumulators' order
   static constexpr int kRows = kRowsPerPanel * kWarpgroups;
   static constexpr int kCluster = 2;
   static constexpr int kSums = kBlockM / 2;  // registers of a thread

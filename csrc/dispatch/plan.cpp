@@ -10,7 +10,7 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   WorkspaceLayout layout;
   int64_t const k_pad = padded_k(stored_columns(problem)), x_rows = stored_rows(problem);
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
-    layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
+    layout.block = problem.act_quant == ActQuant::kBlock ? activation_block(w.group_size) : -1;
     layout.stride = int(ceil_div(x_rows, 16) * 16);
     layout.rows = int(x_rows > kPaddedRows ? x_rows : ceil_div(x_rows, plan->block_m) * plan->block_m);
     int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
