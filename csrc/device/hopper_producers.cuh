@@ -69,7 +69,8 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
       if (C::kSplitsRows && p.splits_rows) {
         if (leader) {
           TransactionBarrier::arrive_and_expect_tx(full, bytes);
-          if (rank < row_panels) share_row_panel<C>(stage, full, p, rank, chunk + rank * weight_tiles, vector + rank * kRowsPerPanel);
+          if (rank < row_panels)
+            share_row_panel<C>(stage, full, p, rank, chunk + rank * weight_tiles, vector + rank * kRowsPerPanel);
         }
       } else if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
@@ -243,7 +244,8 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
 #pragma unroll
     for (int i = 0; i < kEach; ++i) pixels[i] = RowPixel(image, m0 + first + i * kStep);
     float scales[kEach];
-    auto const load = [&] {
+    auto const load = [&](bool first_tile) {
+      if (!first_tile && image.scale_step == 0 && tap.channel > 0) return tap.advance(image, kKPerTile);
       float const* const from = p.x.scales + int64_t(tap.channel / kKPerTile * image.scale_step) * p.x.stride;
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
@@ -252,7 +254,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
       }
       tap.advance(image, kKPerTile);
     };
-    load();
+    load(true);
 #pragma unroll 1
     for (; k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -263,7 +265,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
         int const row = first + i * kStep, place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
         if (row < C::kBlockM) factors[row / 16 * 16 + place] = scales[i];
       }
-      if (k + 1 < end) load();
+      if (k + 1 < end) load(false);
       if constexpr (C::kPrepareScales) {
         if (warp == 0) prepare_weight_scales<C>(stage, p, lane);
       }

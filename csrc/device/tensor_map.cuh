@@ -76,11 +76,11 @@ inline Status encode_pixels(void const* x, int element_bytes, int channels, int6
     lower[i] = -image.padding[axis], upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
   }
   dims[rank - 1] = cuuint64_t(image.batch), steps[rank - 1] = 1;
-  CUresult const result = encoder.encode(
-      map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
-      const_cast<void*>(x), dims, strides, lower, upper, cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels), steps,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result =
+      encoder.encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
+                     const_cast<void*>(x), dims, strides, lower, upper, cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels),
+                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
   return {};
 }

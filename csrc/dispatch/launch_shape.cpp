@@ -77,8 +77,8 @@ bool shape_wgmma_gemm_a8(GemmProblem const& problem, Device const& device, Candi
   bool const blocks = activations_have_blocks(problem), zeros = activations_have_zeros(problem) && !candidate.compensates;
   plan->stages = tile.stages;
   plan->shared_bytes =
-      wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 1, !sums_whole_rows(problem), blocks, zeros,
-                               w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
+      wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 1, !sums_whole_rows(problem) && !sums_whole_taps(problem), blocks,
+                               zeros, w.zeros && !compensates_weight_zeros(problem), tile.stages, warpgroups(tile)});
   int tiles = int(k_tiles(w));
   if (candidate.compensates && blocks) tiles += compensation_windows(tiles, w.bits);
   persistent_grid(problem, device, candidate, tiles, plan);
@@ -89,8 +89,8 @@ bool shape_wgmma_gemm_a16(GemmProblem const& problem, Device const& device, Cand
   PackedWeight const& w = problem.weight;
   Tile const& tile = candidate.tile;
   plan->stages = tile.stages;
-  plan->shared_bytes =
-      wgmma_gemm_shared_bytes({w.bits, cta_block_m(tile), 2, true, false, false, w.zeros != nullptr, tile.stages, warpgroups(tile)});
+  plan->shared_bytes = wgmma_gemm_shared_bytes(
+      {w.bits, cta_block_m(tile), 2, true, false, false, w.zeros != nullptr, tile.stages, warpgroups(tile)});
   persistent_grid(problem, device, candidate, int(k_tiles(w)), plan);
   return true;
 }

@@ -21,9 +21,7 @@ struct Tile {
 };
 // Rows of x of a CTA, and its warpgroups that multiply where a CTA of a cluster has 64 features for each.
 constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_along_m; }
-constexpr int warpgroups(Tile const& tile) {
-  return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel);
-}
+constexpr int warpgroups(Tile const& tile) { return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel); }
 // The same CTAs, both of a cluster along M: half the features, twice the rows of x.
 constexpr Tile along_m(Tile tile) {
   tile.block_n /= 2, tile.block_m *= 2, tile.ctas_along_m = 2;

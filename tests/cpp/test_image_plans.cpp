@@ -64,6 +64,17 @@ TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
                                        << std::get<2>(candidate) << ": no problem selects it";
 }
 
+// 320 of 384 features, and not of 512.
+TEST(ImagePlans, OfFloatsTakeTheKernelWhoseTilesTheOutputChannelsFill) {
+  Plan const p = planned(convolution(2, 64, 320, 320, 4, ActQuant::kNone));
+  EXPECT_STREQ(p.kernel, "wgmma_fold16");
+  EXPECT_EQ(p.block_n, 384);
+  EXPECT_STREQ(planned(convolution(2, 64, 256, 256, 4, ActQuant::kNone)).kernel, "wgmma_gemm_a16");
+  GemmProblem exact = convolution(2, 64, 320, 320, 4, ActQuant::kNone);
+  exact.exact = true;
+  EXPECT_STREQ(planned(exact).kernel, "wgmma_gemm_a16");
+}
+
 TEST(ImagePlans, HaveRoomForAScaleOfEachBlockOfAPixel) {
   for (ActQuant act_quant : {ActQuant::kToken, ActQuant::kBlock, ActQuant::kTensor}) {
     Plan const p = planned(convolution(2, 20, 320, 256, 8, act_quant));
