@@ -305,10 +305,11 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     w, zeros = codes(torch.uint8, n, channels, 3, 2), codes(torch.uint8, n, seed=1)
     if fits:
         w = (zeros.short()[:, None, None, None] + codes(torch.int8, *w.shape, seed=2)).clamp(0, 255).byte()
-    operand = conv_int8._make_operand(packed(w, torch.ones(n), zeros=zeros), groups)
-    assert operand.rest is not None
-    assert operand.ones is not None
-    assert bool(operand.rest.any()) != fits
+    weight = packed(w, torch.ones(n), zeros=zeros)
+    *differences, rest = conv_int8._without_zeros(weight, groups)
+    operand = conv_int8._Natural(*differences)
+    ones = conv_int8._ones(weight, groups)
+    assert bool(rest.any()) != fits
 
     def natural(of: conv_int8._Natural, n: int) -> Tensor:
         order, parts = _C.conv_order(n, channels, 6, groups), of.codes
@@ -317,10 +318,10 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
         by_tap = parts[:, : 6 * channels].view(n, 3, 2, channels) if order == _C.ConvOrder.flat else parts[..., :channels]
         return by_tap.movedim(-1, 1)
 
-    assert torch.equal(natural(operand.weight, n) - operand.rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
-    assert torch.equal(natural(operand.ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
-    assert operand.weight.sums.tolist() == natural(operand.weight, n).sum((1, 2, 3)).tolist()
-    assert operand.ones.sums.tolist() == [6 * channels] * groups
+    assert torch.equal(natural(operand, n) - rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
+    assert torch.equal(natural(ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
+    assert operand.sums.tolist() == natural(operand, n).sum((1, 2, 3)).tolist()
+    assert ones.sums.tolist() == [6 * channels] * groups
 
 
 @pytest.mark.parametrize("groups", [1, 4])
