@@ -533,16 +533,23 @@ A100 = _C.Device(80, 108, 166912)
 
 
 def plans(
-    channels: int, n: int, groups: int = 1, kernel: int = 3, zero: int = 0, padding: int = 1, device: _C.Device = H200
+    channels: int,
+    n: int,
+    groups: int = 1,
+    kernel: int = 3,
+    zero: int = 0,
+    padding: int = 1,
+    device: _C.Device = H200,
+    size: int = 14,
 ) -> list[_C.ConvPlan]:
-    """Of a convolution of an image of 14 x 14 pixels; nothing is read."""
+    """Of a convolution of two images of ``size`` x ``size`` pixels; nothing is read."""
     order = _C.conv_order(n, channels, kernel**2, groups)
     weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
     problem = _C.ConvProblem(
         weight,
         4096,
         True,
-        (2, 14, 14, groups * channels),
+        (2, size, size, groups * channels),
         (1, 1),
         (padding, padding),
         (1, 1),
@@ -563,11 +570,26 @@ def plans(
     return problem.plans(device)
 
 
+def kernels(found: list[_C.ConvPlan]) -> list[str]:
+    """In their order, each once."""
+    return list(dict.fromkeys(plan.kernel for plan in found))
+
+
 @pytest.mark.parametrize("channels", [1, 5, 8, 20, 40])
-def test_groups_that_begin_within_a_vector_are_not_read_by_tma(channels: int) -> None:
-    """TMA's im2col boxes that begin there are an illegal instruction."""
-    assert [plan.kernel for plan in plans(channels, 6, 3)] == ["conv_int8_mma"]
-    assert {plan.kernel for plan in plans(32, 6, 3)} == {"conv_int8_wgmma", "conv_int8_mma"}
+def test_groups_that_begin_within_a_vector_are_read_bytewise(channels: int) -> None:
+    """TMA's im2col boxes that begin there are an illegal instruction, and copies of 16 bytes are misaligned."""
+    (plan,) = plans(channels, 6, 3)
+    assert (plan.kernel, plan.stages, plan.copied_channels) == ("conv_int8_implicit_gemm", 2, 0)
+    found = plans(32, 6, 3)
+    assert kernels(found) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+    assert all(plan.stages > 2 for plan in found)
+
+
+def test_kernels_of_more_taps_than_iterators_have_masks_for_are_read_bytewise() -> None:
+    for kernel, stages in ((32, {3, 4, 6}), (33, {2})):
+        found = plans(16, 64, kernel=kernel, padding=16, device=A100)
+        assert {plan.stages for plan in found} == stages
+        assert kernels(found) == ["conv_int8_implicit_gemm"]
 
 
 def test_what_x_is_copied_for() -> None:
@@ -575,20 +597,34 @@ def test_what_x_is_copied_for() -> None:
     for plan in plans(64, 64):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
     for plan in plans(20, 64):
-        if plan.kernel == "conv_int8_wgmma":
-            assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     for plan in plans(64, 64, zero=3):
-        pads = plan.kernel == "conv_int8_wgmma"
-        assert (plan.copied_channels, plan.pads) == ((64, True) if pads else (0, False))
-        assert plan.workspace == (64 * 2 * 16 * 16 if pads else 0)
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (64, True, 64 * 2 * 16 * 16)
     for plan in plans(64, 64, zero=3, padding=0):
         assert not plan.pads
     for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+    (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
+    assert (plan.copied_channels, plan.pads, plan.workspace) == (16, True, 16 * 2 * 16 * 16)
 
 
 def test_kernels_of_an_architecture() -> None:
-    assert [plan.kernel for plan in plans(64, 64, device=A100)] == ["conv_int8_mma"]
-    assert [plan.kernel for plan in plans(1, 64, 64, device=A100)] == ["conv_int8_depthwise"]
-    assert [plan.kernel for plan in plans(1, 64, 64)] == ["conv_int8_depthwise"]
-    assert plans(320, 320)[0].kernel == "conv_int8_wgmma"
+    assert kernels(plans(64, 64, device=A100)) == ["conv_int8_implicit_gemm"]
+    assert kernels(plans(1, 64, 64, device=A100)) == ["conv_int8_depthwise"]
+    assert kernels(plans(1, 64, 64)) == ["conv_int8_depthwise"]
+    assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+
+
+def test_tiles_of_implicit_gemms_are_small_where_there_are_few() -> None:
+    assert plans(256, 64, device=A100)[0].block_m == 64
+    assert plans(256, 256, device=A100, size=112)[0].block_m == 256
+    assert plans(256, 256, device=A100, size=112)[0].grid == 2 * 112 * 112 // 256 * 2
+
+
+def test_tiles_that_span_more_than_32_bits_are_refused() -> None:
+    """CUTLASS's iterators multiply in 32 bits. TMA does not."""
+    wide: dict[str, Any] = {"kernel": 1, "padding": 0, "size": 2}
+    assert kernels(plans(2**21 + 2**20, 16, **wide)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+    assert kernels(plans(2**23, 16, **wide)) == ["conv_int8_wgmma"]
+    with pytest.raises(ValueError, match=r"a tile reads more than 2\^31 bytes"):
+        plans(2**23, 16, **wide, device=A100)

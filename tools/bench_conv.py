@@ -125,7 +125,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
 
         call(0)
         plan = found[len(timed)]
-        if plan.kernel == "conv_int8_mma" and timed:
+        if plan.kernel == "conv_int8_implicit_gemm" and timed:
             break
         timed.append(
             {

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 #include <set>
@@ -1202,6 +1203,58 @@ TEST(Checks, NameTheFieldOfAConvolution) {
            {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
        })
     EXPECT_NE(text(change).find(words), std::string::npos) << words << ": " << text(change);
+}
+
+// Images of 9 x 9 pixels, whose kernel of taps x taps keeps their size.
+ConvProblem int8_images(int batch, int channels, int n, int taps, int groups = 1) {
+  ConvProblem p;
+  p.weight.n = n, p.weight.channels = channels / groups, p.weight.height = p.weight.width = taps, p.groups = groups;
+  p.weight.order = conv_order(n, channels / groups, taps * taps, groups);
+  p.weight.codes = reinterpret_cast<int8_t*>(&some_byte), p.weight.scales = some_book;
+  p.weight.sums = reinterpret_cast<int32_t*>(&some_byte);
+  p.x = p.out = &some_byte, p.batch = batch, p.height = p.width = 9, p.channels = channels;
+  p.padding[0] = p.padding[1] = taps / 2;
+  return p;
+}
+
+std::vector<ConvPlan> int8_plans(ConvProblem const& p, Device const& device = kHopper) {
+  std::vector<ConvPlan> plans;
+  Status const status = plans_conv_int8(p, device, &plans);
+  EXPECT_TRUE(status.ok()) << status.text;
+  return plans;
+}
+
+std::vector<ConvPlan> of_kernel(std::string const& kernel, std::vector<ConvPlan> plans) {
+  plans.erase(std::remove_if(plans.begin(), plans.end(), [&](ConvPlan const& plan) { return plan.kernel != kernel; }),
+              plans.end());
+  return plans;
+}
+
+TEST(Int8Plans, OfImplicitGemmsCoverTheResultOnEveryGpu) {
+  for (Device const& device : kDevices)
+    for (auto [channels, n, taps, groups] : std::vector<std::array<int, 4>>{
+             {3, 17, 7, 1}, {20, 65, 3, 1}, {64, 1, 1, 1}, {96, 96, 3, 3}, {15, 30, 3, 3}, {64, 640, 33, 1}})
+      for (int zero_point : {0, 3}) {
+        ConvProblem p = int8_images(100, channels, n, taps, groups);
+        p.x_zero_point = zero_point;
+        std::vector<ConvPlan> const plans = of_kernel("conv_int8_implicit_gemm", int8_plans(p, device));
+        ASSERT_FALSE(plans.empty()) << channels << " channels, " << taps << " taps";
+        for (ConvPlan const& plan : plans) {
+          EXPECT_EQ(plan.grid, ceil_div(8100, plan.block_m) * groups * ceil_div(n / groups, plan.block_n));
+          EXPECT_LE(plan.stages * (plan.block_m + plan.block_n) * 64, device.shared_memory);
+          EXPECT_EQ(plan.pads, zero_point != 0 && taps > 1 && taps != 7);  // taps of few channels are gathered
+        }
+        for (size_t i = 1; i < plans.size(); ++i) EXPECT_LE(plans[i - 1].predicted_clocks, plans[i].predicted_clocks);
+      }
+}
+
+TEST(Int8Plans, AreRefusedWhereATileSpansMoreThan32Bits) {
+  ConvProblem p = int8_images(2, 1 << 23, 16, 1);
+  EXPECT_TRUE(of_kernel("conv_int8_implicit_gemm", int8_plans(p)).empty());
+  ConvPlan plan;
+  Status const status = plan_conv_int8(p, kDevices[0], &plan);
+  EXPECT_EQ(status.code, Status::kUnsupported);
+  EXPECT_NE(status.text.find("2^31 bytes"), std::string::npos) << status.text;
 }
 
 TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {
