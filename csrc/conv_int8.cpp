@@ -155,7 +155,14 @@ ConvProblem multiplied(ConvProblem const& p, bool pads) {
   return flat;
 }
 
-constexpr char kWgmma[] = "conv_int8_wgmma", kImplicit[] = "conv_int8_implicit_gemm", kDepthwise[] = "conv_int8_depthwise";
+constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective", kImplicit[] = "conv_int8_implicit_gemm",
+               kDepthwise[] = "conv_int8_depthwise";
+
+// Of which the pixels are rows of a matrix.
+bool is_product(ConvProblem const& p) {
+  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
+  return p.weight.height == 1 && p.weight.width == 1 && p.groups == 1 && !steps && !p.padded();
+}
 
 // TMA's im2col mode: strides of up to 8, corners in 8 bits, and boxes that begin with a whole
 // vector of channels: others are an illegal instruction.
@@ -209,6 +216,21 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   plan.grid = std::max(int(ctas) / tile.cluster_size, 1) * tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
   plan.predicted_clocks = cost.clocks;
+  return plan;
+}
+
+// Which rows of the result leave by TMA.
+bool fits_collective(ConvProblem const& p) {
+  return is_product(p) && p.out_type != ConvOutput::kInt32 && p.weight.n % kConvVector == 0 && aligned(p.out, kConvVector);
+}
+
+ConvPlan plan_collective(ConvProblem const& p, Device const& device, GemmCollectiveTile const& tile) {
+  ConvPlan plan;
+  plan.kernel = kCollective;
+  plan.block_m = tile.block_m, plan.block_n = tile.block_n, plan.cluster_size = tile.cluster_size;
+  int64_t const clusters = ceil_div(p.pixels(), int64_t(tile.block_m) * tile.cluster_size) * ceil_div(p.weight.n, tile.block_n);
+  plan.grid = int(std::min<int64_t>(clusters, std::max(device.multiprocessors / tile.cluster_size, 1))) * tile.cluster_size;
+  plan.copied_channels = copied_channels(p, kConvVector);
   return plan;
 }
 
@@ -289,6 +311,8 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
     int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
     if (device.architecture == 90 && fits_tma(product) && copies)
       append(plans, kConvWgmmaTiles, [&](auto const& tile) { return plan_wgmma(product, device, tile); });
+    if (device.architecture == 90 && fits_collective(product) && copies)
+      append(plans, kGemmCollectiveTiles, [&](auto const& tile) { return plan_collective(product, device, tile); });
     if (fits_implicit(product, channels) && (copies || !pads)) {
       if (whole) append(plans, kConvImplicitTiles, [&](auto const& tile) { return plan_implicit(product, device, tile); });
       if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));
@@ -336,8 +360,10 @@ struct Launcher {
   std::string_view kernel;
   Status (*launch)(ConvParams const&, ConvPlan const&, Stream);
 };
-constexpr Launcher kLaunchers[] = {
-    {kWgmma, &launch_conv_int8_wgmma}, {kImplicit, &launch_conv_int8_implicit_gemm}, {kDepthwise, &launch_conv_int8_depthwise}};
+constexpr Launcher kLaunchers[] = {{kWgmma, &launch_conv_int8_wgmma},
+                                   {kCollective, &launch_gemm_int8_collective},
+                                   {kImplicit, &launch_conv_int8_implicit_gemm},
+                                   {kDepthwise, &launch_conv_int8_depthwise}};
 
 }  // namespace
 
@@ -350,8 +376,9 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
   auto const* const launcher = std::find_if(std::begin(kLaunchers), std::end(kLaunchers),
                                             [&](Launcher const& known) { return known.kernel == plan.kernel; });
   if (launcher == std::end(kLaunchers)) return invalid(std::string("there is no kernel ") + plan.kernel);
+  int const out_bytes = plan.kernel == std::string_view(kCollective) ? kConvVector : 1;
   Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
-                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : 1}});
+                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
   ConvProblem& p = params.problem = multiplied(problem, plan.pads);

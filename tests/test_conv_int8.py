@@ -541,8 +541,10 @@ def plans(
     padding: int = 1,
     device: _C.Device = H200,
     size: int = 14,
+    out: _C.ConvOutput = _C.ConvOutput.uint8,
+    y: int = 4096,
 ) -> list[_C.ConvPlan]:
-    """Of a convolution of two images of ``size`` x ``size`` pixels; nothing is read."""
+    """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``; nothing is read."""
     order = _C.conv_order(n, channels, kernel**2, groups)
     weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
     problem = _C.ConvProblem(
@@ -557,8 +559,8 @@ def plans(
         0,
         False,
         _C.DataType.none,
-        4096,
-        _C.ConvOutput.uint8,
+        y,
+        out,
         1.0,
         zero,
         1.0,
@@ -615,6 +617,21 @@ def test_kernels_of_an_architecture() -> None:
     assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
 
 
+def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_vectors() -> None:
+    every = ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
+    without = [kernel for kernel in every if kernel != "gemm_int8_collective"]
+    product: dict[str, Any] = {"kernel": 1, "padding": 0}
+    assert kernels(plans(70, 64, **product)) == every
+    assert kernels(plans(3, 64)) == every  # of the taps that were gathered
+    for n, other in ((72, {}), (64, {"out": _C.ConvOutput.int32}), (64, {"y": 4104}), (64, {"padding": 1})):
+        assert kernels(plans(70, n, **(product | other))) == without
+    assert kernels(plans(70, 64, **product, device=A100)) == without[1:]
+    tiles = [(p.block_m, p.block_n, p.cluster_size, p.grid) for p in plans(70, 256, **product) if p.kernel == every[1]]
+    assert tiles == [(128, 256, 2, 4), (128, 128, 2, 8), (64, 64, 1, 28)]
+    few = plans(70, 256, **product, device=_C.Device(90, 3, 232448))
+    assert [plan.grid for plan in few if plan.kernel == every[1]] == [2, 2, 3]
+
+
 def test_tiles_of_implicit_gemms_are_small_where_there_are_few() -> None:
     assert plans(256, 64, device=A100)[0].block_m == 64
     assert plans(256, 256, device=A100, size=112)[0].block_m == 256
@@ -624,7 +641,7 @@ def test_tiles_of_implicit_gemms_are_small_where_there_are_few() -> None:
 def test_tiles_that_span_more_than_32_bits_are_refused() -> None:
     """CUTLASS's iterators multiply in 32 bits. TMA does not."""
     wide: dict[str, Any] = {"kernel": 1, "padding": 0, "size": 2}
-    assert kernels(plans(2**21 + 2**20, 16, **wide)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
-    assert kernels(plans(2**23, 16, **wide)) == ["conv_int8_wgmma"]
+    assert kernels(plans(2**21 + 2**20, 16, **wide)) == ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
+    assert kernels(plans(2**23, 16, **wide)) == ["conv_int8_wgmma", "gemm_int8_collective"]
     with pytest.raises(ValueError, match=r"a tile reads more than 2\^31 bytes"):
         plans(2**23, 16, **wide, device=A100)

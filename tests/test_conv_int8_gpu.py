@@ -53,7 +53,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[in
 }
 ACTIVATIONS: list[Any] = [None, "relu", "relu6", ("clamp", -1.5, 3.0)]
 NO_GEOMETRY = Geometry((), (), (), 1)
-#: Rows, K and N.
+#: Rows, K and N. Rows of the result leave by TMA where N is a multiple of 16.
 PRODUCTS = [
     (1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17), (64, 4096, 4096), (1000, 1024, 264),
     (1, 16, 16), (17, 33, 48), (63, 1000, 64), (130, 70, 208), (257, 300, 144), (515, 512, 1024),

@@ -40,6 +40,15 @@ struct ConvWgmmaTile {
 constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1}, {128, 1}, {160, 2}, {256, 2}};
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
+// gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.
+struct GemmCollectiveTile {
+  int block_m, block_n, block_k, cluster_size;  // a cluster has tiles of neighbouring rows
+  bool cooperative;                             // two warpgroups multiply a tile; or each one in turn
+};
+constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {
+    {128, 256, 128, 2, true}, {128, 128, 128, 2, false}, {64, 64, 256, 1, false}};
+Status launch_gemm_int8_collective(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
 // conv_int8_implicit_gemm.cu: any geometry and channels, sm_80 and later.
 struct ConvImplicitTile {
   static constexpr int kBlockK = 64;  // channels of one tap
