@@ -38,9 +38,9 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether these have a scale a block. A pixel's is one of each tap that it is under.
+// Whether these have a scale a block. Each tap that a pixel is under is one, unless all pixels have one scale.
 inline bool activations_have_blocks(GemmProblem const& problem) {
-  if (is_image(problem)) return multiplies_int8(problem);
+  if (is_image(problem)) return multiplies_int8(problem) && problem.act_quant != ActQuant::kTensor;
   return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
 // Whether they are quantised as whole rows on the way.

@@ -48,7 +48,7 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->spec = &spec;
   plan->kernel = spec.name;
   plan->why = candidate.why ? candidate.why : spec.why;
-  plan->block_n = tile.block_n, plan->block_m = tile.block_m;
+  plan->block_n = tile.block_n, plan->block_m = tile.block_m, plan->ctas_along_m = tile.ctas_along_m;
   plan->rounds = spec.rounds;
   plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;

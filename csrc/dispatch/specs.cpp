@@ -280,6 +280,12 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m, bool (*a
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m, warpgroups);
   return {tile, min_m, max_m, cost_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile), applies};
 }
+// Of images, whose output channels are few: the CTAs of a cluster along M.
+constexpr Candidate image_along_m(Candidate candidate) {
+  candidate.tile = along_m(candidate.tile);
+  candidate.applies = [](GemmProblem const& problem) { return is_image(problem); };
+  return candidate;
+}
 template <int kBits>
 constexpr Candidate compensated(int block_m) {
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m);
@@ -300,14 +306,13 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, int4_without_x_zeros, 4),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
+    image_along_m(wgmma_gemm_a8_of<kBits>(176, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(144, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(128, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(96, 0, kMaxM)),
 };
-// Of images. (Their stages are larger, by the scales of four blocks of a pixel.)
-template <int kBits>
-constexpr Candidate kImageTiles[] = {wgmma_gemm_a8_of<kBits>(176, 0, kMaxM), wgmma_gemm_a8_of<kBits>(128, 0, kMaxM),
-                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM)};
 template <int kBits>
 Candidates of_bits(GemmProblem const& problem) {
-  if (is_image(problem)) return all(kImageTiles<kBits>);
   return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
 }
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
@@ -326,6 +331,8 @@ constexpr Candidate kWgmmaGemmA16[] = {
     wgmma_gemm_a16_of<kBits>(208, 33, kMaxM), wgmma_gemm_a16_of<kBits>(144, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
     wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
+    image_along_m(wgmma_gemm_a16_of<kBits>(208, 0, kMaxM)), image_along_m(wgmma_gemm_a16_of<kBits>(160, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a16_of<kBits>(128, 0, kMaxM)), image_along_m(wgmma_gemm_a16_of<kBits>(96, 0, kMaxM)),
 };
 
 template <int kBits>

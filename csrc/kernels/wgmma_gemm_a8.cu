@@ -14,10 +14,8 @@
 namespace cutlass_ops {
 namespace {
 
-template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates,
-          bool kImages>
-__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
-                                       kImages>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
+template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates>
+__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                                          CUtensorMap const& out_map, hopper::Params const& p,
                                                          hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
@@ -29,7 +27,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     hopper::Work work(index, p);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = work.m_tile * C::kBlockM;
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work.m_tile, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};
@@ -40,7 +38,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     uint32_t end_zero[(C::kEndScales + 127) / 128 + 1];
 #pragma unroll
     for (int i = 0; i * 128 < C::kEndScales; ++i) {
-      int x_row = min(m0 + coord.warp * 32 + coord.lane + i * 128, p.x.stride - 1);
+      // All pixels of an image have one.
+      int x_row = C::kImages && p.image.columns ? 0 : min(m0 + coord.warp * 32 + coord.lane + i * 128, p.x.stride - 1);
       end_scale[i] = __ldg(p.x.scales + x_row);
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + x_row))) * 0x01010101;
     }
@@ -255,13 +254,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kPromotion != Promotion::kChannel,
-                                                            C::kPromotion != Promotion::kBlock ? 0
-                                                            : C::kImages                       ? 16
-                                                                                               : 4,
-                                                            C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
+                                                            C::kPromotion == Promotion::kBlock, C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_codes(problem, C::kBlockM / C::kCluster, &map);
+  Status status = hopper::encode_codes(problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 
@@ -276,10 +272,10 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* spl
   }
   if constexpr (kBlockM > 176) {
     return {Status::kUnsupported, "BLOCK_M = " + std::to_string(kBlockM) + " is for int32 sums over all of K"};
-  } else if (problem.quantized.block == -1) {
-    return launch(std::integral_constant<Promotion, Promotion::kToken>());
-  } else {
+  } else if (activations_have_blocks(problem)) {
     return launch(std::integral_constant<Promotion, Promotion::kBlock>());
+  } else {
+    return launch(std::integral_constant<Promotion, Promotion::kToken>());
   }
 }
 
@@ -333,29 +329,8 @@ Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan, flo
   }
 }
 
-// Pixels of an image, whose scales are those of a block of x under each tap.
-template <int kBits, int kBlockM>
-Status launch_image(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  auto const launch = [&](auto zeros) {
-    using C = Config<kBits, kBlockM, Promotion::kBlock, decltype(zeros)::value, false, 2, false, true>;
-    return launch_config<C>(problem, plan, splitk_workspace, stream);
-  };
-  if constexpr (kBits == 4) {
-    if (problem.weight.zeros) return launch(std::true_type());
-  }
-  return launch(std::false_type());
-}
-
-template <int kBits>
-Status launch_image_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return plan.block_m == 64    ? launch_image<kBits, 64>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 128 ? launch_image<kBits, 128>(problem, plan, splitk_workspace, stream)
-                               : launch_image<kBits, 176>(problem, plan, splitk_workspace, stream);
-}
-
 template <int kBits>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  if (is_image(problem)) return launch_image_tile<kBits>(problem, plan, splitk_workspace, stream);
   if (plan.compensates) return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
   if constexpr (kBits == 4) {
     if (plan.block_n == 512) {
@@ -363,7 +338,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
                                 : launch_plain<4, 64, 4>(problem, plan, splitk_workspace, stream);
     }
   }
-  switch (plan.block_m) {
+  switch (plan.block_m / plan.ctas_along_m) {
     case 32:
       return launch_plain<kBits, 32>(problem, plan, splitk_workspace, stream);
     case 64:

@@ -23,17 +23,14 @@ enum class Promotion {
 };
 
 template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
-          bool kCompensates = false, bool kImages_ = false>
+          bool kCompensates = false>
 struct Config : hopper::TileConfig<kBits, kBlockM, 1, kPromotion_ != Promotion::kChannel,
-                                   kPromotion_ != Promotion::kBlock ? 0
-                                   : kImages_                       ? 16
-                                                                    : 4,
+                                   kPromotion_ == Promotion::kBlock,
                                    kAsymmetric_, kZeros, wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
-  static constexpr bool kImages = kImages_;
+  static constexpr bool kImages = !kAsymmetric_ && !kCompensates, kSplitsRows = kImages && kWarpgroups == 2;
   // Zero points are compensated by the window of K or, where a token has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
-  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
-                                    std::conditional_t<kImages, hopper::ImageParams, hopper::Params>>;
+  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams, hopper::Params>;
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points

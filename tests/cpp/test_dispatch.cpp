@@ -165,8 +165,9 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(order.back() == "splitk_reduce", p.slices > 1 && p.tail_tiles == 0);
               used.emplace(p.kernel, p.block_n, p.block_m, p.compensates, p.one_cta_per_sm);
               for (Candidate const& c : p.spec->candidates(input.problem))
-                offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.compensates,
-                                p.spec->decodes && c.tile.min_ctas_per_sm == 1);
+                if (!c.applies || c.applies(input.problem))
+                  offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.compensates,
+                                  p.spec->decodes && c.tile.min_ctas_per_sm == 1);
               if (testing::Test::HasFailure()) return;
             }
   for (KernelSpec const& spec : kernel_specs())
