@@ -324,6 +324,45 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     assert ones.sums.tolist() == [6 * channels] * groups
 
 
+class _Stream:
+    """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
+    zeros = codes(torch.uint8, 64, seed=1)
+    fit = (zeros.short()[:, None] + codes(torch.int8, 64, 48, seed=2)).clamp(0, 255).byte()
+    unfit = fit.clone()
+    unfit[:, 0], unfit[:, 1] = 0, 255
+    weight, other = (packed(w, torch.ones(64), zeros=zeros) for w in (fit, unfit))
+
+    def check(w: Tensor, fits: bool) -> conv_int8._Operand:
+        operand = conv_int8._operand(weight, 1)
+        assert (operand.rest is None) == (operand.ones is None) == fits
+        rest = torch.zeros(64, dtype=torch.int32) if operand.rest is None else operand.rest
+        assert torch.equal(operand.weight.codes.view(64, -1)[:, :48] - rest[:, None], w.int() - zeros[:, None])
+        return operand
+
+    capturing[0] = True  # nothing waits, nor is kept
+    captured = check(fit, False)
+    capturing[0] = False
+    first = check(fit, True)
+    assert captured.weight.codes.data_ptr() != first.weight.codes.data_ptr()
+    assert check(fit, True).weight.codes.data_ptr() == first.weight.codes.data_ptr()
+    for w, fits in ((unfit, False), (fit, True), (unfit, False)):  # in the memory that CUDA graphs read
+        weight.codes.copy_((packed(fit, torch.ones(64), zeros=zeros) if fits else other).codes)
+        operand = check(w, fits)
+        assert operand.weight.codes.data_ptr() == first.weight.codes.data_ptr()
+    with torch.inference_mode():
+        weight = packed(fit, torch.ones(64), zeros=zeros)
+        check(fit, False)
+
+
 @pytest.mark.parametrize("groups", [1, 4])
 def test_sums_of_windows_compensate_the_rest_of_zero_points(groups: int) -> None:
     w, x, rest = codes(torch.int8, 12, 8 // groups, 3, 3), codes(torch.uint8, 2, 8, 7, 6, seed=1), codes(torch.int8, 12, seed=2)
