@@ -24,10 +24,10 @@ using hopper::StoredScales;
 // Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
 // time on an H200); or void.
 template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2>
-struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, 0, false, kZeros,
+struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = hopper::StreamKWork;
-  static constexpr bool kShortTiles = true, kImages = true;
+  static constexpr bool kShortTiles = true, kImages = true, kSplitsRows = kWarpgroups == 2;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
   // Of rows of x, multiplied one after the other: two where two sets of sums of all would not fit in registers.
@@ -106,7 +106,7 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < p.work_end; index += p.clusters) {
     hopper::StreamKWork work(index, p);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = work.m_tile * C::kBlockM;
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work.m_tile, coord.rank, p);
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kProducts], sums[C::kSums] = {};
@@ -249,11 +249,11 @@ __global__ void __launch_bounds__(C::kThreads, 1)
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes ==
-                    wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, 0, false, C::kZeros, C::kStages, C::kWarpgroups}),
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
+                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
   // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to
@@ -282,7 +282,7 @@ Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Element>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
-  switch (plan.block_m) {
+  switch (plan.block_m / plan.ctas_along_m) {
     case 32:
       return launch_bits<Element, 32>(problem, plan, splitk_workspace, stream);
     case 64:
