@@ -336,6 +336,7 @@ def test_weights_of_layers_that_are_packed_or_elsewhere_are_passed_on() -> None:
     model = torch.nn.Module()
     model.one = torch.nn.Module()
     model.one.codes = torch.nn.Parameter(torch.zeros(1))
+    model.one.weight = torch.nn.Parameter(torch.zeros(0))  # as of fused layers of which one stays floats
     names = [("one.codes", torch.zeros(1)), ("elsewhere.two.codes", torch.zeros(1)), ("one.weight", torch.zeros(1))]
     assert list(directory.named_as_the_model(model, names)[0][1]) == names
 

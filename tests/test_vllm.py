@@ -42,6 +42,7 @@ RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("mixed", "mixed/directory", {}, 1),
     ("mixed two ranks", "mixed/directory", {}, 2),
     ("mixed dense", "mixed/dense", {}, 1),
+    ("mixed two ranks dense", "mixed/dense", {}, 2),
     ("embedding alone", "alone/directory", {}, 1),
     ("embedding alone dense", "alone/dense", {}, 1),
     ("embedding tied", "tied/directory", {}, 1),
@@ -203,7 +204,7 @@ def test_tokens_of_a_packed_directory(runs, run: str) -> None:
 def test_tokens_of_fused_layers_in_different_formats(runs, run: str) -> None:
     tokens, modes = runs[0][run]
     assert modes == ["MixedLinear none"]
-    assert tokens == runs[0]["mixed dense"][0]
+    assert tokens == runs[0][f"{run} dense"][0]
 
 
 def test_compiled_tokens_are_those_of_the_compiled_dense_model(runs) -> None:
