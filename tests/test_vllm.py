@@ -252,7 +252,11 @@ def test_a_layer_that_is_not_ours_is_left_to_vllm_with_a_line_in_the_log(runs) -
 def test_tokens_and_probabilities_are_those_of_any_batch(invariant_runs, run: str) -> None:
     (in_batch, alone), modes = invariant_runs[0][run]
     assert modes == [f"MixedLinear {'token' if '8' in run else 'block' if 'block' in run else 'none'}"]
-    assert in_batch == alone
+    first = [
+        next((pair for pair in zip(*rows, strict=True) if pair[0] != pair[1]), None)
+        for rows in zip(in_batch, alone, strict=True)
+    ]
+    assert first == [None] * len(alone)  # the first token and probability of each request that differ
 
 
 def test_the_log_names_the_method_of_awq_in_batch_invariant_mode(invariant_runs) -> None:
