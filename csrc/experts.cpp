@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 
 #include "cutlass_ops/layout.h"
@@ -64,13 +65,6 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   return at;
 }
 
-// BLOCK_M: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
-int tile_height(RouteProblem const& r) {
-  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  double const rows = touched ? double(r.positions()) / touched : 0;
-  return rows <= 24 ? 16 : rows <= 300 ? 64 : rows <= 600 ? 128 : 208;
-}
-
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
 
 Status check_route(RouteProblem const& r) {
@@ -106,13 +100,66 @@ Status check_moe(MoeProblem const& p, Device const& device) {
     return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
   if (device.shared_memory < kHopperSharedBytes) return unsupported_experts("too little shared memory");
   if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16) return unsupported_experts("x is of fp16 or bf16");
-  if (p.down.stack.k % kRowsPerPanel)
-    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
+  if (p.down.stack.k % 8)
+    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 8 are supported");
   if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
   Status status = check_act_quant(p.act_quant);
   if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high);
   if (status.ok()) status = check_route(p.route);
   return status.ok() ? check_memory(p) : status;
+}
+
+// Whether wgmma_gemm_a16 takes the weights, whose products are exact.
+bool has_exact_products(PackedWeight const& w) { return !has_short_groups(w) && !w.offsets && has_integer_codes(w); }
+
+Tile tile_of(PackedWeight const& w, int height) {
+  return has_exact_products(w) ? wgmma_gemm_a16_tile(w.bits, height) : wgmma_fold16_tile(height, w.bits);
+}
+
+// Measured times of a tile of kGroupedHeights and 256 features, in tenths of a microsecond for K = 4096 on an H200: those of a
+// weight in dispatch/costs_sm90.inc, and between them what was not measured, 96 and 144 rows of wgmma_fold16.
+constexpr int kExactCosts[2][4] = {{149, 176, 230, 329}, {160, 190, 246, 353}},
+              kRoundedCosts[2][4] = {{179, 212, 274, 348}, {180, 220, 293, 383}};
+static_assert(std::size(kGroupedHeights) == 4);
+
+// How many tiles are expected where every expert is as likely as any other: of an expert, the sum over i of the chance that it
+// has more than `height` * i rows. Those are binomially distributed, here as nearly normally.
+double expected_tiles(RouteProblem const& r, int height) {
+  double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
+  double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
+  double tiles = std::max(0.0, std::floor((rows - 8 * deviation) / height));
+  if (tiles == 0) tiles = 1 - std::pow(1 - chance, r.positions());
+  for (double more = std::max(1.0, std::ceil(tiles));; ++more) {
+    double const likely = 0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
+    if (likely < 1e-4) return tiles * r.experts;
+    tiles += likely;
+  }
+}
+
+// BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
+int tile_height(MoeProblem const& p, Device const& device) {
+  constexpr int kMostDecodeRows = 24;  // of an expert on average, in tiles of 16
+  RouteProblem const& r = p.route;
+  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+  if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;
+  int best = 0;
+  double least = 0;
+  for (size_t i = 0; i < std::size(kGroupedHeights); ++i) {
+    double const tiles = expected_tiles(r, kGroupedHeights[i]);
+    double time = 0;
+    for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
+      PackedWeight const& w = experts->stack;
+      Tile const tile = tile_of(w, kGroupedHeights[i]);
+      double const waves =
+          tiles * ceil_div(padded_rows(experts->n), tile.block_n) / std::max(1, device.multiprocessors / tile.cluster_size);
+      int const cost = (has_exact_products(w) ? kExactCosts : kRoundedCosts)[w.bits == 8][i];
+      // The last wave is half full on average.
+      time += (waves <= 1 ? 1 : waves + 0.5) * cost * tile.block_n / 256 * k_tiles(w);
+    }
+    if (best && time >= least) continue;
+    best = kGroupedHeights[i], least = time;
+  }
+  return best;
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
@@ -131,8 +178,8 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
   }
-  Tile const tile = wgmma_fold16_grouped_tile(height, w.bits);
-  plan->kernel = "wgmma_fold16";
+  Tile const tile = tile_of(w, height);
+  plan->kernel = has_exact_products(w) ? "wgmma_gemm_a16" : "wgmma_fold16";
   plan->block_n = tile.block_n, plan->cluster_size = tile.cluster_size, plan->stages = tile.stages;
   int64_t const pairs = ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, tile.block_n);
   plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) * tile.cluster_size;
@@ -155,7 +202,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->slots = padded_slots(r), plan->block_m = tile_height(r);
+  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device);
   auto const fill_in = [&] {
     plan->tiles = most_tiles(r, plan->block_m);
     // With more experts than positions nearly every position has a different expert.
@@ -165,7 +212,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
            plan_product(product_of(problem.down, false), device, plan->block_m, plan->tiles, expected, &plan->down);
   };
   if (!fill_in()) {
-    plan->block_m = 64;  // groups whose vectors leave too little room
+    plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room
     fill_in();
   }
   plan->kernel = plan->gate_up.kernel;
@@ -178,8 +225,8 @@ namespace {
 
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
-  bool const decodes = plan.wgmma_decode.cluster > 0;
-  return (decodes ? OF_FORMAT(w, launch_grouped_decode) : OF_FORMAT(w, launch_grouped_fold16))(gemm, plan, stream);
+  if (plan.wgmma_decode.cluster > 0) return OF_FORMAT(w, launch_grouped_decode)(gemm, plan, stream);
+  return (has_exact_products(w) ? launch_grouped_gemm_a16 : OF_FORMAT(w, launch_grouped_fold16))(gemm, plan, stream);
 }
 
 // Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.

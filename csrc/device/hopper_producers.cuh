@@ -18,7 +18,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
-    int row_panels = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerPanel));  // the last pair may reach beyond N
+    // The last pair may reach beyond N.
+    int row_panels = max(0, min(C::kWarpgroups, (rows_of_weight<C>(p) - row0) / kRowsPerPanel));
+    if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int bytes = row_panels * (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int weight_tiles = p.k_tiles, tile = k;
@@ -93,7 +95,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int m0 = work.m_tile * C::kBlockM, end = work.end_k(p);
+    int m0 = first_x_row<C>(work), end = work.end_k(p);
     constexpr bool kPixelScales = C::kImages && C::kLoadTokenScales;
     int scaled = kPixelScales ? C::kCluster * half : C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
     int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (kPixelScales         ? 16
@@ -141,7 +143,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
 // thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
 // 2 (j % 2) + e. Where C::kPrepareScales, it also makes the weights' scales fp32 numbers, times C::kUnit, in their place.
 template <class C>
-__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
+__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {

@@ -14,6 +14,9 @@ struct alignas(16) StoredTile {
 
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
+// Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16.
+constexpr int kGroupedHeights[] = {64, 96, 144, 208};
+
 // Where the tables of slots lie on the GPU.
 struct RowSlots {
   StoredTile* tiles = nullptr;
@@ -41,7 +44,7 @@ struct Groups {
   StoredTile const* tiles = nullptr;
   int const* count = nullptr;  // of tiles
   int row_panels = 0;          // of one expert, of 64 features
-  // Whether the first half of an expert's features is gate's and the second up's: then the output is activation(gate) * up.
+  // Whether an expert's features are gate's and up's, eight and eight: then the output is activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
   float low = 0.0f, high = 0.0f;

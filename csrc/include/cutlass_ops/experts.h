@@ -44,14 +44,14 @@ struct Routing {
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream);
 
 // y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j], in fp32 and in the order of
-// j, rounded once. The products' weights, and values of quantised activations, are rounded to x's type, and so are outputs of
-// experts that have many rows on average.
+// j, rounded once. Values of quantised activations are rounded to x's type, and so are weights, where experts have few rows on
+// average, of groups shorter than 128, with offsets or of code books; and outputs of experts that have many rows.
 struct MoeProblem {
   RouteProblem route;
   void const* x = nullptr;  // [tokens][hidden] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kBFloat16;
   int64_t x_stride = 0;
-  PackedExperts gate_up;  // 2 * intermediate features: gate's before up's; intermediate is a multiple of 64
+  PackedExperts gate_up;  // 2 * intermediate features, eight of gate's before eight of up's; intermediate is a multiple of 8
   PackedExperts down;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
