@@ -180,7 +180,6 @@ __device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* stag
                                             int row0) {
   Groups const& groups = p.groups;
   int const m0 = work.first_x_row, row_panel = row0 / kRowsPerPanel + coord.warpgroup;
-  scale_x_rows<C>(sums, p, coord, m0);
 #pragma unroll
   for (float& sum : sums) sum = nan_unless_finite(sum);
   if (groups.bias && row_panel < groups.row_panels) {

@@ -44,6 +44,8 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// Of experts: tiles of one of kGroupedInt8Heights, of two warpgroups.
+Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups
 // are for 64 rows, int4, and scales of x's type.

@@ -117,7 +117,10 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
   int const row = g.in_slots ? slot : position / p.route.top;
   uint16_t const* const from = static_cast<uint16_t const*>(g.x) + row * g.x_stride;
   uint16_t* const to = static_cast<uint16_t*>(g.out) + slot * g.out_stride;
-  if (g.scales && lane == 0) g.out_scales[slot] = g.scales[row];
+  if (g.scales) {
+    for (int block = lane; block < g.blocks; block += 32)
+      g.out_scales[int64_t(block) * g.out_scale_stride + slot] = g.scales[int64_t(block) * g.scale_stride + row];
+  }
   if (g.perm) {
     int32_t const* const perm = g.perm + int64_t(expert_of(p.route, position)) * g.k;
     for (int i = lane; i < g.k; i += 32) to[i] = from[__ldg(perm + i)];

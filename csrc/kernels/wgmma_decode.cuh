@@ -535,7 +535,7 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
   rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
   rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
   Params const p{w,
-                 problem.row_scales,
+                 problem.x_scales,
                  nullptr,
                  0,
                  true,

@@ -267,10 +267,10 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     fence(a[C::kSteps - 1]);
     fence_registers(sums);
     release(last_panel);
+    hopper::scale_x_rows<C>(sums, p, coord, m0);
     if constexpr (C::kGrouped) {
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
     } else {
-      hopper::scale_x_rows<C>(sums, p, coord, m0);
       hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);
     }
   }

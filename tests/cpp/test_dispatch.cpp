@@ -1378,13 +1378,45 @@ TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   EXPECT_EQ(kernels([](PackedWeight& w) { w.book = reinterpret_cast<float const*>(&some_byte); }), "wgmma_fold16");
 }
 
+TEST(Experts, MultiplyCodesWhereBothProductsCan) {
+  for (auto act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
+    auto const plan = [&](int tokens, std::function<void(MoeProblem&)> const& change) {
+      MoeProblem p = experts(tokens, 8, 2, 4096, 1024);
+      p.act_quant = act_quant;
+      change(p);
+      MoePlan chosen;
+      EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+      EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
+      EXPECT_EQ(chosen.int8, std::string(chosen.gate_up.kernel) == "wgmma_gemm_a8");
+      EXPECT_EQ(chosen.int8, std::string(chosen.down.kernel) == "wgmma_gemm_a8");
+      return chosen;
+    };
+    MoePlan const many = plan(1 << 14, [](MoeProblem&) {});
+    EXPECT_TRUE(many.int8);
+    EXPECT_EQ(many.block_m, 176);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.bits = 8; }).int8);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte); }).int8);
+    EXPECT_FALSE(plan(16, [](MoeProblem&) {}).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_quant = ActQuant::kNone; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
+                   p.down.stack.bits = 8, p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
+                 }).int8);
+  }
+}
+
 TEST(Experts, HaveTilesForAnyNumberOfRows) {
   for (int experts_of_layer : {1, 2, 8, 128, 8192})
-    for (int tokens : {1, 2, 17, 300, 5000, 1 << 20}) {
-      MoePlan chosen;
-      ASSERT_TRUE(plan_moe(experts(tokens, experts_of_layer, 1, 512, 128), kHopper, &chosen).ok());
-      EXPECT_TRUE(chosen.block_m == 16 || std::count(std::begin(kGroupedHeights), std::end(kGroupedHeights), chosen.block_m));
-    }
+    for (int tokens : {1, 2, 17, 300, 5000, 1 << 20})
+      for (auto act_quant : {ActQuant::kNone, ActQuant::kBlock}) {
+        MoeProblem p = experts(tokens, experts_of_layer, 1, 512, 128);
+        p.act_quant = act_quant;
+        MoePlan chosen;
+        ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+        auto const& heights = chosen.int8 ? kGroupedInt8Heights : kGroupedHeights;
+        EXPECT_TRUE(chosen.block_m == 16 || std::count(std::begin(heights), std::end(heights), chosen.block_m));
+      }
 }
 
 TEST(Experts, SayWhatForbidsThem) {
