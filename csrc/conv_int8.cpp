@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <limits>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -119,7 +120,7 @@ Status check_conv(ConvProblem const& p) {
   // fewer.
   int64_t const pixels = int64_t(p.height) * p.width, pieces = stored_channels(p.channels) / kConvVector;
   int64_t const tiles = ceil_div(p.pixels(), kDepthwisePixels) * ceil_div(w.n, kDepthwiseChannels) / kDepthwiseThreads;
-  if (pixels > most / p.batch / pieces || tiles > most || (p.pixels() / kConvMmaTile + 1) * (w.n + p.groups) > most)
+  if (pixels > most / p.batch / pieces || tiles > most || (p.pixels() / kLeastConvTile + 1) * (w.n + p.groups) > most)
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
   // Depthwise threads, and vectors of gathered taps.
   int64_t const flat_vectors = stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
@@ -152,6 +153,15 @@ ConvProblem multiplied(ConvProblem const& p, bool pads) {
   flat.batch = 1, flat.height = 1, flat.width = int(p.pixels()), flat.channels = w.channels;
   for (int axis : {0, 1}) flat.stride[axis] = flat.dilation[axis] = 1, flat.padding[axis] = 0;
   return flat;
+}
+
+constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective", kImplicit[] = "conv_int8_implicit_gemm",
+               kDepthwise[] = "conv_int8_depthwise";
+
+// Of which the pixels are rows of a matrix.
+bool is_product(ConvProblem const& p) {
+  bool const steps = p.stride[0] > 1 || p.stride[1] > 1;
+  return p.weight.height == 1 && p.weight.width == 1 && p.groups == 1 && !steps && !p.padded();
 }
 
 // TMA's im2col mode: strides of up to 8, corners in 8 bits, and boxes that begin with a whole
@@ -196,7 +206,7 @@ int copied_channels(ConvProblem const& p, int vector) {
 ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile const& tile) {
   ConvPlan plan;
   WgmmaCost const cost = wgmma_cost(p, device, tile);
-  plan.kernel = "conv_int8_wgmma";
+  plan.kernel = kWgmma;
   plan.block_m = ConvWgmmaTile::kBlockM, plan.block_n = tile.block_n;
   plan.cluster_size = tile.cluster_size;
   // Few tiles leave all of an SM's memory to a CTA.
@@ -209,17 +219,69 @@ ConvPlan plan_wgmma(ConvProblem const& p, Device const& device, ConvWgmmaTile co
   return plan;
 }
 
-ConvPlan plan_mma(ConvProblem const& p) {
+// Which rows of the result leave by TMA.
+bool fits_collective(ConvProblem const& p) {
+  return is_product(p) && p.out_type != ConvOutput::kInt32 && p.weight.n % kConvVector == 0 && aligned(p.out, kConvVector);
+}
+
+ConvPlan plan_collective(ConvProblem const& p, Device const& device, GemmCollectiveTile const& tile) {
   ConvPlan plan;
-  plan.kernel = "conv_int8_mma";
-  plan.block_m = plan.block_n = kConvMmaTile;
-  plan.grid = int(ceil_div(p.pixels(), kConvMmaTile) * p.groups * ceil_div(p.weight.n / p.groups, kConvMmaTile));
+  plan.kernel = kCollective;
+  plan.block_m = tile.block_m, plan.block_n = tile.block_n, plan.cluster_size = tile.cluster_size;
+  int64_t const clusters = ceil_div(p.pixels(), int64_t(tile.block_m) * tile.cluster_size) * ceil_div(p.weight.n, tile.block_n);
+  plan.grid = int(std::min<int64_t>(clusters, std::max(device.multiprocessors / tile.cluster_size, 1))) * tile.cluster_size;
+  plan.copied_channels = copied_channels(p, kConvVector);
   return plan;
+}
+
+// Vectors of x, which a tap's channels begin with; and masks of the iterators, which have a bit for each tap along an axis.
+bool has_vectors(ConvProblem const& p) {
+  ConvWeight const& w = p.weight;
+  return (p.groups == 1 || w.channels % kConvVector == 0) && std::max(w.height, w.width) <= kMostImplicitTaps;
+}
+
+// CUTLASS's iterators multiply coordinates and strides in 32 bits: those of a tile's images and output channels, which begin
+// with the tile's. `channels` is the number of a pixel in memory.
+bool fits_implicit(ConvProblem const& p, int channels) {
+  constexpr int kTile = kConvImplicitTiles[0].block_m;
+  int64_t const most = std::numeric_limits<int32_t>::max(), line = int64_t(p.width) * channels;
+  int64_t const row = int64_t(p.weight.height) * p.weight.width * stored_channels(p.weight.channels);
+  int64_t const images = std::min<int64_t>(p.batch, (kTile - 1) / (int64_t(p.out_height()) * p.out_width()) + 2);
+  return row <= most / kTile && (p.width + 2 * int64_t(p.padding[1])) <= most / channels &&
+         line <= most / (p.height + 2 * int64_t(p.padding[0])) && line * p.height <= most / images;
+}
+
+ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitTile const& tile) {
+  // Of an SM, by the figures of an A100, not measured on one: pairs of codes that it multiplies a clock, bytes that it moves to
+  // and from shared memory, and clocks of the begin and end of a tile.
+  constexpr int kPairs = 2048, kBytes = 128, kTile = 2000;
+  constexpr int kBlockK = ConvImplicitTile::kBlockK;
+  ConvPlan plan;
+  plan.kernel = kImplicit;
+  plan.block_m = tile.block_m, plan.block_n = tile.block_n, plan.stages = tile.stages;
+  if (!tile.bytewise) plan.copied_channels = copied_channels(p, kConvVector);
+  ConvWeight const& w = p.weight;
+  int64_t const tiles = ceil_div(p.pixels(), tile.block_m) * p.groups * ceil_div(w.n / p.groups, tile.block_n);
+  int64_t const multiply = int64_t(tile.block_m) * tile.block_n * kBlockK / kPairs;
+  int64_t const move = int64_t(tile.block_m + tile.block_n + tile.warps() * 2 * tile.warp) * kBlockK / kBytes;
+  int64_t const k_tiles = int64_t(w.height) * w.width * ceil_div(w.channels, kBlockK);
+  plan.grid = int(tiles);
+  plan.predicted_clocks = ceil_div(tiles, device.multiprocessors) * (k_tiles * std::max(multiply, move) + kTile);
+  return plan;
+}
+
+// Plans of one kernel's tiles, the soonest first.
+template <class Tiles, class MakePlan>
+void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& make_plan) {
+  auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
+  auto const first = plans->insert(plans->end(), std::size(tiles), ConvPlan());
+  std::transform(std::begin(tiles), std::end(tiles), first, make_plan);
+  std::stable_sort(first, plans->end(), sooner);
 }
 
 ConvPlan plan_depthwise(ConvProblem const& p) {
   ConvPlan plan;
-  plan.kernel = "conv_int8_depthwise";
+  plan.kernel = kDepthwise;
   plan.block_m = kDepthwisePixels, plan.block_n = kDepthwiseChannels;
   plan.copied_channels = copied_channels(p, kDepthwiseChannels);
   int64_t const lines = int64_t(p.batch) * p.out_height(), quads = p.weight.n / kDepthwiseChannels;
@@ -240,20 +302,23 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   if (p.weight.order == ConvOrder::kByTaps) {
     plans->push_back(plan_depthwise(p));
   } else {
-    // TMA fills with zeros what lies outside of x, where the sums are to have its zero point.
+    // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
     bool const pads = !flat && p.x_zero_point != 0 && p.padded();
-    ConvProblem const product = multiplied(p, false), padded = multiplied(p, pads);
-    int64_t const padded_vectors =
-        int64_t(padded.batch) * padded.height * padded.width * (stored_channels(padded.channels) / kConvVector);
-    if (device.architecture == 90 && fits_tma(padded) && padded_vectors <= std::numeric_limits<int32_t>::max()) {
-      for (ConvWgmmaTile const& tile : kConvWgmmaTiles) {
-        plans->push_back(plan_wgmma(padded, device, tile));
-        plans->back().pads = pads;
-      }
+    ConvProblem const product = multiplied(p, pads);
+    double const vectors =
+        double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
+    bool const copies = vectors <= std::numeric_limits<int32_t>::max(), whole = has_vectors(product);
+    int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
+    if (device.architecture == 90 && fits_tma(product) && copies)
+      append(plans, kConvWgmmaTiles, [&](auto const& tile) { return plan_wgmma(product, device, tile); });
+    if (device.architecture == 90 && fits_collective(product) && copies)
+      append(plans, kGemmCollectiveTiles, [&](auto const& tile) { return plan_collective(product, device, tile); });
+    if (fits_implicit(product, channels) && (copies || !pads)) {
+      if (whole) append(plans, kConvImplicitTiles, [&](auto const& tile) { return plan_implicit(product, device, tile); });
+      if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));
     }
-    auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
-    std::stable_sort(plans->begin(), plans->end(), sooner);
-    plans->push_back(plan_mma(product));
+    for (ConvPlan& plan : *plans) plan.pads = pads;
+    if (plans->empty()) return unsupported("a tile reads more than 2^31 bytes of x or of the weight" + shape(p));
   }
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p, plan.pads);
@@ -291,6 +356,15 @@ std::pair<int, int> limits(ConvProblem const& p) {
   return {out_limit(low, p), out_limit(high, p)};
 }
 
+struct Launcher {
+  std::string_view kernel;
+  Status (*launch)(ConvParams const&, ConvPlan const&, Stream);
+};
+constexpr Launcher kLaunchers[] = {{kWgmma, &launch_conv_int8_wgmma},
+                                   {kCollective, &launch_gemm_int8_collective},
+                                   {kImplicit, &launch_conv_int8_implicit_gemm},
+                                   {kDepthwise, &launch_conv_int8_depthwise}};
+
 }  // namespace
 
 Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace workspace, Stream stream) {
@@ -299,8 +373,12 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
     return invalid("the workspace has " + std::to_string(workspace.bytes) + " bytes; " + std::to_string(plan.workspace) +
                    " are needed" + shape(problem));
   }
+  auto const* const launcher = std::find_if(std::begin(kLaunchers), std::end(kLaunchers),
+                                            [&](Launcher const& known) { return known.kernel == plan.kernel; });
+  if (launcher == std::end(kLaunchers)) return invalid(std::string("there is no kernel ") + plan.kernel);
+  int const out_bytes = plan.kernel == std::string_view(kCollective) ? kConvVector : 1;
   Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0},
-                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : 1}});
+                                   {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
   ConvProblem& p = params.problem = multiplied(problem, plan.pads);
@@ -315,11 +393,7 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
                  : launch_copy_image(problem, plan.pads, workspace.data, plan.copied_channels, stream);
     p.x = workspace.data, p.channels = plan.copied_channels;
   }
-  if (status.ok()) {
-    status = p.weight.order == ConvOrder::kByTaps ? launch_conv_int8_depthwise(params, plan, stream)
-             : plan.stages > 0                    ? launch_conv_int8_wgmma(params, plan, stream)
-                                                  : launch_conv_int8_mma(params, plan, stream);
-  }
+  if (status.ok()) status = launcher->launch(params, plan, stream);
   if (!status.ok()) status.text += shape(problem);
   return status;
 }

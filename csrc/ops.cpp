@@ -100,8 +100,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                        problem.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(base + layout.zeros),
                        layout.block,
                        layout.stride,
-                       layout.rows,
-                       layout.scale_columns};
+                       layout.rows};
   }
   if (layout.upcasts) {
     ready.quantized.upcast = base + layout.upcast, ready.quantized.upcast_type = problem.x_type;

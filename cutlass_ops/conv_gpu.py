@@ -64,7 +64,8 @@ def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
     images = x.movedim(1, -1)
     images = images.view(*images.shape[:-1], groups, -1)
     missing = -images.shape[-1] % (_VECTOR // x.element_size()) if pads else 0
-    images = F.pad(images, (0, missing)) if missing else images.contiguous()
+    # Of four or five dimensions, F.pad() keeps an order of memory in which the channels are not last.
+    images = (F.pad(images, (0, missing)) if missing else images).contiguous()
     return images.clone() if images.data_ptr() % _VECTOR else images
 
 

@@ -11,9 +11,8 @@ from typing import Any, NamedTuple, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
-from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import _C, arguments, library, native, reference
+from . import _C, arguments, kept, library, native, reference
 from .conv import (
     BEHIND,
     GEOMETRY_SCHEMA,
@@ -277,14 +276,6 @@ class _Operand(NamedTuple):
     rest: Tensor | None = None
     ones: _Natural | None = None
 
-    def tensors(self) -> list[Tensor]:
-        """Those that depend on the packed weight."""
-        return [*self.weight] if self.rest is None else [*self.weight, self.rest]
-
-
-#: By the packed codes: what they and the zero points were, and the operand, by the identity of the zero points and by sizes.
-_kept: Any = WeakTensorKeyDictionary()
-
 
 def _order(n: int, weight: PackedWeight, groups: int) -> _C.ConvOrder:
     return _C.conv_order(n, weight.k // weight.taps, weight.taps, groups)
@@ -301,46 +292,47 @@ def _in_order(codes: Tensor, order: _C.ConvOrder) -> _Natural:
     return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums)
 
 
-def _make_operand(weight: PackedWeight, groups: int) -> _Operand:
-    """The operand, with what is left of the zero points if the weight has any, even if that is zero: nothing waits."""
-    qw = weight.unpack()
-    shape = (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
+def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
+    """``(height, width, channels)`` of a group."""
+    return (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
+
+
+def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
+    """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even if that is zero."""
+    qw, order = weight.unpack(), _order(weight.n, weight, groups)
     if qw.zeros is None:
-        return _Operand(_in_order((qw.codes ^ 0x80).view(torch.int8).view(weight.n, *shape), _order(weight.n, weight, groups)))
+        return _in_order((qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order)
     # The point of each row that is nearest to its zero point and from which all its codes are in reach of int8.
     zeros, codes = qw.zeros.short(), qw.codes
     near = zeros.clamp(codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128)
-    natural = (codes - near.byte()).view(torch.int8).view(weight.n, *shape)
-    ones = natural.new_ones(groups, *shape)
-    return _Operand(
-        _in_order(natural, _order(weight.n, weight, groups)),
-        (zeros - near)[:, 0].int(),
-        _in_order(ones, _order(groups, weight, groups)),
-    )
+    natural = (codes - near.byte()).view(torch.int8).view(weight.n, *_kernel_shape(weight))
+    return (*_in_order(natural, order), (zeros - near)[:, 0].int())
+
+
+def _ones(weight: PackedWeight, groups: int) -> _Natural:
+    """``_Operand.ones``."""
+    ones = torch.ones(groups, *_kernel_shape(weight), dtype=torch.int8, device=weight.device)
+    return _in_order(ones, _order(groups, weight, groups))
 
 
 def _operand(weight: PackedWeight, groups: int) -> _Operand:
     """What is kept, if codes and zero points are still those that it was made of."""
-    parts = [weight.codes] if weight.zeros is None else [weight.codes, weight.zeros]
-    if any(t.is_inference() for t in parts):  # torch does not record what is written to them
-        return _make_operand(weight, groups)
-    of_codes = _kept.setdefault(weight.codes, {})
-    key, versions = (id(weight.zeros), weight.n, weight.kernel_size, groups), [t._version for t in parts]
-    made, _, kept = of_codes.get(key, (None, None, None))
-    if made == versions:
-        return cast(_Operand, kept)
-    found = _make_operand(weight, groups)
-    if torch.cuda.is_current_stream_capturing():
-        return found
-    if found.rest is not None and (kept is None or kept.rest is None) and not found.rest.any():
-        found = _Operand(found.weight)
-    if kept is not None:  # CUDA graphs read that memory
-        for to, tensor in zip(kept.tensors(), found.tensors(), strict=False):
-            to.copy_(tensor)
-        found = kept if kept.rest is not None else found._replace(weight=kept.weight)
-    torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
-    of_codes[key] = versions, weight.zeros, found  # with the zero points, whose identity is a key while they live
-    return found
+    sizes, parts = (weight.n, weight.kernel_size, groups), ("zeros",)
+
+    def make() -> tuple[Tensor, ...]:
+        made = _without_zeros(weight, groups)
+        if len(made) == 2:
+            return made
+        # On the CPU, whether the rest counts. To know it waits, which happens only where the answer is kept.
+        counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool)
+        return (*made, counts)
+
+    codes, sums, *left = kept.form(weight, parts, ("static int8", *sizes), make)
+    natural = _Natural(codes, sums)
+    if not left or not left[1]:
+        return _Operand(natural)
+    ones = kept.form(weight, (), ("static int8, ones", *sizes), lambda: _ones(weight, groups))
+    return _Operand(natural, left[0], _Natural(*ones))
 
 
 def launch(

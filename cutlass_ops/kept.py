@@ -30,6 +30,20 @@ class _Form(NamedTuple):
 _kept: Any = WeakTensorKeyDictionary()
 
 
+def _others(weight: PackedWeight, parts: tuple[str, ...]) -> tuple[Tensor, ...]:
+    return tuple(tensor for part, tensor in weight.tensors().items() if part in parts)
+
+
+def _recorded(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether torch records what is written to them."""
+    return not any(tensor.is_inference() for tensor in tensors)
+
+
+def keeps(weight: PackedWeight, parts: tuple[str, ...]) -> bool:
+    """Whether ``form`` would keep now what is made of the codes and of these parts."""
+    return _recorded((weight.codes, *_others(weight, parts))) and not torch.cuda.is_current_stream_capturing()
+
+
 def form(
     weight: PackedWeight, parts: tuple[str, ...], name: tuple[Hashable, ...], make: Callable[[], tuple[Tensor, ...]]
 ) -> tuple[Tensor, ...]:
@@ -44,8 +58,8 @@ def form(
         name: what tells this form from others of the same tensors, their sizes included.
         make: returns tensors that nothing else writes to.
     """
-    others = tuple(tensor for part, tensor in weight.tensors().items() if part in parts)
-    if any(tensor.is_inference() for tensor in (weight.codes, *others)):
+    others = _others(weight, parts)
+    if not _recorded((weight.codes, *others)):
         return make()
     forms = _kept.setdefault(weight.codes, {})
     key = (name, *((tensor.data_ptr(), tensor.dtype) for tensor in others))

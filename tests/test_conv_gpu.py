@@ -39,7 +39,9 @@ def check(quantized: co.QuantizedWeight, x: torch.Tensor, geometry: Geometry, **
     expected = reference_conv.mixed_conv(x.float(), quantized, geometry, **options).movedim(-1, 1).double()
     error, rms = (y.cpu().double() - expected).abs(), expected.square().mean().sqrt()
     assert error.norm() <= 1e-6 * expected.norm()
-    assert (error <= 1e-5 * rms).all()
+    # No kernel takes groups whose scale is that of all channels, where the result is not of x's type: torch's order of sums.
+    by_torch = geometry.groups > 1 and options.get("act_quant") in ("token", "tensor")
+    assert (error <= (4e-5 if by_torch else 1e-5) * rms).all()
 
 
 @pytest.mark.parametrize("kind", FORMATS)

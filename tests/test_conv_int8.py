@@ -305,10 +305,11 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     w, zeros = codes(torch.uint8, n, channels, 3, 2), codes(torch.uint8, n, seed=1)
     if fits:
         w = (zeros.short()[:, None, None, None] + codes(torch.int8, *w.shape, seed=2)).clamp(0, 255).byte()
-    operand = conv_int8._make_operand(packed(w, torch.ones(n), zeros=zeros), groups)
-    assert operand.rest is not None
-    assert operand.ones is not None
-    assert bool(operand.rest.any()) != fits
+    weight = packed(w, torch.ones(n), zeros=zeros)
+    *differences, rest = conv_int8._without_zeros(weight, groups)
+    operand = conv_int8._Natural(*differences)
+    ones = conv_int8._ones(weight, groups)
+    assert bool(rest.any()) != fits
 
     def natural(of: conv_int8._Natural, n: int) -> Tensor:
         order, parts = _C.conv_order(n, channels, 6, groups), of.codes
@@ -317,10 +318,49 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
         by_tap = parts[:, : 6 * channels].view(n, 3, 2, channels) if order == _C.ConvOrder.flat else parts[..., :channels]
         return by_tap.movedim(-1, 1)
 
-    assert torch.equal(natural(operand.weight, n) - operand.rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
-    assert torch.equal(natural(operand.ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
-    assert operand.weight.sums.tolist() == natural(operand.weight, n).sum((1, 2, 3)).tolist()
-    assert operand.ones.sums.tolist() == [6 * channels] * groups
+    assert torch.equal(natural(operand, n) - rest.view(-1, 1, 1, 1), w.int() - zeros.view(-1, 1, 1, 1))
+    assert torch.equal(natural(ones, groups), torch.ones(groups, channels, 3, 2, dtype=torch.int8))
+    assert operand.sums.tolist() == natural(operand, n).sum((1, 2, 3)).tolist()
+    assert ones.sums.tolist() == [6 * channels] * groups
+
+
+class _Stream:
+    """Nothing to wait for."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    capturing = [False]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: capturing[0])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: _Stream())
+    zeros = codes(torch.uint8, 64, seed=1)
+    fit = (zeros.short()[:, None] + codes(torch.int8, 64, 48, seed=2)).clamp(0, 255).byte()
+    unfit = fit.clone()
+    unfit[:, 0], unfit[:, 1] = 0, 255
+    weight, other = (packed(w, torch.ones(64), zeros=zeros) for w in (fit, unfit))
+
+    def check(w: Tensor, fits: bool) -> conv_int8._Operand:
+        operand = conv_int8._operand(weight, 1)
+        assert (operand.rest is None) == (operand.ones is None) == fits
+        rest = torch.zeros(64, dtype=torch.int32) if operand.rest is None else operand.rest
+        assert torch.equal(operand.weight.codes.view(64, -1)[:, :48] - rest[:, None], w.int() - zeros[:, None])
+        return operand
+
+    capturing[0] = True  # nothing waits, nor is kept
+    captured = check(fit, False)
+    capturing[0] = False
+    first = check(fit, True)
+    assert captured.weight.codes.data_ptr() != first.weight.codes.data_ptr()
+    assert check(fit, True).weight.codes.data_ptr() == first.weight.codes.data_ptr()
+    for w, fits in ((unfit, False), (fit, True), (unfit, False)):  # in the memory that CUDA graphs read
+        weight.codes.copy_((packed(fit, torch.ones(64), zeros=zeros) if fits else other).codes)
+        operand = check(w, fits)
+        assert operand.weight.codes.data_ptr() == first.weight.codes.data_ptr()
+    with torch.inference_mode():
+        weight = packed(fit, torch.ones(64), zeros=zeros)
+        check(fit, False)
 
 
 @pytest.mark.parametrize("groups", [1, 4])
@@ -532,16 +572,25 @@ A100 = _C.Device(80, 108, 166912)
 
 
 def plans(
-    channels: int, n: int, groups: int = 1, kernel: int = 3, zero: int = 0, padding: int = 1, device: _C.Device = H200
+    channels: int,
+    n: int,
+    groups: int = 1,
+    kernel: int = 3,
+    zero: int = 0,
+    padding: int = 1,
+    device: _C.Device = H200,
+    size: int = 14,
+    out: _C.ConvOutput = _C.ConvOutput.uint8,
+    y: int = 4096,
 ) -> list[_C.ConvPlan]:
-    """Of a convolution of an image of 14 x 14 pixels; nothing is read."""
+    """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``; nothing is read."""
     order = _C.conv_order(n, channels, kernel**2, groups)
     weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
     problem = _C.ConvProblem(
         weight,
         4096,
         True,
-        (2, 14, 14, groups * channels),
+        (2, size, size, groups * channels),
         (1, 1),
         (padding, padding),
         (1, 1),
@@ -549,8 +598,8 @@ def plans(
         0,
         False,
         _C.DataType.none,
-        4096,
-        _C.ConvOutput.uint8,
+        y,
+        out,
         1.0,
         zero,
         1.0,
@@ -562,11 +611,26 @@ def plans(
     return problem.plans(device)
 
 
+def kernels(found: list[_C.ConvPlan]) -> list[str]:
+    """In their order, each once."""
+    return list(dict.fromkeys(plan.kernel for plan in found))
+
+
 @pytest.mark.parametrize("channels", [1, 5, 8, 20, 40])
-def test_groups_that_begin_within_a_vector_are_not_read_by_tma(channels: int) -> None:
-    """TMA's im2col boxes that begin there are an illegal instruction."""
-    assert [plan.kernel for plan in plans(channels, 6, 3)] == ["conv_int8_mma"]
-    assert {plan.kernel for plan in plans(32, 6, 3)} == {"conv_int8_wgmma", "conv_int8_mma"}
+def test_groups_that_begin_within_a_vector_are_read_bytewise(channels: int) -> None:
+    """TMA's im2col boxes that begin there are an illegal instruction, and copies of 16 bytes are misaligned."""
+    (plan,) = plans(channels, 6, 3)
+    assert (plan.kernel, plan.stages, plan.copied_channels) == ("conv_int8_implicit_gemm", 2, 0)
+    found = plans(32, 6, 3)
+    assert kernels(found) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+    assert all(plan.stages > 2 for plan in found)
+
+
+def test_kernels_of_more_taps_than_iterators_have_masks_for_are_read_bytewise() -> None:
+    for kernel, stages in ((32, {3, 4, 6}), (33, {2})):
+        found = plans(16, 64, kernel=kernel, padding=16, device=A100)
+        assert {plan.stages for plan in found} == stages
+        assert kernels(found) == ["conv_int8_implicit_gemm"]
 
 
 def test_what_x_is_copied_for() -> None:
@@ -574,20 +638,49 @@ def test_what_x_is_copied_for() -> None:
     for plan in plans(64, 64):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
     for plan in plans(20, 64):
-        if plan.kernel == "conv_int8_wgmma":
-            assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     for plan in plans(64, 64, zero=3):
-        pads = plan.kernel == "conv_int8_wgmma"
-        assert (plan.copied_channels, plan.pads) == ((64, True) if pads else (0, False))
-        assert plan.workspace == (64 * 2 * 16 * 16 if pads else 0)
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (64, True, 64 * 2 * 16 * 16)
     for plan in plans(64, 64, zero=3, padding=0):
         assert not plan.pads
     for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+    (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
+    assert (plan.copied_channels, plan.pads, plan.workspace) == (16, True, 16 * 2 * 16 * 16)
 
 
 def test_kernels_of_an_architecture() -> None:
-    assert [plan.kernel for plan in plans(64, 64, device=A100)] == ["conv_int8_mma"]
-    assert [plan.kernel for plan in plans(1, 64, 64, device=A100)] == ["conv_int8_depthwise"]
-    assert [plan.kernel for plan in plans(1, 64, 64)] == ["conv_int8_depthwise"]
-    assert plans(320, 320)[0].kernel == "conv_int8_wgmma"
+    assert kernels(plans(64, 64, device=A100)) == ["conv_int8_implicit_gemm"]
+    assert kernels(plans(1, 64, 64, device=A100)) == ["conv_int8_depthwise"]
+    assert kernels(plans(1, 64, 64)) == ["conv_int8_depthwise"]
+    assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+
+
+def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_vectors() -> None:
+    every = ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
+    without = [kernel for kernel in every if kernel != "gemm_int8_collective"]
+    product: dict[str, Any] = {"kernel": 1, "padding": 0}
+    assert kernels(plans(70, 64, **product)) == every
+    assert kernels(plans(3, 64)) == every  # of the taps that were gathered
+    for n, other in ((72, {}), (64, {"out": _C.ConvOutput.int32}), (64, {"y": 4104}), (64, {"padding": 1})):
+        assert kernels(plans(70, n, **(product | other))) == without
+    assert kernels(plans(70, 64, **product, device=A100)) == without[1:]
+    tiles = [(p.block_m, p.block_n, p.cluster_size, p.grid) for p in plans(70, 256, **product) if p.kernel == every[1]]
+    assert tiles == [(128, 256, 2, 4), (128, 128, 2, 8), (64, 64, 1, 28)]
+    few = plans(70, 256, **product, device=_C.Device(90, 3, 232448))
+    assert [plan.grid for plan in few if plan.kernel == every[1]] == [2, 2, 3]
+
+
+def test_tiles_of_implicit_gemms_are_small_where_there_are_few() -> None:
+    assert plans(256, 64, device=A100)[0].block_m == 64
+    assert plans(256, 256, device=A100, size=112)[0].block_m == 256
+    assert plans(256, 256, device=A100, size=112)[0].grid == 2 * 112 * 112 // 256 * 2
+
+
+def test_tiles_that_span_more_than_32_bits_are_refused() -> None:
+    """CUTLASS's iterators multiply in 32 bits. TMA does not."""
+    wide: dict[str, Any] = {"kernel": 1, "padding": 0, "size": 2}
+    assert kernels(plans(2**21 + 2**20, 16, **wide)) == ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
+    assert kernels(plans(2**23, 16, **wide)) == ["conv_int8_wgmma", "gemm_int8_collective"]
+    with pytest.raises(ValueError, match=r"a tile reads more than 2\^31 bytes"):
+        plans(2**23, 16, **wide, device=A100)

@@ -24,6 +24,7 @@ DEVICES: dict[str, tuple[int, int, int] | None] = {"own": None, "portable": (80,
 # Channels of a group, output channels, groups; kernel, stride, padding, dilation; image.
 CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[int, int]]] = {
     "stem": ((3, 17, 1), (7, 7), (2, 2), (3, 3), (1, 1), (33, 29)),
+    "stem of whole vectors": ((3, 32, 1), (7, 7), (2, 2), (3, 3), (1, 1), (33, 29)),
     "odd channels": ((20, 65, 1), (3, 3), (1, 1), (1, 1), (1, 1), (9, 8)),
     "one output": ((200, 1, 1), (3, 2), (1, 2), (2, 1), (1, 2), (13, 11)),
     "16 channels": ((16, 200, 1), (3, 3), (1, 1), (1, 1), (1, 1), (17, 19)),
@@ -39,6 +40,7 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[in
     "padding beyond the image": ((16, 24, 1), (3, 3), (1, 2), (5, 2), (3, 2), (2, 1)),
     "steps beyond TMA's": ((16, 24, 1), (2, 2), (9, 9), (1, 0), (1, 1), (40, 40)),
     "taps beyond TMA's": ((16, 24, 1), (3, 1), (1, 1), (150, 0), (150, 1), (20, 5)),
+    "more taps than masks": ((16, 24, 1), (33, 1), (1, 1), (16, 0), (1, 1), (20, 5)),
     "groups": ((32, 96, 3), (3, 3), (1, 1), (1, 1), (1, 1), (11, 12)),
     "groups of odd channels": ((5, 28, 4), (3, 3), (2, 1), (1, 1), (1, 1), (11, 12)),
     "groups of more than a tile": ((144, 600, 2), (3, 3), (1, 1), (1, 1), (1, 1), (6, 7)),
@@ -50,6 +52,12 @@ CONVOLUTIONS: dict[str, tuple[tuple[int, int, int], Any, Any, Any, Any, tuple[in
     "depthwise with multiples": ((1, 48, 16), (3, 3), (1, 1), (1, 1), (1, 1), (8, 9)),
 }
 ACTIVATIONS: list[Any] = [None, "relu", "relu6", ("clamp", -1.5, 3.0)]
+NO_GEOMETRY = Geometry((), (), (), 1)
+#: Rows, K and N. Rows of the result leave by TMA where N is a multiple of 16.
+PRODUCTS = [
+    (1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17), (64, 4096, 4096), (1000, 1024, 264),
+    (1, 16, 16), (17, 33, 48), (63, 1000, 64), (130, 70, 208), (257, 300, 144), (515, 512, 1024),
+]  # fmt: skip
 
 
 def codes(dtype: torch.dtype, *shape: int, seed: int = 0) -> Tensor:
@@ -109,7 +117,7 @@ def both(
 
         found = conv_int8.launch(x, weight, bias, numbers, out_dtype, geometry, choose)
         plan = plans[len(results)]
-        results.append((f"{plan.kernel} {plan.block_n} {plan.cluster_size}", found))
+        results.append((f"{plan.kernel} {plan.block_m} {plan.block_n} {plan.cluster_size}", found))
         if len(results) == len(plans):
             break
     expected = reference_conv.conv_int8(
@@ -158,10 +166,36 @@ def test_bits_are_the_references(kind: str, device: str) -> None:
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", INT8)
 def test_products(device: str, dtype: torch.dtype) -> None:
-    for m, k, n in [(1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17), (64, 4096, 4096), (1000, 1024, 264)]:
+    """Of x at any address, with and without a zero point, a bias of each kind, each activation and type of the result."""
+    for case, (m, k, n) in enumerate(PRODUCTS):
         weight = packed(codes(torch.int8, n, k), torch.rand(n, device="cuda") * 0.01 + 1e-3)
-        no_geometry = Geometry((), (), (), 1)
-        both(codes(dtype, m, k, seed=1), weight, no_geometry, device, x_zero_point=77, y_scale=spread(weight), out_dtype=dtype)
+        x = codes(dtype, m * k + 1, seed=1)[case % 2 :][: m * k].view(m, k)
+        bias = torch.randint(-9000, 9000, (n,), dtype=torch.int32, device="cuda")
+        for option, (zero, out_dtype) in enumerate(itertools.product((0, 77), INT8)):
+            both(
+                x,
+                weight,
+                NO_GEOMETRY,
+                device,
+                x_zero_point=zero,
+                bias=(None, bias, bias * 3e-6)[(case + option) % 3],
+                y_scale=spread(weight),
+                y_zero_point=zero // 7,
+                activation=ACTIVATIONS[(case + option) % 4],
+                out_dtype=out_dtype,
+            )
+        both(x, weight, NO_GEOMETRY, device, x_zero_point=77, bias=bias, out_dtype=torch.int32)
+    assert co.linear_int8(x[:0], weight, x_scale=1.0, y_scale=1.0).shape == (0, n)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_sums_beyond_int32_wrap(device: str) -> None:
+    """Instructions that saturate would leave the largest numbers, and sums that leave int32 and come back would differ too."""
+    x, w = torch.full((3, 140_000), 255, dtype=torch.uint8), torch.full((16, 140_000), -128, dtype=torch.int8)
+    w[1::2, 70_000:] = 127
+    weight = packed(w.cuda(), torch.ones(16, device="cuda"))
+    both(x.cuda(), weight, NO_GEOMETRY, device, x_scale=1.0, y_scale=2e7)
+    both(x.cuda(), weight, NO_GEOMETRY, device, x_scale=1.0, out_dtype=torch.int32)
 
 
 @pytest.mark.parametrize("kind", CONVOLUTIONS)
@@ -189,12 +223,12 @@ def test_weights_with_zero_points(kind: str, fits: bool) -> None:
 
 @pytest.mark.parametrize("fits", [True, False])
 def test_products_with_zero_points(fits: bool) -> None:
-    for m, k, n in [(1, 1, 1), (17, 70, 65), (300, 512, 1000), (129, 4097, 17)]:
+    for m, k, n in PRODUCTS:
         zeros = codes(torch.uint8, n, seed=30)
         w = near(zeros, k) if fits else codes(torch.int8, n, k)
         weight = packed(w, torch.rand(n, device="cuda") * 0.01 + 1e-3, zeros=zeros)
-        x, no_geometry = codes(torch.uint8, m, k, seed=1), Geometry((), (), (), 1)
-        both(x, weight, no_geometry, x_zero_point=77, y_scale=2 * spread(weight), out_dtype=torch.uint8)
+        x = codes(torch.uint8, m, k, seed=1)
+        both(x, weight, NO_GEOMETRY, x_zero_point=77, y_scale=2 * spread(weight), out_dtype=torch.uint8)
 
 
 @pytest.mark.parametrize("fits", [True, False])
@@ -235,9 +269,9 @@ def test_zero_points_are_of_the_weight_that_has_them() -> None:
     weight = packed(codes(torch.int8, 64, 48), torch.ones(64, device="cuda"), zeros=codes(torch.uint8, 64, seed=30))
     assert weight.zeros is not None
     others = [weight, replace(weight, zeros=weight.zeros.flip(1).contiguous()), replace(weight, zeros=None)]
-    x, no_geometry = codes(torch.int8, 9, 48), Geometry((), (), (), 1)
+    x = codes(torch.int8, 9, 48)
     for other in others * 2:
-        both(x, other, no_geometry, x_zero_point=-7, out_dtype=torch.int32)
+        both(x, other, NO_GEOMETRY, x_zero_point=-7, out_dtype=torch.int32)
     mode = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

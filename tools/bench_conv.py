@@ -1,10 +1,10 @@
-"""Time static int8 convolutions on a GPU: every plan of every layer, torch's fp16 convolution, and the figures of peers.
+"""Time static int8 convolutions and products on a GPU: every plan of every layer, torch's fp16, and the figures of peers.
 
-    tools/bench_conv.py --out results/h200-conv.json [--peers peers.json]
+    tools/bench_conv.py --out results/h200-conv.json [--peers peers.json] [--layers linear]
 
-Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper, and depthwise ones. A call is
-captured many times in a CUDA graph, with inputs that L2 does not hold; the figure is the median of nine replays. `peers.json`
-maps names of layers to microseconds by peer, measured on the same GPU.
+Layers are those of ResNet-50, Stable Diffusion 1.5 and XL with their decoder, YOLO, Whisper, depthwise ones, and products. A
+call is captured many times in a CUDA graph, with inputs that L2 does not hold; the figure is the median of nine replays.
+`peers.json` maps names of layers to microseconds by peer, measured on the same GPU. Of products L2 holds the weight.
 """
 
 from __future__ import annotations
@@ -55,6 +55,9 @@ LAYERS: list[tuple[str, int, int, int, int, int, tuple[int, int], tuple[int, int
     ("depthwise 3x3, 28 x 192", 64, 28, 28, 192, 192, (3, 3), (1, 1), (1, 1)),
     ("depthwise 7x7, 56 x 96", 64, 56, 56, 96, 96, (7, 7), (1, 1), (3, 3)),
     ("depthwise 7x7, 28 x 192", 64, 28, 28, 192, 192, (7, 7), (1, 1), (3, 3)),
+    *((f"linear 4096 x 4096, {m} rows", 1, 1, m, 4096, 4096, (1, 1), (1, 1), (0, 0)) for m in (1, 16, 64, 256, 1024, 4096)),
+    ("linear 1024 x 4096, 512 rows", 1, 1, 512, 4096, 1024, (1, 1), (1, 1), (0, 0)),
+    ("linear 11008 x 4096, 2048 rows", 1, 1, 2048, 4096, 11008, (1, 1), (1, 1), (0, 0)),
 ]
 #: Also timed with a zero point of x.
 WITH_ZEROS = ("resnet50 s1 3x3", "resnet50 s3 3x3", "sdxl 640")
@@ -125,11 +128,10 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
 
         call(0)
         plan = found[len(timed)]
-        if plan.kernel == "conv_int8_mma" and timed:
-            break
         timed.append(
             {
                 "kernel": plan.kernel,
+                "block_m": plan.block_m,
                 "block_n": plan.block_n,
                 "cluster": plan.cluster_size,
                 "us": round(microseconds(call, inputs), 2),
@@ -140,7 +142,13 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
             break
     half = [x.to(torch.float16) for x in xs[: max(1, inputs // 2)]]
     wide = w.half().contiguous(memory_format=torch.channels_last)
-    fp16 = microseconds(lambda i: F.conv2d(half[i], wide, None, stride, padding, 1, groups), len(half))
+
+    def in_fp16(i: int) -> torch.Tensor:
+        if name.startswith("linear"):
+            return F.linear(half[i].movedim(1, -1), wide.flatten(1))
+        return F.conv2d(half[i], wide, None, stride, padding, 1, groups)
+
+    fp16 = microseconds(in_fp16, len(half))
     operations = 2 * pixels * n * math.prod(kernel) * c // groups
     us = timed[0]["us"]
     return {
@@ -159,6 +167,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True, help="results file")
     parser.add_argument("--peers", type=Path, help="figures of peers")
     parser.add_argument("--commit", default="", help="of the kernels")
+    parser.add_argument("--layers", default="", help="only those whose names have this in them")
     args = parser.parse_args()
     torch.backends.cudnn.benchmark = True
     torch.manual_seed(0)
@@ -167,12 +176,16 @@ def main() -> None:
         a @ a
     peers = json.loads(args.peers.read_text()) if args.peers else {}
     rows = []
-    for row, zero in [(row, 0) for row in LAYERS] + [(row, 77) for row in LAYERS if row[0] in WITH_ZEROS]:
+    layers = [row for row in LAYERS if args.layers in row[0]]
+    for row, zero in [(row, 0) for row in layers] + [(row, 77) for row in layers if row[0] in WITH_ZEROS]:
         rows.append(layer(row, zero) | {"peers_us": peers.get(row[0], {})})
         line = rows[-1]
         best = min(plan["us"] for plan in line["plans"])
         print(f"{line['layer']:26} zero {zero:3} {line['us']:8.1f} us, best {best:8.1f}, {line['tops']:6.0f} TOPS, "
               f"fp16 {line['torch_fp16_us']:.1f}, peers {line['peers_us']}", flush=True)  # fmt: skip
+        for plan in line["plans"]:
+            tile = f"{plan['block_m']} x {plan['block_n']}, clusters of {plan['cluster']}"
+            print(f"    {plan['kernel']:24} {tile:30} {plan['us']:8.1f} us", flush=True)
     result = {
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,

@@ -38,6 +38,16 @@ __device__ __forceinline__ void store_remote(uint32_t* here, uint32_t v, uint64_
                : "memory");
 }
 
+// `bytes`, a multiple of 16, to the same place of the CTAs of the cluster that have a bit in `ctas`; `barrier`, at its place
+// there, counts them.
+__device__ __forceinline__ void bulk_copy_multicast(void const* from, uint64_t* barrier, uint16_t ctas, void* to, int bytes) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster [%0], [%1], %2, [%3], %4;" ::"r"(
+          cute::cast_smem_ptr_to_uint(to)),
+      "l"(from), "r"(bytes), "r"(cute::cast_smem_ptr_to_uint(barrier)), "h"(ctas)
+      : "memory");
+}
+
 // CuTe's wgmma atoms of kBlockM columns, operand A in registers: 64 x 32 int8, int32 sums; 64 x 16 floats, fp32 sums.
 template <class Operand, class Sum, int kBlockM, int kColumns>
 using Wgmma = decltype(cute::SM90::GMMA::rs_op_selector<Operand, Operand, Sum,

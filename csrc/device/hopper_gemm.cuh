@@ -40,11 +40,12 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   static_assert(sizeof(Barriers<C>) <= 256);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
+  int const preparing_warps = C::kImages && p.image.columns ? kPixelWarps : 1;
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
       TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
-      ClusterBarrier::init(&barriers.prepared[i], 32);  // the lanes of a warp
+      ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
     }
     cutlass::arch::fence_barrier_init();
   }
@@ -58,7 +59,13 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
     if (warp == 1) produce_x_rows<C>(stages, barriers, p, map, rank);
-    if (C::kLoadTokenScales && warp == 2) prepare_x_rows<C>(stages, barriers, p);
+    if constexpr (C::kLoadTokenScales) {
+      if (preparing_warps == 1) {
+        if (warp == 2) prepare_x_rows<C>(stages, barriers, p);
+      } else if (warp >= 2) {
+        prepare_pixels<C>(stages, barriers, p, warp - 2);
+      }
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     if constexpr (C::kShortTiles) clear_missing_x_rows<C>(stages, p);
@@ -121,15 +128,16 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
   int const weight_tiles = int(padded_k(w.k) / kKPerTile), n_pad = int(padded_rows(w.n));
   int k_tiles = weight_tiles;
   if constexpr (C::kWindowTiles > 0) k_tiles += compensation_windows(weight_tiles, C::kBits);
-  bool short_groups = w.group_size > 0 && w.group_size < kKPerTile;
+  bool const short_groups = w.group_size > 0 && w.group_size < kKPerTile, along_m = plan.ctas_along_m > 1;
+  if (along_m && !C::kSplitsRows) return {Status::kInvalid, std::string(plan.kernel) + " has no clusters along M"};
   Params p{w,
            problem.quantized,
            EpilogueParams(problem),
            splitk_workspace,
            plan.tail_tiles ? reinterpret_cast<uint64_t*>(splitk_workspace + part_floats(plan)) : nullptr,
            plan.tail_tiles ? new_flag() : 0,
-           (n_pad + C::kRows * C::kCluster - 1) / (C::kRows * C::kCluster),
-           (problem.m + C::kBlockM - 1) / C::kBlockM,
+           int(ceil_div(n_pad, plan.block_n)),
+           int(ceil_div(problem.m, plan.block_m)),
            k_tiles,
            n_pad,
            0,
@@ -145,8 +153,9 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
            short_groups ? kKPerTile / w.group_size : 1,
            size_of(w.scale_type),
            size_of(w.offset_type),
-           half_x_rows<C>(problem.m),
+           along_m ? C::kBlockM / C::kCluster : half_x_rows<C>(problem.m),
            false,
+           along_m,
            ImageTiles(problem)};
   int const tiles = p.row_pairs * p.m_tiles;
   if (plan.slices > 1 && plan.tail_tiles == 0) p.split_tiles = tiles;  // split-K
@@ -169,10 +178,6 @@ Status launch_persistent(void (*kernel)(CUtensorMap, CUtensorMap, typename C::Pa
                                   C::kBlockM / C::kCluster, &compensated.zero_values);
     if (!status.ok()) return status;
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, compensated);
-  } else if constexpr (std::is_same_v<typename C::Params, ImageParams>) {
-    ImageParams image{p, {}};
-    if (Status status = encode_x_scales(problem, C::kBlockM / C::kCluster, &image.x_scales); !status.ok()) return status;
-    return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, image);
   } else {
     return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
   }

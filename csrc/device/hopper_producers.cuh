@@ -7,6 +7,22 @@
 
 namespace cutlass_ops::hopper {
 
+// Where a cluster's CTAs have the same features, each copies one of the row panels into both.
+template <class C>
+__device__ __forceinline__ void share_row_panel(uint8_t* stage, uint64_t* full, Params const& p, int row_panel, int chunk,
+                                                int vector) {
+  static_assert(!C::kSplitsRows || C::kWarpgroups == C::kCluster);
+  constexpr int kChunk = k_tile_bytes(C::kBits);
+  constexpr uint16_t kEveryCta = (1 << C::kCluster) - 1;
+  auto const copy = [&](void const* from, int to, int bytes) { bulk_copy_multicast(from, full, kEveryCta, stage + to, bytes); };
+  copy(p.weight.codes + int64_t(chunk) * kChunk, C::kWeights + row_panel * kChunk, kChunk);
+  if (C::kLoadScales) {
+    copy(static_cast<uint8_t const*>(p.weight.scales) + int64_t(vector) * p.scale_bytes,
+         C::kScales + row_panel * kRowsPerPanel * p.scale_bytes, kRowsPerPanel * p.scale_bytes);
+  }
+  if (C::kZeros) copy(p.weight.zeros + vector, C::kZeroPoints + row_panel * kRowsPerPanel, kRowsPerPanel);
+}
+
 // One warp starts the copies of weights, scales and zero points. They do not depend on the kernel before and start at once.
 template <class C>
 __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int rank) {
@@ -17,7 +33,7 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int row0 = (work.pair * C::kCluster + rank) * C::kRows, k = work.first_k(p), end = work.end_k(p);
+    int row0 = first_feature<C>(work.pair, rank, p), k = work.first_k(p), end = work.end_k(p);
     // The last pair may reach beyond N.
     int row_panels = max(0, min(C::kWarpgroups, (rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
@@ -52,7 +68,13 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
           continue;
         }
       }
-      if (leader) {
+      if (C::kSplitsRows && p.splits_rows) {
+        if (leader) {
+          TransactionBarrier::arrive_and_expect_tx(full, bytes);
+          if (rank < row_panels)
+            share_row_panel<C>(stage, full, p, rank, chunk + rank * weight_tiles, vector + rank * kRowsPerPanel);
+        }
+      } else if (leader) {
         TransactionBarrier::arrive_and_expect_tx(full, bytes);
 #pragma unroll
         for (int row_panel = 0; row_panel < C::kWarpgroups; ++row_panel) {
@@ -83,25 +105,39 @@ constexpr int half_x_rows(int m) {
   return C::kShortTiles ? std::min(kHalf, (m + 2 * kAtom - 1) / (2 * kAtom) * kAtom) : kHalf;
 }
 
-// Another starts those of the rows of x, this block's half of the tile for both blocks, and of their scales.
+// The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or, where they have different
+// ones, all of its own.
+template <class C>
+struct XRowsShare {
+  int first, loaded;  // in the tile; loaded: of it in all
+  uint16_t ctas;      // a bit each
+
+  __device__ __forceinline__ XRowsShare(Params const& p, int rank) {
+    if (C::kSplitsRows && p.splits_rows) {
+      first = 0, loaded = C::kBlockM, ctas = uint16_t(1 << rank);
+    } else {
+      int const half = C::kShortTiles ? p.half_x_rows : C::kBlockM / C::kCluster;
+      first = rank * half, loaded = C::kCluster * half, ctas = (1 << C::kCluster) - 1;
+    }
+  }
+};
+
+// Another starts those of the rows of x, and of their scales.
 template <class C>
 __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
                                                CUtensorMap const& map, int rank) {
-  int const half = C::kShortTiles ? p.half_x_rows : C::kBlockM / C::kCluster;
-  constexpr uint16_t kEveryBlock = (1 << C::kCluster) - 1;
+  XRowsShare<C> const share(p, rank);
   pdl_wait_and_launch_dependents();
   bool leader = cute::elect_one_sync();
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int m0 = first_x_row<C>(work), end = work.end_k(p);
-    constexpr bool kPixelScales = C::kImages && C::kLoadTokenScales;
-    int scaled = kPixelScales ? C::kCluster * half : C::kLoadTokenScales ? min(C::kBlockM, p.x.stride - m0) : 0;
-    int bytes = C::kColumnPanels * C::kCluster * half * C::kSwizzleBytes + scaled * (kPixelScales         ? 16
-                                                                                     : C::kLoadTokenZeros ? 5
-                                                                                                          : 4);
-    XRows<C::kPanelColumns, kEveryBlock, C::kImages> x_rows(p.image, m0 + rank * half, work.first_k(p));
+    int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
+    // prepare_pixels() brings those of an image.
+    int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns) ? 0 : min(C::kBlockM, p.x.stride - m0);
+    int bytes = C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
+    XRows<C::kPanelColumns, C::kImages> x_rows(p.image, m0 + share.first, work.first_k(p));
 #pragma unroll 1
     for (int k = work.first_k(p); k < end; ++k, ring.advance()) {
       uint8_t* stage = stages + ring.stage * C::kStageBytes;
@@ -113,23 +149,21 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
         int const row = compensates ? coord.window * C::kWindowTiles / kTilesPerZeroRow : coord.tile;
         if (leader) {
           TransactionBarrier::arrive_and_expect_tx(full, bytes);
-          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(compensates ? &p.zero_values : &map, full, kEveryBlock,
+          cute::SM90_TMA_LOAD_MULTICAST_2D::copy(compensates ? &p.zero_values : &map, full, share.ctas,
                                                  uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL),
-                                                 stage + C::kActivations + rank * half * C::kSwizzleBytes,
-                                                 row * (compensates ? kZeroRow : kKPerTile), m0 + rank * half);
+                                                 stage + C::kActivations + share.first * C::kSwizzleBytes,
+                                                 row * (compensates ? kZeroRow : kKPerTile), m0 + share.first);
           cute::SM90_BULK_COPY_G2S::copy((compensates ? p.x.zero_scales : p.x.scales) + int64_t(row) * p.x.stride + m0, full,
                                          stage + C::kTokenScales, scaled * 4);
         }
       } else {
         if (leader) TransactionBarrier::arrive_and_expect_tx(full, bytes);
-        if constexpr (kPixelScales) {
-          if (leader) x_rows.copy_scales(p.x_scales, full, stage + C::kTokenScales + rank * half * 16);
-        }
 #pragma unroll
         for (int panel = 0; panel < C::kColumnPanels; ++panel)
-          x_rows.copy_next(leader, map, full, stage + C::kActivations + panel * C::kPanelBytes + rank * half * C::kSwizzleBytes,
+          x_rows.copy_next(leader, map, full, share.ctas,
+                           stage + C::kActivations + panel * C::kPanelBytes + share.first * C::kSwizzleBytes,
                            k * kKPerTile + panel * C::kPanelColumns);
-        if (leader && !kPixelScales) {
+        if (leader) {
           int64_t vector = int64_t(k) * p.x.stride + m0;
           if (scaled) cute::SM90_BULK_COPY_G2S::copy(p.x.scales + vector, full, stage + C::kTokenScales, scaled * 4);
           if (C::kLoadTokenZeros) cute::SM90_BULK_COPY_G2S::copy(p.x.zeros + vector, full, stage + C::kTokenZeros, scaled);
@@ -139,9 +173,27 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
+// The scales of a stage's weights as fp32 numbers, times C::kUnit, in their place.
+template <class C>
+__device__ __forceinline__ void prepare_weight_scales(uint8_t* stage, Params const& p, int lane) {
+  static_assert(C::kRows % 128 == 0, "a lane takes four at a time");
+  float scales[C::kRows / 32];
+#pragma unroll
+  for (int i = 0; i < C::kRows / 32; i += 4) {
+    load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4, reinterpret_cast<float (&)[4]>(scales[i]));
+  }
+  __syncwarp();
+#pragma unroll
+  for (int i = 0; i < C::kRows / 32; i += 4) {
+    reinterpret_cast<float4*>(stage + C::kScales)[i * 8 + lane] =
+        make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit, scales[i + 3] * C::kUnit);
+  }
+  cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
+}
+
 // A warp brings every stage's token scales, and behind them zero points as floats, into the accumulators' order, so that a
 // thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
-// 2 (j % 2) + e. Where C::kPrepareScales, it also makes the weights' scales fp32 numbers, times C::kUnit, in their place.
+// 2 (j % 2) + e. Where C::kPrepareScales, it also prepares the weights' scales.
 template <class C>
 __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
   Ring<C::kStages> ring;
@@ -157,14 +209,8 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
         int four = first + lane, x_row = four / 4 * 16 + four % 4 * 2;  // and token + 1, + 8 and + 9
         if (first + 32 <= C::kBlockM / 4 || four < C::kBlockM / 4) {
           float2 low, high;
-          if constexpr (C::kImages) {
-            int const element = k % (p.image.columns / kKPerTile) % 4 * p.image.scale_step;
-            auto* scales = reinterpret_cast<float const*>(stage + C::kTokenScales) + x_row * 4 + element;
-            low = make_float2(scales[0], scales[4]), high = make_float2(scales[32], scales[36]);
-          } else {
-            auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
-            low = scales[0], high = scales[4];
-          }
+          auto* scales = reinterpret_cast<float2 const*>(stage + C::kTokenScales + x_row * 4);
+          low = scales[0], high = scales[4];
           auto* factors = reinterpret_cast<float4*>(stage + C::kTokenFactors) + four;
           factors[0] = make_float4(low.x, low.y, high.x, high.y);
           if constexpr (C::kLoadTokenZeros) {
@@ -174,20 +220,56 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
           }
         }
       }
+      if constexpr (C::kPrepareScales) prepare_weight_scales<C>(stage, p, lane);
+      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+    }
+  }
+}
+
+// The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from where they lie in memory; those
+// of the next tile are in flight while one's are stored.
+constexpr int kPixelWarps = 2;
+template <class C>
+__device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int warp) {
+  constexpr int kStep = kPixelWarps * 32, kEach = (C::kBlockM + kStep - 1) / kStep;
+  ImageTiles const& image = p.image;
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32, first = warp * 32 + lane;
+  int const rank = int(cute::block_rank_in_cluster());
+  pdl_wait();
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work work(index, p);
+    int const m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
+    int k = work.first_k(p);
+    TapColumns tap(image, k);
+    RowPixel pixels[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) pixels[i] = RowPixel(image, m0 + first + i * kStep);
+    float scales[kEach];
+    auto const load = [&](bool first_tile) {
+      if (!first_tile && image.scale_step == 0 && tap.channel > 0) return tap.advance(image, kKPerTile);
+      float const* const from = p.x.scales + int64_t(tap.channel / kKPerTile * image.scale_step) * p.x.stride;
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        int const pixel = pixels[i].under(image, tap);
+        scales[i] = pixel < 0 ? 0.0f : __ldg(from + pixel);
+      }
+      tap.advance(image, kKPerTile);
+    };
+    load(true);
+#pragma unroll 1
+    for (; k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) {
+        int const row = first + i * kStep, place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+        if (row < C::kBlockM) factors[row / 16 * 16 + place] = scales[i];
+      }
+      if (k + 1 < end) load(false);
       if constexpr (C::kPrepareScales) {
-        static_assert(C::kRows % 128 == 0, "a lane takes four at a time");
-        float scales[C::kRows / 32];
-#pragma unroll
-        for (int i = 0; i < C::kRows / 32; i += 4) {
-          load_float4(stage + C::kScales, p.weight.scale_type, i * 32 + lane * 4, reinterpret_cast<float (&)[4]>(scales[i]));
-        }
-        __syncwarp();
-#pragma unroll
-        for (int i = 0; i < C::kRows / 32; i += 4) {
-          reinterpret_cast<float4*>(stage + C::kScales)[i * 8 + lane] =
-              make_float4(scales[i] * C::kUnit, scales[i + 1] * C::kUnit, scales[i + 2] * C::kUnit, scales[i + 3] * C::kUnit);
-        }
-        cutlass::arch::fence_view_async_shared();  // before the copies that come next to this place
+        if (warp == 0) prepare_weight_scales<C>(stage, p, lane);
       }
       ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }

@@ -18,21 +18,22 @@ struct Params;
 
 // Sizes and the layout of a stage. A kernel's Config derives from it.
 //   kElementBytes: of an activation; kScales: whether every stage brings the weights' scales; kZeros: and their zero points
-//   kXScaleBytes: those of a row of x that every stage brings: 4, 16 of a pixel's next four blocks, or 0
+//   kTokenScales: whether every stage brings scales of the rows of x
 //   kTokenZeros: whether activations have zero points, which come with their scales
-template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, int kXScaleBytes, bool kTokenZeros_, bool kZeros_,
+template <int kBits_, int kBlockM_, int kElementBytes, bool kScales_, bool kTokenScales_, bool kTokenZeros_, bool kZeros_,
           int kStages_, int kWarpgroups_ = 2>
 struct TileConfig {
   static constexpr int kBits = kBits_;
   static constexpr int kBlockM = kBlockM_;
   static constexpr bool kLoadScales = kScales_;
-  static constexpr bool kLoadTokenScales = kXScaleBytes > 0;
+  static constexpr bool kLoadTokenScales = kTokenScales_;
   static constexpr bool kLoadTokenZeros = kTokenZeros_ && kLoadTokenScales;
   static constexpr bool kZeros = kZeros_;
   static constexpr int kStages = kStages_;
   static constexpr bool kPrepareScales = false;  // whether prepare_x_rows() prepares the weights' too
   static constexpr bool kGrouped = false;        // whether rows of x and weights are experts' (GroupedWork)
   static constexpr bool kImages = false;         // whether x may be an image
+  static constexpr bool kSplitsRows = false;     // whether a cluster's CTAs may have different rows of x (Params::splits_rows)
   static constexpr bool kShortTiles =
       false;                              // whether a block loads less than half a tile where there are not as many rows of x
   using Work = hopper::Work;              // how clusters share tiles
@@ -54,7 +55,7 @@ struct TileConfig {
   static constexpr int kActivations = 0;
   static constexpr int kWeights = kActivations + kColumnPanels * kPanelBytes;
   static constexpr int kTokenScales = kWeights + kWarpgroups * k_tile_bytes(kBits);
-  static constexpr int kTokenZeros = kTokenScales + kBlockM * kXScaleBytes;
+  static constexpr int kTokenZeros = kTokenScales + (kLoadTokenScales ? kBlockM * 4 : 0);
   static constexpr int kTokenFactors = kTokenZeros + (kLoadTokenZeros ? kBlockM : 0);  // what prepare_x_rows() makes of both
   static constexpr int kScales = kTokenFactors + (kLoadTokenScales ? kBlockM * 4 : 0) + (kLoadTokenZeros ? kBlockM * 4 : 0);
   static constexpr int kZeroPoints = kScales + (kLoadScales ? kRows * 4 : 0);
@@ -102,6 +103,7 @@ struct Params {
   int offset_bytes;              // of one offset
   int half_x_rows;               // that a block loads of a tile
   bool store_halves;             // the outputs are 16-bit floats in whole lines, of an epilogue that needs no more than bounds
+  bool splits_rows;              // a cluster's CTAs have the same features and neighbouring tiles of rows of x
   ImageTiles image;              // whose pixels are the rows of x, if they are
 };
 
@@ -110,11 +112,6 @@ struct Params {
 struct CompensatedParams : Params {
   CUtensorMap zero_values;
   int weight_tiles;  // of K
-};
-
-// Of an image's pixels that are int8: their scales, seen as an image of four channels or more.
-struct ImageParams : Params {
-  CUtensorMap x_scales;
 };
 
 // Of experts' rows and weights; row_pairs are of one expert.
@@ -132,6 +129,24 @@ struct WindowPosition {
         compensation(min(window * (kWindowTiles + 1) + kWindowTiles, p.k_tiles - 1)),
         tile(k - window) {}
 };
+
+// The first feature and the first row of x of a CTA's tile: of what the cluster's CTAs share, one of both is the same. m_tiles
+// and row_pairs count what clusters compute. Features are those of one expert.
+template <class C>
+__device__ __forceinline__ int first_feature(int row_pair, int rank, Params const& p) {
+  if (C::kSplitsRows && p.splits_rows) return row_pair * C::kRows;
+  return (row_pair * C::kCluster + rank) * C::kRows;
+}
+template <class C>
+__device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank, Params const& p) {
+  if constexpr (C::kGrouped) {
+    return work.first_x_row;
+  } else {
+    int m_tile = work.m_tile;
+    if (C::kSplitsRows && p.splits_rows) m_tile = m_tile * C::kCluster + rank;
+    return m_tile * C::kBlockM;
+  }
+}
 
 // The stage and phase of a ring's position.
 template <int kStages>
@@ -248,15 +263,6 @@ struct GroupedWork {
   static __device__ __forceinline__ int uniform(int loaded) { return __shfl_sync(~0u, loaded, 0); }
 };
 
-// The first row of x of a tile.
-template <class C>
-__device__ __forceinline__ int first_x_row(typename C::Work const& work) {
-  if constexpr (C::kGrouped) {
-    return work.first_x_row;
-  } else {
-    return work.m_tile * C::kBlockM;
-  }
-}
 // The weight's rows that a tile's may not go beyond: an expert's, or all.
 template <class C>
 __device__ __forceinline__ int rows_of_weight(typename C::Params const& p) {

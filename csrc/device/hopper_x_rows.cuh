@@ -1,5 +1,5 @@
 // Where the rows of x of a tile come from: a source brings the next columns of a CTA's share of BLOCK_M rows into a stage, for
-// all CTAs of the cluster, whose rows are the same.
+// the CTAs of the cluster that multiply them.
 //
 //   matrix   rows [m][k]: a box of the tensor map
 //   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode collects them in the order of
@@ -12,60 +12,45 @@
 namespace cutlass_ops::hopper {
 
 // kColumns: of a copy; it divides kKPerTile. kImages: whether x may be an image.
-template <int kColumns, uint16_t kCtas, bool kImages>
+template <int kColumns, bool kImages>
 class XRows {
   static constexpr auto kHint = uint64_t(cute::TMA::CacheHintSm90::EVICT_NORMAL);
 
   ImageTiles const& image_;
-  int row_;                // the first; of an image, the number of the image
-  int pixel_[3], tap_[3];  // of an image: the pixel under the first tap at the first row's place, and the tap
-  int channel_;            // the next copy's first
+  int row_;       // the first; of an image, the number of the image
+  int pixel_[3];  // of an image: the pixel under the first tap at the first row's place
+  TapColumns tap_;
 
  public:
   __device__ __forceinline__ XRows(ImageTiles const& image, int row, int k_tile) : image_(image), row_(row) {
     if (!kImages || image.columns == 0) return;
-    int tap = k_tile * kKPerTile / image.columns;
-    channel_ = k_tile * kKPerTile - tap * image.columns;
+    tap_ = TapColumns(image, k_tile);
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
-      int const left = row_ / image.out[axis], left_taps = tap / image.taps[axis];
-      pixel_[axis] = (row_ - left * image.out[axis]) * image.stride[axis] - image.padding[axis];
-      tap_[axis] = tap - left_taps * image.taps[axis];
-      row_ = left, tap = left_taps;
+      int const left = row_ / image.out[axis];
+      pixel_[axis] = (row_ - left * image.out[axis]) * image.stride[axis] - image.padding[axis], row_ = left;
     }
   }
 
-  // The columns from `column` of K on, which are the next. `copies`: whether this lane is the one that does it; all call.
-  __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full, uint8_t* to, int column) {
+  // The columns from `column` of K on, which are the next, to `ctas` of the cluster, a bit each. `copies`: whether this lane is
+  // the one that does it; all call.
+  __device__ __forceinline__ void copy_next(bool copies, CUtensorMap const& map, uint64_t* full, uint16_t ctas, uint8_t* to,
+                                            int column) {
     if (!kImages || image_.columns == 0) {
-      if (copies) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, kCtas, kHint, to, column, row_);
+      if (copies) cute::SM90_TMA_LOAD_MULTICAST_2D::copy(&map, full, ctas, kHint, to, column, row_);
       return;
     }
-    if (copies) copy_pixels(map, full, to, channel_);
-    channel_ += kColumns;
-    if (channel_ < image_.columns) return;
-    channel_ = 0;
-    if (++tap_[0] < image_.taps[0]) return;
-    tap_[0] = 0;
-    if (++tap_[1] < image_.taps[1]) return;
-    tap_[1] = 0, ++tap_[2];
-  }
-
-  // The scales of these columns' pixels and of up to three tiles of K beside them, before copy_next().
-  __device__ __forceinline__ void copy_scales(CUtensorMap const& map, uint64_t* full, uint8_t* to) const {
-    copy_pixels(map, full, to, channel_ / kKPerTile / 4 * 4 * image_.scale_step);
-  }
-
- private:
-  __device__ __forceinline__ void copy_pixels(CUtensorMap const& map, uint64_t* full, uint8_t* to, int channel) const {
-    auto const offset = [&](int axis) { return uint16_t(tap_[axis] * image_.dilation[axis]); };
-    if (image_.volume) {
-      cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, kCtas, to, channel, pixel_[0], pixel_[1], pixel_[2], row_,
-                                                    offset(0), offset(1), offset(2));
-    } else {
-      cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, kCtas, to, channel, pixel_[0], pixel_[1], row_, offset(0),
-                                                    offset(1));
+    if (copies) {
+      auto const offset = [&](int axis) { return uint16_t(tap_.tap[axis] * image_.dilation[axis]); };
+      if (image_.volume) {
+        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_5D::copy(&map, full, ctas, to, tap_.channel, pixel_[0], pixel_[1], pixel_[2], row_,
+                                                      offset(0), offset(1), offset(2));
+      } else {
+        cute::SM90_TMA_LOAD_IM2COL_MULTICAST_4D::copy(&map, full, ctas, to, tap_.channel, pixel_[0], pixel_[1], row_, offset(0),
+                                                      offset(1));
+      }
     }
+    tap_.advance(image_, kColumns);
   }
 };
 

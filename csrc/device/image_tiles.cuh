@@ -1,6 +1,8 @@
 // An image whose pixels are rows of x: what kernels need of ImageRows, and a pixel's number by its row and tap.
 #pragma once
 
+#include <climits>
+
 #include "cutlass_ops/layout.h"
 #include "dispatch/problem.h"
 
@@ -29,33 +31,61 @@ struct ImageTiles {
   ImageTiles() = default;
 };
 
-// The tap of a tile of K.
-struct ImageTap {
-  int tile;       // among those of the tap
-  int offset[3];  // from the pixel under the first tap
+// Columns of K of an image: the tap that has them and the first's channel.
+struct TapColumns {
+  int channel, tap[3];
 
-  __device__ __forceinline__ ImageTap(ImageTiles const& image, int k_tile) {
-    int const tiles = image.columns / kKPerTile;
-    int tap = k_tile / tiles;
-    tile = k_tile - tap * tiles;
+  TapColumns() = default;
+  __device__ __forceinline__ TapColumns(ImageTiles const& image, int k_tile) {
+    int index = k_tile * kKPerTile / image.columns;
+    channel = k_tile * kKPerTile - index * image.columns;
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
-      int const left = tap / image.taps[axis];
-      offset[axis] = (tap - left * image.taps[axis]) * image.dilation[axis], tap = left;
+      int const left = index / image.taps[axis];
+      tap[axis] = index - left * image.taps[axis], index = left;
     }
   }
 
-  // The number of the pixel under the tap at the place of a row of x; -1 where there is none.
-  __device__ __forceinline__ int pixel(ImageTiles const& image, int row) const {
-    int at[3];
-    bool inside = true;
+  // By columns that divide kKPerTile.
+  __device__ __forceinline__ void advance(ImageTiles const& image, int columns) {
+    channel += columns;
+    if (channel < image.columns) return;
+    channel = 0;
+    if (++tap[0] < image.taps[0]) return;
+    tap[0] = 0;
+    if (++tap[1] < image.taps[1]) return;
+    tap[1] = 0, ++tap[2];
+  }
+};
+
+// The pixel under the first tap at the place of a row of x, and from it those under the others.
+struct RowPixel {
+  int number;  // as if the image went on beyond its bounds
+  int at[3];
+
+  RowPixel() = default;
+  __device__ __forceinline__ RowPixel(ImageTiles const& image, int row) {
+    bool const exists = row < image.rows;
 #pragma unroll
     for (int axis = 0; axis < 3; ++axis) {
       int const left = row / image.out[axis];
-      at[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis] + offset[axis];
-      inside = inside && unsigned(at[axis]) < unsigned(image.size[axis]), row = left;
+      at[axis] = (row - left * image.out[axis]) * image.stride[axis] - image.padding[axis], row = left;
     }
-    return inside ? ((row * image.size[2] + at[2]) * image.size[1] + at[1]) * image.size[0] + at[0] : -1;
+    number = ((row * image.size[2] + at[2]) * image.size[1] + at[1]) * image.size[0] + at[0];
+    if (!exists) at[0] = INT_MIN;  // no tap brings it inside
+  }
+
+  // The pixel's number under a tap; -1 where there is none.
+  __device__ __forceinline__ int under(ImageTiles const& image, TapColumns const& columns) const {
+    int step = 0;
+    bool inside = true;
+#pragma unroll
+    for (int axis = 2; axis >= 0; --axis) {
+      int const offset = columns.tap[axis] * image.dilation[axis];
+      inside = inside && unsigned(at[axis]) + unsigned(offset) < unsigned(image.size[axis]);
+      step = step * image.size[axis] + offset;
+    }
+    return inside ? number + step : -1;
   }
 };
 

@@ -67,10 +67,10 @@ inline Status encode_gated_rows(void* out, int m, int columns, CUtensorMap* map)
                    {kRowsPerPanel / 2, kSlotRows}, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
-// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of `box_channels` of a pixel's
-// `channels` x `box_pixels`. Pixels are `pixel_bytes` apart. The image is one that im2col_rank() takes.
-inline Status encode_image(CUtensorMapDataType type, void const* x, int channels, int64_t pixel_bytes, ImageRows const& image,
-                           int box_channels, int box_pixels, CUtensorMapSwizzle swizzle, CUtensorMap* map) {
+// Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of 128 bytes of a pixel's
+// `channels` x `box_pixels` and the 128-byte swizzle. Pixels are `pixel_bytes` apart. The image is one that im2col_rank() takes.
+inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes, ImageRows const& image,
+                            int box_pixels, CUtensorMap* map) {
   static Encoder<PFN_cuTensorMapEncodeIm2col_v12000> const encoder("cuTensorMapEncodeIm2col");
   if (!encoder.status.ok()) return encoder.status;
   int const rank = im2col_rank(image);
@@ -85,21 +85,16 @@ inline Status encode_image(CUtensorMapDataType type, void const* x, int channels
     lower[i] = -image.padding[axis], upper[i] = image.padding[axis] - image.dilation[axis] * (image.taps[axis] - 1);
   }
   dims[rank - 1] = cuuint64_t(image.batch), steps[rank - 1] = 1;
-  CUresult const result = encoder.encode(map, type, cuuint32_t(rank), const_cast<void*>(x), dims, strides, lower, upper,
-                                         cuuint32_t(box_channels), cuuint32_t(box_pixels), steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                                         swizzle, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  CUresult const result =
+      encoder.encode(map, element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, cuuint32_t(rank),
+                     const_cast<void*>(x), dims, strides, lower, upper, cuuint32_t(128 / element_bytes), cuuint32_t(box_pixels),
+                     steps, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                     CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) return {Status::kCuda, "cuTensorMapEncodeIm2col: error " + std::to_string(int(result))};
   return {};
 }
 
-// The same in boxes of 128 bytes of a pixel's channels and the 128-byte swizzle.
-inline Status encode_pixels(void const* x, int element_bytes, int channels, int64_t pixel_bytes, ImageRows const& image,
-                            int box_pixels, CUtensorMap* map) {
-  return encode_image(element_bytes == 1 ? CU_TENSOR_MAP_DATA_TYPE_UINT8 : CU_TENSOR_MAP_DATA_TYPE_UINT16, x, channels,
-                      pixel_bytes, image, 128 / element_bytes, box_pixels, CU_TENSOR_MAP_SWIZZLE_128B, map);
-}
-
-// Of a product's 16-bit x; and of its codes, and their scales where they are an image's.
+// Of a product's 16-bit x, and of its codes.
 inline Status encode_x(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
   if (is_image(p)) return encode_pixels(p.x, 2, p.image.channels, p.x_stride * 2, p.image, box_x_rows, map);
   return encode_x_rows(p.x, 2, p.m, p.weight.k, p.x_stride * 2, box_x_rows, map);
@@ -108,11 +103,6 @@ inline Status encode_codes(GemmProblem const& p, int box_x_rows, CUtensorMap* ma
   int const columns = int(padded_k(stored_columns(p)));
   if (is_image(p)) return encode_pixels(p.quantized.codes, 1, columns, columns, p.image, box_x_rows, map);
   return encode_x_rows(p.quantized.codes, 1, std::max(p.m, p.quantized.rows), columns, columns, box_x_rows, map);
-}
-inline Status encode_x_scales(GemmProblem const& p, int box_x_rows, CUtensorMap* map) {
-  int const columns = p.quantized.scale_columns;
-  return encode_image(CU_TENSOR_MAP_DATA_TYPE_FLOAT32, p.quantized.scales, columns, columns * 4, p.image, 4, box_x_rows,
-                      CU_TENSOR_MAP_SWIZZLE_NONE, map);
 }
 
 }  // namespace cutlass_ops::hopper

@@ -287,11 +287,11 @@ struct XRowCopy {
   // `bytes` long, and the pixels stride_bytes apart.
   __device__ __forceinline__ void copy_pixels(int stage, ImageTiles const& image, int k_tile, void const* x,
                                               int64_t stride_bytes, int bytes, int m0) const {
-    ImageTap const tap(image, k_tile);
-    int const first = tap.tile * kRowBytes;
+    TapColumns const tap(image, k_tile);
+    int const first = tap.channel / kKPerTile * kRowBytes;
 #pragma unroll 1
     for (int row = 0; row < kRows; ++row) {
-      int const x_row = m0 + first_x_row() + row * kRowsAtOnce, pixel = x_row < image.rows ? tap.pixel(image, x_row) : -1;
+      int const pixel = RowPixel(image, m0 + first_x_row() + row * kRowsAtOnce).under(image, tap);
       uint8_t const* const from = static_cast<uint8_t const*>(x) + max(pixel, 0) * stride_bytes;
 #pragma unroll
       for (int turn = 0; turn < kTurns; ++turn) {

@@ -40,7 +40,7 @@ TailSplit stream_k_tail(GemmProblem const& problem, Device const& device, Kernel
         k - tail_split.share_numerator * (slices - 1) / tail_split.share_denominator < 2)
       continue;
     // Tenths of a microsecond on an H200: to store partial sums in the workspace and add them.
-    int64_t const exchange = 25 + 8 * (slices - 1) * tile.block_m / 128, whole = tiles / clusters;
+    int64_t const exchange = 25 + 8 * (slices - 1) * cta_block_m(tile) / 128, whole = tiles / clusters;
     PredictedTime const time{whole * k + ceil_div(tail_split.share_numerator, tail_split.share_denominator), (whole + 2) * 32,
                              exchange * 32};
     if (time_of(time, cost, end) < least) best = {rest, int(slices), time}, least = time_of(time, cost, end);
@@ -71,7 +71,8 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 
 int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate) {
   TileCost const& cost = candidate.cost;
-  if (cost.whole_rows > 0 && sums_whole_rows(problem)) return &TileCost::whole_rows;
+  bool const long_sums = sums_whole_rows(problem) || (sums_whole_taps(problem) && problem.image.channels > kKPerTile);
+  if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
   bool const row_scales = !activations_have_blocks(problem) && (candidate.compensates || !activations_have_zeros(problem));
   return cost.row_scales > 0 && row_scales ? &TileCost::row_scales : &TileCost::k4096;
 }

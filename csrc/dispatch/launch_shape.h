@@ -36,24 +36,22 @@ constexpr int book_gemm_a16_shared_bytes(int block_m) {
 struct WgmmaStage {
   int bits, block_m, x_bytes;  // x_bytes: of an element of x
   bool scales;                 // every stage brings the weights' scales
-  int x_scale_bytes;           // and of a row of x so many bytes of scales
+  bool x_scales;               // and those of the rows of x
   bool x_zeros;                // x has zero points
   bool zeros;                  // the weights have
   int stages, warpgroups;
 };
 constexpr int wgmma_gemm_shared_bytes(WgmmaStage const& s) {
   int const n = kRowsPerPanel * s.warpgroups, m = s.block_m;
-  bool const zeros_in_stage = s.x_zeros && s.x_scale_bytes;
-  int const stage = m * kKPerTile * s.x_bytes + s.warpgroups * k_tile_bytes(s.bits) +
-                    (s.x_scale_bytes ? m * (s.x_scale_bytes + 4) : 0) + (zeros_in_stage ? m * 5 : 0) + (s.scales ? n * 4 : 0) +
-                    (s.zeros ? n : 0);
+  bool const zeros_in_stage = s.x_zeros && s.x_scales;
+  int const stage = m * kKPerTile * s.x_bytes + s.warpgroups * k_tile_bytes(s.bits) + (s.x_scales ? m * 8 : 0) +
+                    (zeros_in_stage ? m * 5 : 0) + (s.scales ? n * 4 : 0) + (s.zeros ? n : 0);
   // Results leave through shared memory, as floats or as lines of 16-bit outputs.
   bool const many = m > 176 && s.x_bytes == 2;
   int const floats = (kRowsPerPanel + 4) * 4 * (many ? 16 : m % 32 ? m / 2 : 32);
   int const lines = kRowsPerPanel * 2 * (many ? (s.bits == 8 ? 64 : 112) : m > 176 && s.bits == 8 ? m / 2 : m);
   int const store = s.warpgroups * (floats > lines ? floats : lines);
-  int const end_scales = s.x_bytes == 1 && !s.x_scale_bytes ? m : 0,
-            end_zeros = s.x_zeros ? end_scales * (s.scales ? 16 : 1) : 0;
+  int const end_scales = s.x_bytes == 1 && !s.x_scales ? m : 0, end_zeros = s.x_zeros ? end_scales * (s.scales ? 16 : 1) : 0;
   int const end_scale_bytes = s.warpgroups * end_scales * 4;
   int const end = s.warpgroups * end_zeros + (end_scale_bytes > end_zeros ? end_scale_bytes : end_zeros);
   return s.stages * ((stage + 1023) / 1024 * 1024) + store + end + 256;

@@ -10,13 +10,12 @@ void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan) {
   WorkspaceLayout layout;
   int64_t const k_pad = padded_k(stored_columns(problem)), x_rows = stored_rows(problem);
   if (problem.act_quant != ActQuant::kNone && !problem.quantized.codes && !plan->quantizes) {
-    layout.block = problem.act_quant == ActQuant::kToken ? -1 : activation_block(w.group_size);
+    layout.block = problem.act_quant == ActQuant::kBlock ? activation_block(w.group_size) : -1;
     layout.stride = int(ceil_div(x_rows, 16) * 16);
     layout.rows = int(x_rows > kPaddedRows ? x_rows : ceil_div(x_rows, plan->block_m) * plan->block_m);
     int64_t const blocks = layout.block == -1 ? 1 : k_pad / layout.block;
     layout.scales = upcasts ? 0 : align_256(size_t(layout.rows) * k_pad);
-    layout.scale_columns = is_image(problem) ? int(ceil_div(blocks, 4) * 4) : 0;
-    size_t const vectors = is_image(problem) ? size_t(x_rows) * layout.scale_columns : size_t(blocks) * layout.stride;
+    size_t const vectors = size_t(blocks) * layout.stride;
     layout.zeros = layout.scales + align_256(vectors * sizeof(float));
     layout.splitk_workspace = layout.zeros + (problem.act_symmetric ? 0 : align_256(vectors));
     if (problem.act_quant == ActQuant::kTensor) layout.range = layout.splitk_workspace, layout.splitk_workspace += 256;

@@ -38,9 +38,14 @@ inline bool multiplies_int8(GemmProblem const& problem) {
 inline bool activations_have_zeros(GemmProblem const& problem) {
   return multiplies_int8(problem) && (problem.quantized.codes ? problem.quantized.zeros != nullptr : !problem.act_symmetric);
 }
-// Whether these have a scale a block. A pixel's is one of each tap that it is under.
+// Whether int32 sums of an image's products may run over all taps: all pixels have one scale, and a row of the weight has one.
+inline bool sums_all_taps(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  return problem.act_quant == ActQuant::kTensor && w.group_size == -1 && !w.zeros && w.k <= 131071;
+}
+// Whether activations have a scale a block. A pixel's is one of each tap that it is under.
 inline bool activations_have_blocks(GemmProblem const& problem) {
-  if (is_image(problem)) return multiplies_int8(problem);
+  if (is_image(problem)) return multiplies_int8(problem) && !sums_all_taps(problem);
   return problem.quantized.codes ? problem.quantized.block != -1 : problem.act_quant == ActQuant::kBlock;
 }
 // Whether they are quantised as whole rows on the way.
@@ -54,6 +59,14 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   return multiplies_int8(problem) && !activations_have_blocks(problem) && w.group_size == -1 && !w.zeros &&
          w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
+}
+
+// Whether they run over a tap of an image, whose pixels have one scale.
+inline bool sums_whole_taps(GemmProblem const& problem) {
+  PackedWeight const& w = problem.weight;
+  bool const pixel_scales = problem.act_quant == ActQuant::kToken || problem.act_quant == ActQuant::kTensor;
+  return is_image(problem) && pixel_scales && !sums_all_taps(problem) && !activations_have_zeros(problem) &&
+         w.group_size == -1 && !w.zeros && problem.image.channels <= 131071;
 }
 
 // Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h),

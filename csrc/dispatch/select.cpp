@@ -48,24 +48,27 @@ void fill_in(KernelSpec const& spec, Candidate const& candidate, Plan* plan) {
   plan->spec = &spec;
   plan->kernel = spec.name;
   plan->why = candidate.why ? candidate.why : spec.why;
-  plan->block_n = tile.block_n, plan->block_m = tile.block_m;
+  plan->block_n = tile.block_n, plan->block_m = tile.block_m, plan->ctas_along_m = tile.ctas_along_m;
   plan->rounds = spec.rounds;
   plan->compensates = candidate.compensates;
   plan->one_cta_per_sm = spec.decodes && tile.min_ctas_per_sm == 1;
 }
 
-// The first kernel that has a candidate; of those that decode, the one of least time.
+// The first kernel that has a candidate; of those that decode, and those with costs for a 16-bit image, whose output channels may
+// fill the tiles of one alone, the one of least time.
 KernelSpec const* best_kernel(GemmProblem const& problem, Device const& device, Candidate const** best) {
   KernelSpec const* chosen = nullptr;
   int64_t least = 0;
+  bool const image = is_image(problem) && !multiplies_int8(problem);
   for (KernelSpec const& spec : kernel_specs()) {
-    if (chosen && !spec.decodes) break;
+    bool const competes = spec.decodes || (image && spec.cost);
+    if (chosen && !competes) break;
     if (spec.can_implement(problem, device) != Field::kNone) continue;
     int64_t time = 0;
     Candidate const* const candidate = best_candidate(problem, device, spec, false, &time);
     if (!candidate || (chosen && time >= least)) continue;
     chosen = &spec, *best = candidate, least = time;
-    if (!spec.decodes) break;
+    if (!competes) break;
   }
   return chosen;
 }

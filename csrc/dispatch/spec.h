@@ -3,6 +3,7 @@
 
 #include <string>
 
+#include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "dispatch/checks.h"
 
@@ -16,7 +17,16 @@ struct Tile {
   int min_ctas_per_sm;   // that the grid is made for
   int shared_bytes;      // shared memory of a CTA, at most
   int cluster_size = 1;  // CTAs
+  int ctas_along_m = 1;  // of a cluster; the others are along N
 };
+// Rows of x of a CTA, and its warpgroups that multiply where a CTA of a cluster has 64 features for each.
+constexpr int cta_block_m(Tile const& tile) { return tile.block_m / tile.ctas_along_m; }
+constexpr int warpgroups(Tile const& tile) { return tile.block_n * tile.ctas_along_m / (tile.cluster_size * kRowsPerPanel); }
+// The same CTAs, both of a cluster along M: half the features, twice the rows of x.
+constexpr Tile along_m(Tile tile) {
+  tile.block_n /= 2, tile.block_m *= 2, tile.ctas_along_m = 2;
+  return tile;
+}
 
 // Measured times of a tile, in tenths of a microsecond on an H200; all 0 where M alone decides.
 struct TileCost {
@@ -128,7 +138,9 @@ bool plan_candidate(GemmProblem const& problem, Device const& device, KernelSpec
 constexpr int64_t part_floats(Plan const& plan) {
   return int64_t(plan.tail_tiles) * (plan.slices - 1) * plan.block_n * plan.block_m;
 }
-constexpr int64_t flag_count(Plan const& plan) { return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n / 16); }
+constexpr int64_t flag_count(Plan const& plan) {
+  return int64_t(plan.tail_tiles) * (plan.slices - 1) * (plan.block_n * plan.ctas_along_m / 16);
+}
 
 // Where the parts of the workspace lie; plan->workspace gets its size.
 void lay_out_workspace(GemmProblem const& problem, bool upcasts, Plan* plan);

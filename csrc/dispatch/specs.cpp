@@ -255,6 +255,10 @@ bool has_no_exact_kernel(GemmProblem const& problem) {
                                   : has_short_groups(w) || w.offsets || !has_integer_codes(w);
 }
 
+bool folds_values(GemmProblem const& problem) {
+  return has_no_exact_kernel(problem) || (is_image(problem) && !multiplies_int8(problem));
+}
+
 // Measured costs of tiles, fitted by tools/fit_costs.py.
 struct MeasuredCost {
   char const* kernel;
@@ -280,6 +284,14 @@ constexpr Candidate wgmma_gemm_a8_of(int block_m, int min_m, int max_m, bool (*a
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m, warpgroups);
   return {tile, min_m, max_m, cost_of("wgmma_gemm_a8", warpgroups == 4 ? 4 : kBits, tile), applies};
 }
+// Of images, whose output channels are few: the CTAs of a cluster along M. Of 16-bit x, which each then loads alone, L2 brings
+// less than they multiply: a third longer.
+constexpr Candidate image_along_m(Candidate candidate, bool x16 = false) {
+  candidate.tile = along_m(candidate.tile);
+  if (x16) candidate.cost.k4096 = candidate.cost.k4096 * 4 / 3;
+  candidate.applies = [](GemmProblem const& problem) { return is_image(problem); };
+  return candidate;
+}
 template <int kBits>
 constexpr Candidate compensated(int block_m) {
   Tile const tile = wgmma_gemm_a8_tile(kBits, block_m);
@@ -300,14 +312,13 @@ constexpr Candidate kWgmmaGemmA8[] = {
     wgmma_gemm_a8_of<kBits>(64, 33, kMaxM, int4_without_x_zeros, 4),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, has_many_weights),
     wgmma_gemm_a8_of<kBits>(32, 17, 32, many_int4_weights, 4),
+    image_along_m(wgmma_gemm_a8_of<kBits>(176, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(144, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(128, 0, kMaxM)),
+    image_along_m(wgmma_gemm_a8_of<kBits>(96, 0, kMaxM)),
 };
-// Of images. (Their stages are larger, by the scales of four blocks of a pixel.)
-template <int kBits>
-constexpr Candidate kImageTiles[] = {wgmma_gemm_a8_of<kBits>(176, 0, kMaxM), wgmma_gemm_a8_of<kBits>(128, 0, kMaxM),
-                                     wgmma_gemm_a8_of<kBits>(64, 0, kMaxM)};
 template <int kBits>
 Candidates of_bits(GemmProblem const& problem) {
-  if (is_image(problem)) return all(kImageTiles<kBits>);
   return compensates_zeros(problem) ? all(kCompensated<kBits>) : all(kWgmmaGemmA8<kBits>);
 }
 Candidates wgmma_gemm_a8_candidates(GemmProblem const& problem) {
@@ -322,16 +333,24 @@ constexpr Candidate wgmma_gemm_a16_of(int block_m, int min_m, int max_m, bool (*
 }
 template <int kBits>
 constexpr Candidate kWgmmaGemmA16[] = {
-    wgmma_gemm_a16_of<kBits>(32, 17, 32),     wgmma_gemm_a16_of<kBits>(160, 33, kMaxM),
-    wgmma_gemm_a16_of<kBits>(208, 33, kMaxM), wgmma_gemm_a16_of<kBits>(144, 33, kMaxM),
-    wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
-    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),  wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
+    wgmma_gemm_a16_of<kBits>(32, 17, 32),
+    wgmma_gemm_a16_of<kBits>(160, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(208, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(144, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(96, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(128, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM),
+    wgmma_gemm_a16_of<kBits>(64, 33, kMaxM, int4_with_scales_of_x, 4),
+    image_along_m(wgmma_gemm_a16_of<kBits>(208, 0, kMaxM), true),
+    image_along_m(wgmma_gemm_a16_of<kBits>(160, 0, kMaxM), true),
+    image_along_m(wgmma_gemm_a16_of<kBits>(128, 0, kMaxM), true),
+    image_along_m(wgmma_gemm_a16_of<kBits>(96, 0, kMaxM), true),
 };
 
 template <int kBits>
 constexpr Candidate wgmma_fold16_of(int block_m) {
   Tile const tile = wgmma_fold16_tile(block_m, kBits);
-  return {tile, 17, kMaxM, cost_of("wgmma_fold16", kBits, tile), has_no_exact_kernel};
+  return {tile, 17, kMaxM, cost_of("wgmma_fold16", kBits, tile), folds_values};
 }
 template <int kBits>
 constexpr Candidate kWgmmaFold16[] = {wgmma_fold16_of<kBits>(32),  wgmma_fold16_of<kBits>(64),  wgmma_fold16_of<kBits>(128),

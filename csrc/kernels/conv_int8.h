@@ -40,9 +40,29 @@ struct ConvWgmmaTile {
 constexpr ConvWgmmaTile kConvWgmmaTiles[] = {{64, 1}, {128, 1}, {160, 2}, {256, 2}};
 Status launch_conv_int8_wgmma(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_mma.cu: any geometry and channels, sm_80 and later.
-constexpr int kConvMmaTile = 64;  // pixels and channels
-Status launch_conv_int8_mma(ConvParams const& params, ConvPlan const& plan, Stream stream);
+// gemm_int8_collective.cu: Hopper (sm_90a alone), products with rows of whole vectors of bytes.
+struct GemmCollectiveTile {
+  int block_m, block_n, block_k, cluster_size;  // a cluster has tiles of neighbouring rows
+  bool cooperative;                             // two warpgroups multiply a tile; or each one in turn
+};
+constexpr GemmCollectiveTile kGemmCollectiveTiles[] = {
+    {128, 256, 128, 2, true}, {128, 128, 128, 2, false}, {64, 64, 256, 1, false}};
+Status launch_gemm_int8_collective(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
+// conv_int8_implicit_gemm.cu: any geometry and channels, sm_80 and later.
+struct ConvImplicitTile {
+  static constexpr int kBlockK = 64;  // channels of one tap
+
+  int block_m, block_n, warp;  // a warp multiplies warp x warp of them
+  int stages;
+  bool bytewise;  // x is loaded a byte at a time
+  constexpr int warps() const { return block_m / warp * (block_n / warp); }
+};
+constexpr ConvImplicitTile kConvImplicitTiles[] = {{256, 128, 64, 3, false}, {128, 128, 64, 4, false}, {64, 64, 32, 6, false}};
+constexpr ConvImplicitTile kConvBytewiseTile = {64, 64, 32, 2, true};
+constexpr int kMostImplicitTaps = 32;  // along an axis, unless x is loaded bytewise
+constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
+Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later.
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each

@@ -135,12 +135,12 @@ struct Copies {
   __device__ __forceinline__ bool special(int stage, int k_tile) const {
     if (!C::kImages || p.image.columns == 0) return false;
     activations.copy_pixels(stage, p.image, k_tile, p.x.codes, p.image.columns, p.image.columns, m0);
-    ImageTap const tap(p.image, k_tile);
-    int const first = p.activation_rows.first(tap.tile);
+    TapColumns const tap(p.image, k_tile);
+    int const first = p.activation_rows.first(tap.channel / kKPerTile);
 #pragma unroll 1
     for (int i = threadIdx.x; i < p.activation_rows.count * C::kBlockM; i += C::kThreads) {
-      int const row = m0 + i % C::kBlockM, pixel = row < p.epilogue.m ? tap.pixel(p.image, row) : -1;
-      int64_t const from = int64_t(max(pixel, 0)) * p.x.scale_columns + first + i / C::kBlockM;
+      int const pixel = RowPixel(p.image, m0 + i % C::kBlockM).under(p.image, tap);
+      int64_t const from = int64_t(first + i / C::kBlockM) * p.x.stride + max(pixel, 0);
       reinterpret_cast<float*>(shared + stage + C::kActivationScales)[i] = pixel < 0 ? 0.0f : __ldg(p.x.scales + from);
       if (C::kForm != Form::kSymmetric && p.x.zeros)
         reinterpret_cast<int8_t*>(shared + stage + C::kActivationZeros)[i] = pixel < 0 ? int8_t(0) : __ldg(p.x.zeros + from);

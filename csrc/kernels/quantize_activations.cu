@@ -237,7 +237,7 @@ __device__ __forceinline__ Range<kSymmetric> given_range(uint32_t const* range) 
 template <bool kSymmetric>
 __device__ __forceinline__ void store_vectors(QuantizedActivations const& out, int row, int block,
                                               Quantizer<kSymmetric> const& quantizer) {
-  int64_t const to = out.scale_columns ? int64_t(row) * out.scale_columns + block : int64_t(block) * out.stride + row;
+  int64_t const to = int64_t(block) * out.stride + row;
   out.scales[to] = quantizer.scale;
   if (!kSymmetric) out.zeros[to] = int8_t(quantizer.zero);
 }
@@ -257,31 +257,33 @@ __global__ void __launch_bounds__(kFunction != Function::kNone ? kBlockThreads :
     load(c[i], q, q.x, q.x_stride, row + i, limit, q.perm, p.cached);
     if constexpr (kFunction == Function::kSiluMul) load(up[i], q, q.up, q.up_stride, row + i, limit, q.perm, p.cached);
   }
+  Range<kSymmetric> given = {};
+  if (q.range) given = given_range<kSymmetric>(q.range);
   Span<T, kSymmetric> spans[kBlockRows];
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
     if constexpr (kFunction == Function::kSiluMul) silu_mul(c[i], up[i], q.x_type);
-    spans[i].add(c[i]);
+    if (!q.range) spans[i].add(c[i]);
   }
-  for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) {
+  if (!q.range) {
+    for (int distance = 1; distance < 1 << p.log2_lanes; distance *= 2) {
 #pragma unroll
-    for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
+      for (int i = 0; i < kBlockRows; ++i) spans[i].add(spans[i].of_lane(distance));
+    }
   }
   if constexpr (kFunction == Function::kNone) {
     if (q.out.zero_values) store_zero_values(p, c, spans, row);
   }
   if (piece >= p.pieces || row >= q.m) return;
   float scales[kBlockRows], zeros[kBlockRows];
-  bool const first_of_block = (piece & ((1 << p.log2_lanes) - 1)) == 0;
 #pragma unroll
   for (int i = 0; i < kBlockRows; ++i) {
-    Quantizer<kSymmetric> quantizer(q.range ? given_range<kSymmetric>(q.range) : spans[i].range());
+    Quantizer<kSymmetric> quantizer(q.range ? given : spans[i].range());
     scales[i] = quantizer.scale, zeros[i] = quantizer.zero;
     if (row + i >= q.m) continue;
     store_codes<kFunction == Function::kNone>(p, row + i, piece, c[i], quantizer);
-    if (q.out.scale_columns && first_of_block) store_vectors(q.out, row + i, piece >> p.log2_lanes, quantizer);
   }
-  if (q.out.scale_columns || !first_of_block) return;
+  if (piece & ((1 << p.log2_lanes) - 1)) return;
   // out.stride is a multiple of 16: there is room for the scale of a row beyond the last.
   int64_t to = int64_t(piece >> p.log2_lanes) * q.out.stride + row;
   *reinterpret_cast<float2*>(q.out.scales + to) = make_float2(scales[0], scales[1]);
@@ -530,7 +532,8 @@ Status launch_blocks(Params const& p, Stream stream) {
     return launch_spread(quantize_blocks<T, kSymmetric, kFunction>, grid, dim3(kZeroRowThreads), stream, p);
   }
   int const chunks = (p.pieces + threads - 1) / threads;
-  int const lanes = p.problem.out.block == -1 ? 1 << p.log2_lanes : 8;  // that share a thread block
+  bool const row_ranges = p.problem.out.block == -1 && !p.problem.range;
+  int const lanes = row_ranges ? 1 << p.log2_lanes : 8;  // that share a thread block
   int const wide = (p.pieces + chunks * lanes - 1) / (chunks * lanes) * lanes, high = std::clamp(threads / wide, 1, groups);
   int const y = (groups + high - 1) / high, z = (y + kMaxGridY - 1) / kMaxGridY;
   dim3 const grid((p.pieces + wide - 1) / wide, std::min(y, kMaxGridY), z);
@@ -562,7 +565,7 @@ Status launch_any_rows(Params const& p, Stream stream) {
 template <class T, bool kSymmetric, Function kFunction>
 Status launch_function(Params const& p, Stream stream) {
   if constexpr (kFunction != Function::kRmsNorm) {
-    if (p.problem.out.block != -1) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
+    if (p.problem.out.block != -1 || p.problem.range) return launch_blocks<T, kSymmetric, kFunction>(p, stream);
     // Many rows that a warp's lanes can hold are blocks of as many lanes, a power of two of them.
     if (p.pieces <= 32 && p.problem.m > kDecodeBlockM) {
       Params lanes = p;

@@ -81,7 +81,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kBand = kBlockM >= 160 ? 4 : 16;
   static constexpr int kTokenFactors = 0;
   static constexpr bool kPrepareScales = false;
-  static constexpr bool kShortTiles = true;
+  static constexpr bool kShortTiles = true, kSplitsRows = false;
 };
 
 template <class C>
@@ -147,14 +147,15 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
-    hopper::XRows<C::kKSlices * 16, kEveryBlock, !C::kGrouped> x_rows(p.image, hopper::first_x_row<C>(work) + rank * half,
-                                                                      work.first_k(p));
+    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, hopper::first_x_row<C>(work, rank, p) + rank * half,
+                                                         work.first_k(p));
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
       ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
       if (leader) TransactionBarrier::arrive_and_expect_tx(full, C::kCluster * half * 128);
-      x_rows.copy_next(leader, map, full, shared + ring.stage * C::kPanelBytes + rank * half * 128, step * C::kKSlices * 16);
+      x_rows.copy_next(leader, map, full, kEveryBlock, shared + ring.stage * C::kPanelBytes + rank * half * 128,
+                       step * C::kKSlices * 16);
     }
   }
 }
@@ -198,7 +199,7 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
-    int const m0 = hopper::first_x_row<C>(work);
+    int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];

@@ -6,11 +6,11 @@ namespace {
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes ==
-                    wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 2, true, 0, false, C::kZeros, C::kStages, C::kWarpgroups}),
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes(
+                                       {C::kBits, C::kBlockM, 2, true, false, false, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_x(problem, hopper::half_x_rows<C>(problem.m), &map);
+  Status status = hopper::encode_x(problem, plan.ctas_along_m > 1 ? C::kBlockM : hopper::half_x_rows<C>(problem.m), &map);
   if (!status.ok()) return status;
   // Where 16 tiles of rows of x are too large for the cache, few features pass through it with them: fewer rows of x then,
   // whose bytes are twice a feature's, or four times. (M = 8192, 8192 x 28672 on an H200: int4 by 4810 us instead of 4920 to
@@ -39,7 +39,7 @@ Status launch_bits(GemmProblem const& problem, Plan const& plan, float* splitk_w
 template <class Element>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
   if (plan.block_n == 512) return launch_zeros<Element, 4, 64, Element, 4>(problem, plan, splitk_workspace, stream);
-  switch (plan.block_m) {
+  switch (plan.block_m / plan.ctas_along_m) {
     case 32:
       return launch_bits<Element, 32>(problem, plan, splitk_workspace, stream);
     case 64:

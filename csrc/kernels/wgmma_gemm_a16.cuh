@@ -27,11 +27,12 @@ using hopper::StoredScales;
 // Scale: of weight scales, where registers are so few that their type is a constant (which saves four warpgroups 4 % of their
 // time on an H200); or void. kGrouped: rows of x and weights are experts'.
 template <class Element_, int kBits, int kBlockM, bool kZeros, class Scale = void, int kWarpgroups = 2, bool kGrouped_ = false>
-struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, 0, false, kZeros,
+struct Config : hopper::TileConfig<kBits, kBlockM, 2, true, false, false, kZeros,
                                    wgmma_gemm_a16_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
   using Work = std::conditional_t<kGrouped_, hopper::GroupedWork<kBlockM>, hopper::StreamKWork>;
   using Params = std::conditional_t<kGrouped_, hopper::GroupedParams, hopper::Params>;
   static constexpr bool kGrouped = kGrouped_, kShortTiles = !kGrouped, kImages = !kGrouped;
+  static constexpr bool kSplitsRows = kWarpgroups == 2 && !kGrouped;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
   using Element = Element_;
   using Decode = decode::ToFloat<kBits, Element>;
@@ -112,7 +113,7 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
   int const total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += p.clusters) {
     typename C::Work work(index, p);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = hopper::first_x_row<C>(work);
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work, coord.rank, p);
     if (work.empty()) break;
     int count = work.end_k(p) - work.first_k(p);
     float products[C::kProducts], sums[C::kSums] = {};

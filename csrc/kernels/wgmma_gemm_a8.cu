@@ -6,14 +6,11 @@ namespace {
 
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kPromotion != Promotion::kChannel,
-                                                            C::kPromotion != Promotion::kBlock ? 0
-                                                            : C::kImages                       ? 16
-                                                                                               : 4,
+  static_assert(C::kSharedBytes == wgmma_gemm_shared_bytes({C::kBits, C::kBlockM, 1, C::kLoadScales, C::kLoadTokenScales,
                                                             C::kAsymmetric, C::kZeros, C::kStages, C::kWarpgroups}),
                 "the plan has other shared memory");
   CUtensorMap map;
-  Status status = hopper::encode_codes(problem, C::kBlockM / C::kCluster, &map);
+  Status status = hopper::encode_codes(problem, plan.ctas_along_m > 1 ? C::kBlockM : C::kBlockM / C::kCluster, &map);
   return status.ok() ? hopper::launch_persistent<C>(wgmma_gemm_a8<C>, problem, plan, splitk_workspace, map, stream) : status;
 }
 
@@ -25,13 +22,16 @@ Status launch_promotion(GemmProblem const& problem, Plan const& plan, float* spl
   };
   if constexpr (!kZeros) {
     if (sums_whole_rows(problem)) return launch(std::integral_constant<Promotion, Promotion::kChannel>());
+    if constexpr (!kAsymmetric && kBlockM <= 176) {
+      if (sums_whole_taps(problem)) return launch(std::integral_constant<Promotion, Promotion::kTap>());
+    }
   }
   if constexpr (kBlockM > 176) {
     return {Status::kUnsupported, "BLOCK_M = " + std::to_string(kBlockM) + " is for int32 sums over all of K"};
-  } else if (problem.quantized.block == -1) {
-    return launch(std::integral_constant<Promotion, Promotion::kToken>());
-  } else {
+  } else if (activations_have_blocks(problem)) {
     return launch(std::integral_constant<Promotion, Promotion::kBlock>());
+  } else {
+    return launch(std::integral_constant<Promotion, Promotion::kToken>());
   }
 }
 
@@ -85,29 +85,8 @@ Status launch_compensated_tile(GemmProblem const& problem, Plan const& plan, flo
   }
 }
 
-// Pixels of an image, whose scales are those of a block of x under each tap.
-template <int kBits, int kBlockM>
-Status launch_image(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  auto const launch = [&](auto zeros) {
-    using C = Config<kBits, kBlockM, Promotion::kBlock, decltype(zeros)::value, false, 2, false, true>;
-    return launch_config<C>(problem, plan, splitk_workspace, stream);
-  };
-  if constexpr (kBits == 4) {
-    if (problem.weight.zeros) return launch(std::true_type());
-  }
-  return launch(std::false_type());
-}
-
-template <int kBits>
-Status launch_image_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  return plan.block_m == 64    ? launch_image<kBits, 64>(problem, plan, splitk_workspace, stream)
-         : plan.block_m == 128 ? launch_image<kBits, 128>(problem, plan, splitk_workspace, stream)
-                               : launch_image<kBits, 176>(problem, plan, splitk_workspace, stream);
-}
-
 template <int kBits>
 Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream) {
-  if (is_image(problem)) return launch_image_tile<kBits>(problem, plan, splitk_workspace, stream);
   if (plan.compensates) return launch_compensated_tile<kBits>(problem, plan, splitk_workspace, stream);
   if constexpr (kBits == 4) {
     if (plan.block_n == 512) {
@@ -115,7 +94,7 @@ Status launch_tile(GemmProblem const& problem, Plan const& plan, float* splitk_w
                                 : launch_plain<4, 64, 4>(problem, plan, splitk_workspace, stream);
     }
   }
-  switch (plan.block_m) {
+  switch (plan.block_m / plan.ctas_along_m) {
     case 32:
       return launch_plain<kBits, 32>(problem, plan, splitk_workspace, stream);
     case 64:

@@ -3,7 +3,8 @@
 //
 //   decode   the stage's weights, which were loaded during the promotion of the previous sums
 //   multiply exact int32 sums of 128 columns, which never leave registers
-//   promote  sum = fma(float(I), token scale * weight scale, sum), once a scale block
+//   promote  sum = fma(float(I), token scale * weight scale, sum), once a scale block. A pixel of an image with one scale is
+//            promoted once a tap, where weights have one scale a row
 //   azp      with zero points za of the activations: I -= za * colsum(codes). With block zero points the sums of a stage start from this value
 //            instead of zero; with token zero points it is a product of 32 more columns, which takes less time there. In every stage,
 //            since with outliers nearly all codes are the zero point, and fp32 sums that still hold it round away what is left
@@ -19,13 +20,15 @@ namespace cutlass_ops {
 namespace {
 
 template <int kBits, int kBlockM, Promotion kPromotion, bool kZeros, bool kAsymmetric, int kWarpgroups, bool kCompensates,
-          bool kImages, bool kGrouped>
-__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates, kImages,
+          bool kGrouped>
+__device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsymmetric, kWarpgroups, kCompensates,
                                        kGrouped>::consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
                                                           CUtensorMap const& out_map, Params const& p,
                                                           hopper::ThreadCoord<Config> const& coord) {
   using C = Config;
-  constexpr bool kBlock = kPromotion == Promotion::kBlock, kChannel = kPromotion == Promotion::kChannel;
+  constexpr bool kBlock = kPromotion == Promotion::kBlock, kTap = kPromotion == Promotion::kTap;
+  constexpr bool kChannel = kPromotion == Promotion::kChannel;
+  constexpr bool kLongSums = kTap || kChannel;  // int32 sums of several tiles of K, and a row's scale at the end
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   int const t = coord.lane % 4;
   // Provably uniform over the lanes, and not recomputed in every turn.
@@ -33,7 +36,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
   hopper::Ring<C::kStages> ring;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows, m0 = hopper::first_x_row<C>(work);
+    int row0 = hopper::first_feature<C>(work.pair, coord.rank, p), m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int count = work.end_k(p) - work.first_k(p);
     uint32_t integers[C::kSums];
     float sums[kChannel ? 1 : C::kSums] = {};
@@ -44,12 +47,13 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     uint32_t end_zero[(C::kEndScales + 127) / 128 + 1];
 #pragma unroll
     for (int i = 0; i * 128 < C::kEndScales; ++i) {
-      int x_row = min(m0 + coord.warp * 32 + coord.lane + i * 128, p.x.stride - 1);
+      // All pixels of an image have one.
+      int x_row = C::kImages && p.image.columns ? 0 : min(m0 + coord.warp * 32 + coord.lane + i * 128, p.x.stride - 1);
       end_scale[i] = __ldg(p.x.scales + x_row);
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + x_row))) * 0x01010101;
     }
     [[maybe_unused]] hopper::StoredScales row_scales;
-    if constexpr (kChannel) {
+    if constexpr (kLongSums) {
       int const position = row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
       row_scales.load(static_cast<uint8_t const*>(p.weight.scales) + min(position, p.n_pad - 2) * p.scale_bytes,
                       p.weight.scale_type);
@@ -71,7 +75,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     [[maybe_unused]] auto zeros_address = [&](uint8_t const* stage) {
       return cute::cast_smem_ptr_to_uint(stage) + coord.token_factors + C::kBlockM * 4;
     };
-    if constexpr (kChannel) {
+    if constexpr (kLongSums) {
       // Were the first product to start from zeros itself, sums of 256 rows of x would live from tile to tile, and not all in
       // registers.
 #pragma unroll
@@ -90,6 +94,8 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
       code_colsum(a, codes);
       start_sums<C>(codes, integers);
     }
+    [[maybe_unused]] int const tap_tiles = p.image.columns / kKPerTile;
+    [[maybe_unused]] int rest_of_tap = kTap ? tap_tiles - work.first_k(p) % tap_tiles : 0;
     // Tiles up to the next compensation, and that, in turn. The same in all lanes, as the compiler can see.
     int i = 0;
     [[maybe_unused]] int compensation = 0, window = 0;
@@ -116,14 +122,14 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
 #pragma unroll
         for (int k_slice = 0; k_slice < 4; ++k_slice) {
           wgmma_int8<C::kBlockM>(a[k_slice], x_rows + k_slice * 2, integers,
-                                 C::kStartsFromZeroPoints || kChannel || k_slice > 0);
+                                 C::kStartsFromZeroPoints || kLongSums || k_slice > 0);
         }
         cute::warpgroup_commit_batch();
         fence_registers(integers);
         // While the products run.
         if constexpr (kAsymmetric && kChannel) add_weights(a, total_colsum);
         if constexpr (C::kMultipliesZeroPoints) zero_point_product.spread();
-        if (kBlock && !C::kStartsFromZeroPoints) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
+        if (C::kLoadTokenScales && !C::kStartsFromZeroPoints) ClusterBarrier::wait(&barriers.prepared[ring.stage], ring.phase);
         if constexpr (C::kPrepareScales) {
           raw.load_prepared_scales(stage, coord);
           scale[0] = raw.scale[0], scale[1] = raw.scale[1];
@@ -178,14 +184,31 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         } else {
           constexpr int kEvery =
               kBlockM / 8 < 2 * RawWeights<C>::kLoads ? 1 : 2;  // groups of eight rows of x between two loads of weights
+          bool promotes = !kLongSums;
+          if constexpr (kTap) {
+            promotes = --rest_of_tap == 0 || i + 1 == count;
+            if (promotes) rest_of_tap = tap_tiles;
+          }
 #pragma unroll
           for (int j = 0; j < C::kBlockM / 8; ++j) {
-            if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+            if (!kTap && j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
             // The next weights, 16 bytes at a time: before the products end there is no register to spare, and none for 8-bit
             // ones at all.
             if (j % kEvery == kEvery - 1 && j / kEvery < RawWeights<C>::kLoads && i + 1 < count)
               raw.load_piece(next, coord, j / kEvery);
-            if constexpr (!kChannel) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+            if constexpr (!kLongSums) promote<C>(j, token_scales.sixteens[j / 2] + j % 2 * 2, integers, scale, sums);
+          }
+          if (kTap && promotes) {
+#pragma unroll
+            for (int j = 0; j < C::kBlockM / 8; ++j) {
+              if (j % 2 == 0) token_scales.load(j / 2 + token_scales.kAhead);
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                float& sum = sums[4 * j + e];
+                sum = fmaf(float(int(integers[4 * j + e])), token_scales.sixteens[j / 2][j % 2 * 2 + e % 2], sum);
+                integers[4 * j + e] = 0;
+              }
+            }
           }
         }
         if (C::kMeetAtEnd) __syncwarp();
@@ -220,12 +243,12 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
         if (kAsymmetric && kChannel) end_zeros[x_row] = uint8_t(end_zero[i]);
       }
       float row_scale[2];
-      if constexpr (kChannel) {
+      if constexpr (kLongSums) {
         row_scales.values(p.weight.scale_type, row_scale);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
           row_scale[h] *= C::kUnit;
-          if (kAsymmetric) total_colsum[h] = sum_of_row(total_colsum[h]);
+          if (kAsymmetric && kChannel) total_colsum[h] = sum_of_row(total_colsum[h]);
         }
       }
       cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
@@ -238,7 +261,7 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
           uint32_t zero_point_product = kAsymmetric ? total_colsum[h] * uint32_t(int(int8_t(end_zeros[x_row]))) : 0;
           outputs[i] = float(int(integers[i] - zero_point_product)) * row_scale[h] * end_scales[x_row];
         } else {
-          sums[i] *= end_scales[x_row];
+          sums[i] *= kTap ? row_scale[h] : end_scales[x_row];
         }
       }
       if constexpr (kChannel) {

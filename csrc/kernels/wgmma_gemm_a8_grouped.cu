@@ -7,7 +7,7 @@ namespace {
 template <int kBits, int kBlockM, bool kZeros>
 Status launch_promotion(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   auto const launch = [&](auto promotion) {
-    using C = Config<kBits, kBlockM, decltype(promotion)::value, kZeros, false, 2, false, false, true>;
+    using C = Config<kBits, kBlockM, decltype(promotion)::value, kZeros, false, 2, false, true>;
     return hopper::launch_grouped<C>(wgmma_gemm_a8<C>, problem, plan, stream);
   };
   return problem.x_codes == ActQuant::kToken ? launch(std::integral_constant<Promotion, Promotion::kToken>())

@@ -17,25 +17,25 @@ namespace {
 enum class Promotion {
   kBlock,    // a scale for each token and 128 columns, and one for each row and 128 columns
   kToken,    // one for each row and 128 columns; the token's is applied at the end
+  kTap,      // one for each pixel of an image, after the sums of a tap; the row's is applied at the end
   kChannel,  // none: int32 sums run over all of K
 };
 
 template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
-          bool kCompensates = false, bool kImages_ = false, bool kGrouped_ = false>
-struct Config : hopper::TileConfig<kBits, kBlockM, 1, kPromotion_ != Promotion::kChannel,
-                                   kPromotion_ != Promotion::kBlock ? 0
-                                   : kImages_                       ? 16
-                                                                    : 4,
-                                   kAsymmetric_, kZeros, wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
-  static constexpr bool kImages = kImages_, kGrouped = kGrouped_;
+          bool kCompensates = false, bool kGrouped_ = false>
+struct Config : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
+                                   kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
+                                   wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+  static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
+  static constexpr bool kImages = !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
+  static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
   // Zero points are compensated by the window of K or, where a token has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
-  using Params = std::conditional_t<
-      kCompensatesByWindow, hopper::CompensatedParams,
-      std::conditional_t<kImages, hopper::ImageParams, std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>>;
+  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
+                                    std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
   using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
-  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kChannel), "experts have other kernels for these");
+  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ < Promotion::kTap), "experts have other kernels for these");
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
@@ -152,7 +152,7 @@ struct TokenFactors {
     for (int j = 0; j < kAhead; ++j) load(j);
   }
   __device__ __forceinline__ void load(int j) {
-    if (C::kPromotion == Promotion::kBlock && j < C::kBlockM / 16) load_shared(address + j * 64, sixteens[j]);
+    if (C::kLoadTokenScales && j < C::kBlockM / 16) load_shared(address + j * 64, sixteens[j]);
   }
 };
 

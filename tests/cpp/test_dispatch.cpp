@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <array>
 #include <functional>
 #include <limits>
 #include <set>
@@ -19,6 +20,7 @@
 #include "dispatch/grouped.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
+#include "kernels/conv_int8.h"
 
 namespace cutlass_ops {
 namespace {
@@ -164,8 +166,9 @@ TEST(Dispatch, PlansACompleteLaunchOfEverySupportedProblem) {
               EXPECT_EQ(order.back() == "splitk_reduce", p.slices > 1 && p.tail_tiles == 0);
               used.emplace(p.kernel, p.block_n, p.block_m, p.compensates, p.one_cta_per_sm);
               for (Candidate const& c : p.spec->candidates(input.problem))
-                offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.compensates,
-                                p.spec->decodes && c.tile.min_ctas_per_sm == 1);
+                if (!c.applies || c.applies(input.problem))
+                  offered.emplace(p.kernel, c.tile.block_n, c.tile.block_m, c.compensates,
+                                  p.spec->decodes && c.tile.min_ctas_per_sm == 1);
               if (testing::Test::HasFailure()) return;
             }
   for (KernelSpec const& spec : kernel_specs())
@@ -1203,6 +1206,92 @@ TEST(Checks, NameTheFieldOfAConvolution) {
            {[](auto& p) { p.bias = &some_byte + 1, p.bias_int32 = true; }, "bias starts at"},
        })
     EXPECT_NE(text(change).find(words), std::string::npos) << words << ": " << text(change);
+}
+
+// Images of 9 x 9 pixels, whose kernel of taps x taps keeps their size.
+ConvProblem int8_images(int batch, int channels, int n, int taps, int groups = 1) {
+  ConvProblem p;
+  p.weight.n = n, p.weight.channels = channels / groups, p.weight.height = p.weight.width = taps, p.groups = groups;
+  p.weight.order = conv_order(n, channels / groups, taps * taps, groups);
+  p.weight.codes = reinterpret_cast<int8_t*>(&some_byte), p.weight.scales = some_book;
+  p.weight.sums = reinterpret_cast<int32_t*>(&some_byte);
+  p.x = p.out = &some_byte, p.batch = batch, p.height = p.width = 9, p.channels = channels;
+  p.padding[0] = p.padding[1] = taps / 2;
+  return p;
+}
+
+std::vector<ConvPlan> int8_plans(ConvProblem const& p, Device const& device = kHopper) {
+  std::vector<ConvPlan> plans;
+  Status const status = plans_conv_int8(p, device, &plans);
+  EXPECT_TRUE(status.ok()) << status.text;
+  return plans;
+}
+
+std::vector<ConvPlan> of_kernel(std::string const& kernel, std::vector<ConvPlan> plans) {
+  plans.erase(std::remove_if(plans.begin(), plans.end(), [&](ConvPlan const& plan) { return plan.kernel != kernel; }),
+              plans.end());
+  return plans;
+}
+
+TEST(Int8Plans, OfImplicitGemmsCoverTheResultOnEveryGpu) {
+  for (Device const& device : kDevices)
+    for (auto [channels, n, taps, groups] : std::vector<std::array<int, 4>>{
+             {3, 17, 7, 1}, {20, 65, 3, 1}, {64, 1, 1, 1}, {96, 96, 3, 3}, {15, 30, 3, 3}, {64, 640, 33, 1}})
+      for (int zero_point : {0, 3}) {
+        ConvProblem p = int8_images(100, channels, n, taps, groups);
+        p.x_zero_point = zero_point;
+        std::vector<ConvPlan> const plans = of_kernel("conv_int8_implicit_gemm", int8_plans(p, device));
+        ASSERT_FALSE(plans.empty()) << channels << " channels, " << taps << " taps";
+        for (ConvPlan const& plan : plans) {
+          EXPECT_EQ(plan.grid, ceil_div(8100, plan.block_m) * groups * ceil_div(n / groups, plan.block_n));
+          EXPECT_LE(plan.stages * (plan.block_m + plan.block_n) * ConvImplicitTile::kBlockK, device.shared_memory);
+          EXPECT_EQ(plan.pads, zero_point != 0 && taps > 1 && taps != 7);  // taps of few channels are gathered
+        }
+        for (size_t i = 1; i < plans.size(); ++i) EXPECT_LE(plans[i - 1].predicted_clocks, plans[i].predicted_clocks);
+      }
+}
+
+TEST(Int8Plans, OfCollectivesAreProductsThatStoreWholeVectors) {
+  auto const count = [](ConvProblem const& p, Device const& device = kHopper) {
+    return of_kernel("gemm_int8_collective", int8_plans(p, device)).size();
+  };
+  ConvProblem const product = int8_images(5, 70, 64, 1);
+  EXPECT_EQ(count(product), std::size(kGemmCollectiveTiles));
+  EXPECT_EQ(count(int8_images(5, 3, 64, 3)), std::size(kGemmCollectiveTiles));  // the taps are gathered
+  EXPECT_EQ(count(int8_images(5, 70, 64, 3)), 0u);
+  EXPECT_EQ(count(int8_images(5, 70, 72, 1)), 0u);
+  EXPECT_EQ(count(int8_images(5, 96, 96, 1, 3)), 0u);
+  for (Device const& device : kDevices) EXPECT_EQ(count(product, device) > 0, device.architecture == 90);
+  for (auto const& change : std::vector<std::function<void(ConvProblem&)>>{
+           [](auto& p) { p.out = &some_byte + 8; }, [](auto& p) { p.out_type = ConvOutput::kInt32; },
+           [](auto& p) { p.stride[1] = 2; }, [](auto& p) { p.padding[0] = 1; }}) {
+    ConvProblem p = product;
+    change(p);
+    EXPECT_EQ(count(p), 0u);
+  }
+  for (ConvPlan const& plan : of_kernel("gemm_int8_collective", int8_plans(product))) {
+    EXPECT_EQ(plan.copied_channels, 80);
+    EXPECT_EQ(plan.grid % plan.cluster_size, 0);
+    EXPECT_EQ(plan.workspace, size_t(5 * 81 * 80));
+  }
+}
+
+TEST(Int8Plans, AreRefusedWhereATileSpansMoreThan32Bits) {
+  ConvProblem p = int8_images(2, 1 << 23, 16, 1);
+  EXPECT_TRUE(of_kernel("conv_int8_implicit_gemm", int8_plans(p)).empty());
+  ConvPlan plan;
+  Status const status = plan_conv_int8(p, kDevices[0], &plan);
+  EXPECT_EQ(status.code, Status::kUnsupported);
+  EXPECT_NE(status.text.find("2^31 bytes"), std::string::npos) << status.text;
+  // Images of 679 MB, of which a tile of 256 pixels has up to five, in lines of 75 MB and pixels of 8 MB.
+  ConvProblem const images = int8_images(2, (1 << 23) - 16, 16, 1);
+  EXPECT_EQ(of_kernel("conv_int8_implicit_gemm", int8_plans(images)).size(), std::size(kConvImplicitTiles));
+  for (auto const& change : std::vector<std::function<void(ConvProblem&)>>{
+           [](auto& q) { q.batch = 5; }, [](auto& q) { q.padding[0] = 20; }, [](auto& q) { q.padding[1] = 127; }}) {
+    ConvProblem q = images;
+    change(q);
+    EXPECT_TRUE(of_kernel("conv_int8_implicit_gemm", int8_plans(q)).empty());
+  }
 }
 
 TEST(Checks, SumsOfCodesAreForWeightsWhoseProductsTakeThem) {

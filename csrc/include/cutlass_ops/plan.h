@@ -13,7 +13,6 @@ struct WorkspaceLayout {
          splitk_workspace = 0;
   int stride = 0;            // QuantizedActivations::stride
   int rows = 0;              // QuantizedActivations::rows
-  int scale_columns = 0;     // QuantizedActivations::scale_columns
   int block = 0;             // QuantizedActivations::block; 0: nothing is quantised before the product
   bool upcasts = false;      // x is made rows of 16-bit floats that a tensor map describes
   bool compensates = false;  // zero points of x, or of W, become operands of a product (zero_compensation.h)
@@ -99,6 +98,7 @@ struct Plan {
   int block_n = 0, block_m = 0;  // output features x rows of x that a cluster (or a CTA, without clusters) computes at a time
   int grid_x = 0, grid_y = 1;    // CTAs
   int cluster_size = 1;          // CTAs
+  int ctas_along_m = 1;          // of a cluster; the others are along N
   int threads = 0;               // of a CTA
   int shared_bytes = 0;          // dynamic shared memory of a CTA
   int stages = 0;                // tiles of K, of weights, that are in flight

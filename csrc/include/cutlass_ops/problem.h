@@ -58,7 +58,6 @@ struct QuantizedActivations {
   int block = 128;          // columns a scale covers: 32, 64, 128, or -1 for the whole row
   int stride = 0;           // elements from one block's scales to the next's; a multiple of 16
   int rows = 0;             // allocated rows of codes, if more than m: a kernel may read them all
-  int scale_columns = 0;    // of an image's pixels: scales and zeros are [rows][scale_columns] instead; a multiple of 4
 
   // What mixed_gemm makes of them, or has made instead of codes, for a kernel that multiplies 16-bit floats: their values,
   // [m][k_pad] in the order of columns.

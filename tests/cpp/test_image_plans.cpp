@@ -1,0 +1,90 @@
+// Plans of products whose rows of x are an image's pixels. Needs no GPU.
+
+#include <gtest/gtest.h>
+
+#include <set>
+#include <string>
+#include <tuple>
+
+#include "dispatch/problem.h"
+#include "dispatch/spec.h"
+
+namespace cutlass_ops {
+namespace {
+
+alignas(256) uint8_t some_bytes[32];  // what non-null pointers point to; nothing here reads it
+Device const kHopper = {90, 132, 232448};
+
+// A convolution of a batch of images of size x size pixels by 3 x 3 taps, with padding.
+GemmProblem convolution(int batch, int size, int channels, int n, int bits, ActQuant act_quant, int group_size = 128) {
+  GemmProblem p;
+  p.image.batch = batch, p.image.channels = channels;
+  for (int axis = 0; axis < 3; ++axis) {
+    bool const deep = axis == 0;
+    p.image.size[axis] = p.image.out[axis] = deep ? 1 : size, p.image.taps[axis] = deep ? 1 : 3;
+    p.image.stride[axis] = p.image.dilation[axis] = 1, p.image.padding[axis] = deep ? 0 : 1;
+  }
+  p.m = batch * size * size;
+  p.weight.n = n, p.weight.k = 9 * int(padded_k(channels)), p.weight.bits = bits, p.weight.group_size = group_size;
+  p.weight.codes = some_bytes, p.weight.scales = some_bytes;
+  p.x = some_bytes, p.x_stride = channels, p.act_quant = act_quant;
+  p.out = some_bytes;
+  return p;
+}
+
+Plan planned(GemmProblem const& p) {
+  Plan chosen;
+  Status const status = plan(p, kHopper, &chosen);
+  EXPECT_TRUE(status.ok()) << status.text;
+  return chosen;
+}
+
+TEST(ImagePlans, OfFewOutputChannelsPutTheCtasOfAClusterAlongM) {
+  std::set<std::tuple<std::string, int, int, int>> used, offered;
+  for (int bits : {4, 8})
+    for (ActQuant act_quant : {ActQuant::kNone, ActQuant::kToken, ActQuant::kBlock, ActQuant::kTensor})
+      for (int batch : {1, 3, 16, 17, 40, 64})
+        for (int size : {7, 14, 28, 33, 56})
+          for (int n : {64, 128, 256, 320, 640}) {
+            GemmProblem const p = convolution(batch, size, 128, n, bits, act_quant);
+            Plan const chosen = planned(p);
+            EXPECT_EQ(chosen.threads, 128 * (chosen.block_n * chosen.ctas_along_m / 128 + 1));
+            used.emplace(chosen.kernel, chosen.block_n, chosen.block_m, chosen.ctas_along_m);
+            for (Candidate const& c : chosen.spec->candidates(p))
+              if (c.tile.ctas_along_m > 1) offered.emplace(chosen.kernel, c.tile.block_n, c.tile.block_m, c.tile.ctas_along_m);
+            if (n == 128 && p.m > 10000) {
+              EXPECT_EQ(chosen.ctas_along_m, 2) << chosen.kernel << " of " << p.m << " pixels";
+            }
+            if (n == 256) {
+              EXPECT_EQ(chosen.ctas_along_m, 1) << chosen.kernel << " of " << p.m << " pixels";
+            }
+          }
+  for (auto const& candidate : offered)
+    EXPECT_TRUE(used.count(candidate)) << std::get<0>(candidate) << ", " << std::get<1>(candidate) << " x "
+                                       << std::get<2>(candidate) << ": no problem selects it";
+}
+
+// 320 of 384 features, and not of 512.
+TEST(ImagePlans, OfFloatsTakeTheKernelWhoseTilesTheOutputChannelsFill) {
+  Plan const p = planned(convolution(2, 64, 320, 320, 4, ActQuant::kNone));
+  EXPECT_STREQ(p.kernel, "wgmma_fold16");
+  EXPECT_EQ(p.block_n, 384);
+  EXPECT_STREQ(planned(convolution(2, 64, 256, 256, 4, ActQuant::kNone)).kernel, "wgmma_gemm_a16");
+  GemmProblem exact = convolution(2, 64, 320, 320, 4, ActQuant::kNone);
+  exact.exact = true;
+  EXPECT_STREQ(planned(exact).kernel, "wgmma_gemm_a16");
+}
+
+TEST(ImagePlans, HaveRoomForAScaleOfEachBlockOfAPixel) {
+  for (ActQuant act_quant : {ActQuant::kToken, ActQuant::kBlock, ActQuant::kTensor}) {
+    Plan const p = planned(convolution(2, 20, 320, 256, 8, act_quant));
+    int64_t const blocks = act_quant == ActQuant::kBlock ? 3 : 1;
+    EXPECT_EQ(p.layout.block, act_quant == ActQuant::kBlock ? 128 : -1);
+    EXPECT_EQ(p.layout.stride, 800);
+    EXPECT_EQ(p.layout.zeros - p.layout.scales, align_256(blocks * 800 * 4));
+    EXPECT_EQ(p.layout.range != 0, act_quant == ActQuant::kTensor);
+  }
+}
+
+}  // namespace
+}  // namespace cutlass_ops
