@@ -246,6 +246,16 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
         assert torch.equal(captured, expected)
 
 
+@pytest.mark.parametrize("top", [1, 2, 6, 8, 11])
+def test_a_token_may_have_any_number_of_experts(top: int) -> None:
+    for m in (5, 200):
+        gate_up, down, x, ids, w = layer(m, torch.float16, top=top, **FORMATS["int4"])
+        for weights in (w, w.half(), w.bfloat16()):
+            expected = co.mixed_moe(x, gate_up, down, ids, weights)
+            on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, weights)]
+            check(co.mixed_moe(*on_gpu), expected, torch.float16)  # type: ignore[arg-type]
+
+
 def test_other_rows_change_no_bits_of_an_expert() -> None:
     gate_up, down, x, ids, w = (value.to("cuda") for value in layer(64, torch.bfloat16, **FORMATS["int4"]))
     y = co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
