@@ -106,7 +106,7 @@ constexpr int half_x_rows(int m) {
 }
 
 // The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or, where they have different
-// ones, all of its own.
+// ones, all rows of its tile.
 template <class C>
 struct XRowsShare {
   int first, loaded;  // in the tile; loaded: of it in all
