@@ -55,7 +55,10 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
     [[maybe_unused]] hopper::StoredScales row_scales;
     if constexpr (kLongSums) {
       int const position = row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
-      row_scales.load(static_cast<uint8_t const*>(p.weight.scales) + min(position, p.n_pad - 2) * p.scale_bytes,
+      int first = 0;  // of the expert's
+      if constexpr (kGrouped) first = work.expert * hopper::rows_of_weight<C>(p);
+      row_scales.load(static_cast<uint8_t const*>(p.weight.scales) +
+                          (first + min(position, hopper::rows_of_weight<C>(p) - 2)) * p.scale_bytes,
                       p.weight.scale_type);
     }
     uint8_t* const ends = reinterpret_cast<uint8_t*>(staging) + C::kStoreBytes;
@@ -264,7 +267,9 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
           sums[i] *= kTap ? row_scale[h] : end_scales[x_row];
         }
       }
-      if constexpr (kChannel) {
+      if constexpr (kChannel && kGrouped) {
+        hopper::store_group<C>(outputs, staging, out_map, p, coord, work, row0);
+      } else if constexpr (kChannel) {
         hopper::store<C>(outputs, staging, out_map, p, coord, index, row0, m0);
       } else if constexpr (kGrouped) {
         hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);

@@ -35,7 +35,7 @@ struct Config : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::
                                     std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
   using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
   static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
-  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ < Promotion::kTap), "experts have other kernels for these");
+  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap), "experts have other kernels for these");
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
