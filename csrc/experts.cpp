@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <iterator>
 #include <string>
 
 #include "cutlass_ops/layout.h"
@@ -32,6 +33,12 @@ QuantizedBytes quantized_bytes(int rows, int k, int group_size) {
           align_256(size_t(blocks) * rows)};
 }
 
+// Scales of a row of x that are left to the product: of all blocks of int8 codes, or one; values of codes have those of their
+// blocks in them.
+int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
+  return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
+}
+
 int padded_slots(RouteProblem const& r) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
   return int(ceil_div(positions + touched * (kSlotRows - 1), kSlotRows) * kSlotRows);
@@ -42,7 +49,8 @@ int most_tiles(RouteProblem const& r, int height) {
 }
 int rounded_rows(int rows) { return int(ceil_div(rows, 16) * 16); }
 
-MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
+MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
+  int const slots = plan.slots, tiles = plan.tiles;
   MoeLayout at;
   RouteProblem const& r = p.route;
   int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
@@ -54,7 +62,7 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   at.x_scales = at.x_values;
   if (quantizes)
     at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden, p.gate_up.stack.group_size).total();
-  at.hidden = at.x_scales + (quantizes ? align_256(size_t(slots) * sizeof(float)) : 0);
+  at.hidden = at.x_scales + (quantizes ? align_256(size_t(slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
   at.hidden_stride = ceil_div(intermediate, 8) * 8;
   size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
   at.hidden_gathered = at.hidden + hidden_bytes;
@@ -62,13 +70,6 @@ MoeLayout lay_out(MoeProblem const& p, int slots, int tiles) {
   at.outputs = at.hidden_values + (quantizes ? quantized_bytes(slots, intermediate, p.down.stack.group_size).total() : 0);
   at.total = at.outputs + align_256(size_t(slots) * hidden * sizeof(float));
   return at;
-}
-
-// BLOCK_M: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
-int tile_height(RouteProblem const& r) {
-  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-  double const rows = touched ? double(r.positions()) / touched : 0;
-  return rows <= 24 ? 16 : rows <= 300 ? 64 : rows <= 600 ? 128 : 208;
 }
 
 Status unsupported_experts(std::string const& what) { return {Status::kUnsupported, "experts: " + what}; }
@@ -106,8 +107,8 @@ Status check_moe(MoeProblem const& p, Device const& device) {
     return unsupported_experts("kernels run on sm_90a alone; the device is sm_" + std::to_string(device.architecture));
   if (device.shared_memory < kHopperSharedBytes) return unsupported_experts("too little shared memory");
   if (p.x_type != DataType::kFloat16 && p.x_type != DataType::kBFloat16) return unsupported_experts("x is of fp16 or bf16");
-  if (p.down.stack.k % kRowsPerPanel)
-    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 64 are supported");
+  if (p.down.stack.k % 8)
+    return unsupported_experts("intermediate is " + std::to_string(p.down.stack.k) + "; multiples of 8 are supported");
   if (p.down.n % 8) return unsupported_experts("hidden is " + std::to_string(p.down.n) + "; multiples of 8 are supported");
   Status status = check_act_quant(p.act_quant);
   if (status.ok()) status = check_activation(p.activation, p.clamp_low, p.clamp_high);
@@ -115,9 +116,80 @@ Status check_moe(MoeProblem const& p, Device const& device) {
   return status.ok() ? check_memory(p) : status;
 }
 
+// The kernel for experts of many rows: wgmma_gemm_a8, of int8 codes of x; wgmma_gemm_a16, whose products are exact too; or
+// wgmma_fold16, which takes all formats.
+enum class Loop { kInt8, kExact, kRounded };
+
+// Whether both products are of int8 codes. (One alone would have other heights of tiles.)
+bool multiplies_codes(MoeProblem const& p) {
+  auto const takes = [](PackedWeight const& w) { return has_int8_products(w) && has_integer_codes(w); };
+  return p.act_quant != ActQuant::kNone && p.act_symmetric && takes(p.gate_up.stack) && takes(p.down.stack);
+}
+Loop loop_of(PackedWeight const& w, bool int8) {
+  if (int8) return Loop::kInt8;
+  return !has_short_groups(w) && !w.offsets && has_integer_codes(w) ? Loop::kExact : Loop::kRounded;
+}
+
+Tile tile_of(PackedWeight const& w, Loop loop, int height) {
+  return loop == Loop::kInt8    ? wgmma_gemm_a8_tile(w.bits, height)
+         : loop == Loop::kExact ? wgmma_gemm_a16_tile(w.bits, height)
+                                : wgmma_fold16_tile(height, w.bits);
+}
+
+// Measured times of a tile of kGroupedInt8Heights or kGroupedHeights and 256 features, in tenths of a microsecond for K = 4096
+// on an H200: those of a weight in dispatch/costs_sm90.inc, and between them what was not measured, 96 and 144 rows of
+// wgmma_fold16. By loop and bits.
+constexpr int kTileCosts[3][2][4] = {{{127, 170, 210, 243}, {118, 143, 193, 235}},
+                                     {{149, 176, 230, 329}, {160, 190, 246, 353}},
+                                     {{179, 212, 274, 348}, {180, 220, 293, 383}}};
+static_assert(std::size(kGroupedHeights) == 4 && std::size(kGroupedInt8Heights) == 4);
+
+// How many tiles are expected where every expert is as likely as any other: of an expert, the sum over i of the chance that it
+// has more than `height` * i rows. Those are binomially distributed, here as nearly normally.
+double expected_tiles(RouteProblem const& r, int height) {
+  double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
+  double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
+  double tiles = std::max(0.0, std::floor((rows - 8 * deviation) / height));
+  if (tiles == 0) tiles = 1 - std::pow(1 - chance, r.positions());
+  for (double more = std::max(1.0, std::ceil(tiles));; ++more) {
+    double const likely = 0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
+    if (likely < 1e-4) return tiles * r.experts;
+    tiles += likely;
+  }
+}
+
+// BLOCK_M of both products: smaller tiles waste fewer rows of an expert; larger ones decode its weights less often.
+int tile_height(MoeProblem const& p, Device const& device) {
+  constexpr int kMostDecodeRows = 24;  // of an expert on average, in tiles of 16
+  RouteProblem const& r = p.route;
+  int64_t const touched = std::min<int64_t>(r.experts, r.positions());
+  if (r.positions() <= kMostDecodeRows * touched) return WgmmaDecodeShape::kBlockM;
+  bool const int8 = multiplies_codes(p);
+  auto const& heights = int8 ? kGroupedInt8Heights : kGroupedHeights;
+  int best = 0;
+  double least = 0;
+  for (size_t i = 0; i < std::size(heights); ++i) {
+    double const tiles = expected_tiles(r, heights[i]);
+    double time = 0;
+    for (PackedExperts const* experts : {&p.gate_up, &p.down}) {
+      PackedWeight const& w = experts->stack;
+      Loop const loop = loop_of(w, int8);
+      Tile const tile = tile_of(w, loop, heights[i]);
+      double const waves =
+          tiles * ceil_div(padded_rows(experts->n), tile.block_n) / std::max(1, device.multiprocessors / tile.cluster_size);
+      // The last wave is half full on average.
+      time += (waves <= 1 ? 1 : waves + 0.5) * kTileCosts[int(loop)][w.bits == 8][i] * tile.block_n / 256 * k_tiles(w);
+    }
+    if (best && time >= least) continue;
+    best = heights[i], least = time;
+  }
+  return best;
+}
+
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int tiles, int expected, Plan* plan) {
+bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, int expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
+  int const height = moe.block_m, tiles = moe.tiles;
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
@@ -131,8 +203,9 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, int height, int
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
   }
-  Tile const tile = wgmma_fold16_grouped_tile(height, w.bits);
-  plan->kernel = "wgmma_fold16";
+  Loop const loop = loop_of(w, moe.int8);
+  Tile const tile = tile_of(w, loop, height);
+  plan->kernel = loop == Loop::kInt8 ? "wgmma_gemm_a8" : loop == Loop::kExact ? "wgmma_gemm_a16" : "wgmma_fold16";
   plan->block_n = tile.block_n, plan->cluster_size = tile.cluster_size, plan->stages = tile.stages;
   int64_t const pairs = ceil_div(int64_t(gemm.groups.row_panels) * kRowsPerPanel, tile.block_n);
   plan->grid_x = int(std::min<int64_t>(tiles * pairs, device.multiprocessors / tile.cluster_size)) * tile.cluster_size;
@@ -155,21 +228,22 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->slots = padded_slots(r), plan->block_m = tile_height(r);
+  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device);
   auto const fill_in = [&] {
     plan->tiles = most_tiles(r, plan->block_m);
+    plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
     // With more experts than positions nearly every position has a different expert.
     int64_t const touched = std::min<int64_t>(r.experts, r.positions());
     int const expected = int(std::min<int64_t>(plan->tiles, touched));
-    return plan_product(product_of(problem.gate_up, true), device, plan->block_m, plan->tiles, expected, &plan->gate_up) &&
-           plan_product(product_of(problem.down, false), device, plan->block_m, plan->tiles, expected, &plan->down);
+    return plan_product(product_of(problem.gate_up, true), device, *plan, expected, &plan->gate_up) &&
+           plan_product(product_of(problem.down, false), device, *plan, expected, &plan->down);
   };
   if (!fill_in()) {
-    plan->block_m = 64;  // groups whose vectors leave too little room
+    plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room
     fill_in();
   }
   plan->kernel = plan->gate_up.kernel;
-  plan->workspace = lay_out(problem, plan->slots, plan->tiles).total;
+  plan->workspace = lay_out(problem, *plan).total;
   return {};
 }
 
@@ -178,8 +252,16 @@ namespace {
 
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
-  bool const decodes = plan.wgmma_decode.cluster > 0;
-  return (decodes ? OF_FORMAT(w, launch_grouped_decode) : OF_FORMAT(w, launch_grouped_fold16))(gemm, plan, stream);
+  if (plan.wgmma_decode.cluster > 0) return OF_FORMAT(w, launch_grouped_decode)(gemm, plan, stream);
+  switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
+    case Loop::kInt8:
+      return launch_grouped_gemm_a8(gemm, plan, stream);
+    case Loop::kExact:
+      return launch_grouped_gemm_a16(gemm, plan, stream);
+    case Loop::kRounded:
+      break;
+  }
+  return OF_FORMAT(w, launch_grouped_fold16)(gemm, plan, stream);
 }
 
 // Experts' outputs are fp32 where they are few. Otherwise they are most of what a layer moves, and are rounded to x's type.
@@ -187,13 +269,15 @@ DataType outputs_type(MoeProblem const& p, MoePlan const& plan) {
   return plan.block_m == WgmmaDecodeShape::kBlockM ? DataType::kFloat32 : p.x_type;
 }
 
-// Rows of 16-bit floats to the values of their int8 codes, in 16 bits; a scale a row, where it has one, is left to the product.
+// Rows of 16-bit floats to int8 codes, or to the values of these, in 16 bits; all scales of codes, and a scale a row of values,
+// are left to the product.
 struct Quantized {
   void* values = nullptr;
-  float* scales = nullptr;  // [rows], or null
+  float* scales = nullptr;  // or null
+  int stride = 0;           // from those of a block to those of the next
 };
-Status quantize_rows(MoeProblem const& p, void const* x, int64_t stride, int rows, int k, int group_size, uint8_t* memory,
-                     Stream stream, Quantized* out) {
+Status quantize_rows(MoeProblem const& p, MoePlan const& plan, void const* x, int64_t stride, int rows, int k, int group_size,
+                     uint8_t* memory, Stream stream, Quantized* out) {
   int const room = rounded_rows(rows);
   QuantizedBytes const bytes = quantized_bytes(room, k, group_size);
   QuantizeProblem problem{x, p.x_type, stride, rows, k, nullptr, {}};
@@ -201,8 +285,9 @@ Status quantize_rows(MoeProblem const& p, void const* x, int64_t stride, int row
   q.codes = reinterpret_cast<int8_t*>(memory), q.scales = reinterpret_cast<float*>(memory + bytes.values);
   q.zeros = p.act_symmetric ? nullptr : reinterpret_cast<int8_t*>(memory + bytes.values + bytes.scales);
   q.block = p.act_quant == ActQuant::kToken ? -1 : activation_block(group_size);
-  q.stride = room, q.rows = rows, q.upcast = memory, q.upcast_type = p.x_type;
-  out->values = memory, out->scales = q.block == -1 ? q.scales : nullptr;
+  q.stride = room, q.rows = rows;
+  if (!plan.int8) q.upcast = memory, q.upcast_type = p.x_type;
+  out->values = memory, out->scales = q.block == -1 || plan.int8 ? q.scales : nullptr, out->stride = room;
   return launch_quantize_activations(problem, stream);
 }
 
@@ -227,7 +312,7 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   }
   Status status = check_addresses({{"the workspace", workspace.data, kWorkspaceBytes, plan.workspace > 0}, {"out", p.out, 2}});
   if (!status.ok()) return status;
-  MoeLayout const at = lay_out(p, plan.slots, plan.tiles);
+  MoeLayout const at = lay_out(p, plan);
   auto* const base = static_cast<uint8_t*>(workspace.data);
   RouteProblem const& r = p.route;
   int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
@@ -248,22 +333,28 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   Quantized quantized;
   if (quantizes && !p.gate_up.perm) {
     if (status.ok())
-      status = quantize_rows(p, p.x, p.x_stride, r.tokens, hidden, p.gate_up.stack.group_size, base + at.x_values, stream,
+      status = quantize_rows(p, plan, p.x, p.x_stride, r.tokens, hidden, p.gate_up.stack.group_size, base + at.x_values, stream,
                              &quantized);
     gather.x = quantized.values, gather.x_stride = padded_k(hidden);
-    if (quantized.scales) gather.scales = quantized.scales, gather.out_scales = reinterpret_cast<float*>(base + at.x_scales);
+    if (plan.int8) gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);  // pairs of codes
+    if (quantized.scales) {
+      gather.scales = quantized.scales, gather.scale_stride = quantized.stride;
+      gather.blocks = scale_blocks(p, plan, hidden);
+      gather.out_scales = reinterpret_cast<float*>(base + at.x_scales), gather.out_scale_stride = slots;
+    }
   }
   if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
-  gate_up.x = gather.out, gate_up.x_stride = gather.out_stride, gate_up.row_scales = gather.out_scales;
+  gate_up.x = gather.out, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = gather.out_scales;
   if (quantizes && p.gate_up.perm) {
     if (status.ok())
-      status = quantize_rows(p, gather.out, gather.out_stride, slots, hidden, p.gate_up.stack.group_size, base + at.x_values,
-                             stream, &quantized);
-    gate_up.x = quantized.values, gate_up.row_scales = quantized.scales;
+      status = quantize_rows(p, plan, gather.out, gather.out_stride, slots, hidden, p.gate_up.stack.group_size,
+                             base + at.x_values, stream, &quantized);
+    gate_up.x = quantized.values, gate_up.x_scales = quantized.scales;
   }
 
   gate_up.x_type = gate_up.out_type = down.x_type = p.x_type;
   gate_up.rows = down.rows = slots;
+  if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
   for (GroupedGemm* gemm : {&gate_up, &down}) gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count;
   gate_up.groups.activation = p.activation;
@@ -284,9 +375,9 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   }
   if (quantizes) {
     if (status.ok())
-      status = quantize_rows(p, down.x, down.x_stride, slots, intermediate, p.down.stack.group_size, base + at.hidden_values,
-                             stream, &quantized);
-    down.x = quantized.values, down.x_stride = padded_k(intermediate), down.row_scales = quantized.scales;
+      status = quantize_rows(p, plan, down.x, down.x_stride, slots, intermediate, p.down.stack.group_size,
+                             base + at.hidden_values, stream, &quantized);
+    down.x = quantized.values, down.x_stride = padded_k(intermediate), down.x_scales = quantized.scales;
   }
   down.out = base + at.outputs, down.out_type = outputs_type(p, plan);
   if (status.ok()) status = launch_product(down, plan.down, stream);

@@ -19,10 +19,10 @@ from . import reference
 from .architecture import Architecture, ExpertTensor
 from .checkpoints import Entry, Quantized
 from .experts import PackedExperts, WeightsOnDemand, reorder_experts
-from .model_experts import PRODUCTS, ExpertsForm
+from .model_experts import GATE_UP, PRODUCTS, ExpertsForm
 from .reorder import one_weight
-from .tensor_parallel import row_slice, slice_weight
-from .weight import FLOAT_TYPES, CheckpointError, QuantizedWeight
+from .tensor_parallel import slice_weight
+from .weight import FLOAT_TYPES, CheckpointError, QuantizedWeight, rows_of
 
 _Made = TypeVar("_Made")
 #: A matrix ``[N, K]`` and its bias ``[N]``, if it has one.
@@ -83,6 +83,11 @@ class StackedWeight:
         return self.matrices[0][0].group_size
 
     @property
+    def gated(self) -> bool:
+        """Whether the rows are those of gate and up."""
+        return self.name.rpartition(".")[2] == GATE_UP
+
+    @property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """As in :class:`Quantized`."""
         return self.matrices[0][0].dtypes
@@ -106,7 +111,7 @@ class StackedWeight:
         Raises:
             CheckpointError: as in :meth:`read`, or experts that differ in what they must share.
         """
-        return self._checked(lambda: reorder_experts(self.read(style, rank, size)))
+        return self._checked(lambda: reorder_experts(self.read(style, rank, size), self.gated))
 
     def _checked(self, make: Callable[[], _Made], where: str = "") -> _Made:
         try:
@@ -212,5 +217,5 @@ def _values(weight: Quantized) -> Tensor:
 def _rows_of(entry: Entry, rows: slice) -> Entry:
     """Some rows of a matrix."""
     weight = entry.quantized
-    part = None if weight is None else replace(weight, read=lambda: row_slice(weight.read(), rows))
+    part = None if weight is None else replace(weight, read=lambda: rows_of(weight.read(), rows))
     return replace(entry, values=lambda: entry.values()[rows], quantized=part)

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from . import _C, arguments, formats, library, native, ops, reference
-from .packed_experts import PackedExperts
+from .packed_experts import PackedExperts, gated_order
 from .packed_file import empty_packed
 from .packed_weight import PackedWeight, stream_of
 from .reference import experts as reference_experts
 from .reorder import common_form, reorder
-from .weight import PARTS, QuantizedWeight
+from .weight import PARTS, QuantizedWeight, rows_of
 
 __all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
 
@@ -42,7 +42,7 @@ class WeightsOnDemand(Sequence[QuantizedWeight]):
         return self.read(e)
 
 
-def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
+def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:
     """Pack the weights of a layer's experts as one.
 
     ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
@@ -52,11 +52,13 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
     Args:
         weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
             may have a separate act order.
+        gated: the first half of the rows is gate's and the second up's, of a layer that :func:`mixed_moe` multiplies; they are
+            packed in eights (:attr:`PackedExperts.gated`).
 
     Raises:
         TypeError: an element that is no QuantizedWeight.
-        ValueError: none, or weights that differ in what they must share, with the name of that; scales, offsets or a code book
-            that are not finite.
+        ValueError: none, or weights that differ in what they must share, with the name of that; an odd number of rows of gate
+            and up; scales, offsets or a code book that are not finite.
     """
     if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
         raise TypeError(f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected")
@@ -78,7 +80,9 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
         for name, value in found.items():
             if value != form[name]:
                 raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: {name} is {value} and {form[name]}")
-        packed = reorder(weight)
+        if gated and weight.n % 2:
+            raise ValueError(f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected")
+        packed = reorder(rows_of(weight, gated_order(weight.n, weight.device)) if gated else weight)
         if first is None:
             first = packed
             n_pad = formats.padded_rows(first.n)
@@ -100,7 +104,7 @@ def reorder_experts(weights: Sequence[QuantizedWeight]) -> PackedExperts:
         if perm is not None and packed.perm is not None:
             perm[e] = packed.perm
     assert first is not None
-    return PackedExperts(stack, experts, first.n, perm)
+    return PackedExperts(stack, experts, first.n, perm, gated)
 
 
 # ---- routing
@@ -210,6 +214,17 @@ def _check_experts(name: str, experts: Any) -> None:
         arguments.check_frozen(experts.weight)
 
 
+def check_gated(gate_up: PackedExperts, down: PackedExperts) -> None:
+    """Raise ``ValueError`` for products of a layer whose rows are not packed as it takes them."""
+    if not gate_up.gated:
+        raise ValueError(
+            "gate_up was packed without gated=True, in another order of rows; "
+            "reorder_experts(gate_up.unpack(), gated=True) packs its weights again"
+        )
+    if down.gated:
+        raise ValueError("down was packed with gated=True, which is for weights of gate and up")
+
+
 def _check_options(weights: Sequence[PackedExperts], act_quant: str) -> None:
     """What products and their activations have in common, checked."""
     if act_quant not in native.ACT_QUANT:
@@ -254,10 +269,12 @@ def _product(
     out_dtype: torch.dtype = torch.float32,
 ) -> reference_experts.Product:
     """The product of rows with one of the experts."""
+    order = gated_order(experts.n, experts.device) if experts.gated and bias is not None else slice(None)
 
     def product(e: int, rows: Tensor) -> Tensor:
-        own = None if bias is None else bias[e]
-        return ops.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
+        own = None if bias is None else bias[e][order]
+        y = ops.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
+        return experts.in_order(y, 1)
 
     return product
 
@@ -367,17 +384,19 @@ def mixed_moe(
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
     weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time. On Hopper
     with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
-    routings; weights, and values of quantised activations, are rounded to x's dtype, as :func:`cutlass_ops.mixed_gemm` rounds
-    them, and so are outputs of experts that have more than some 24 rows on average. Elsewhere, for an fp32 x, for I that is no
-    multiple of 64, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert has, two
-    products are launched for each expert that has any, and a capture is refused.
+    routings; weights are rounded to x's dtype, of integers in groups of 128 or more only where experts have at most some 24
+    rows on average, and outputs of experts that have more are. Values of quantised activations are rounded as those of
+    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and both weights can be
+    multiplied with int8: integers in groups of 128 or more, of 8 bits without zero points. Elsewhere, for an fp32 x, for I
+    that is no multiple of 8, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert
+    has, two products are launched for each expert that has any, and a capture is refused.
 
     Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
     the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
 
     Args:
         x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
-        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up. Biases are added to the products.
+        gate_up: ``[E, 2 * I, H]``, packed with ``gated=True``. Biases are added to the products.
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
         topk_weights: floating ``[M, top]``.
@@ -405,6 +424,7 @@ def mixed_moe(
             f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
             "[E, 2 * I, H] and [E, H, I] on one device are expected"
         )
+    check_gated(gate_up, down)
     _check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
     if not isinstance(topk_weights, Tensor):
         raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
@@ -433,7 +453,7 @@ def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_id
         and x.dtype is not torch.float32
         and 0 < topk_ids.numel() <= _C.most_positions
         and gate_up.experts <= _C.most_experts
-        and down.k % formats.ROWS_PER_SLAB == 0
+        and down.k % 8 == 0
         and down.n % 8 == 0
         and torch.cuda.get_device_capability(x.device) == (9, 0)
         and not (is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
@@ -523,18 +543,19 @@ def _mixed_moe(
 def _schema(name: str) -> str:
     """The arguments of one PackedExperts, as :func:`_fields` lists them."""
     tensors = ", ".join(f"Tensor{'' if part in ('codes', 'scales') else '?'} {name}_{part}" for part in PARTS)
-    return f"{tensors}, int {name}_experts, int {name}_n, int {name}_k, int {name}_bits, int {name}_group_size"
+    sizes = ", ".join(f"int {name}_{size}" for size in ("experts", "n", "k", "bits", "group_size"))
+    return f"{tensors}, {sizes}, bool {name}_gated"
 
 
 #: How many arguments they are, and which of them is N.
-_FIELDS = len(PARTS) + 5
+_FIELDS = len(PARTS) + 6
 _N = len(PARTS) + 1
 
 
 def _fields(experts: PackedExperts) -> tuple[Any, ...]:
     weight = experts.weight
     tensors = (weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bias, experts.perm, weight.book)
-    return (*tensors, experts.experts, experts.n, weight.k, weight.bits, weight.group_size)
+    return (*tensors, experts.experts, experts.n, weight.k, weight.bits, weight.group_size, experts.gated)
 
 
 def _experts(fields: Sequence[Any]) -> PackedExperts:

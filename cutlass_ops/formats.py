@@ -17,10 +17,11 @@ BITS = (4, 8)
 #: What ``config.json`` calls a packed model's quantisation.
 QUANT_METHOD = "cutlass_ops"
 
-#: Name of the packed order, and version of the files that hold it: version 2 has checksums, version 1 has none.
+#: Name of the packed order, and version of the files that hold it: version 1 has no checksums; version 3 is 2 with experts
+#: whose rows of gate and up are in eights, and is written where there are any.
 LAYOUT_NAME = "cutlass_ops.slab64"
-LAYOUT_VERSION = 2
-LAYOUT_VERSIONS = (1, 2)
+LAYOUT_VERSION, GATED_VERSION = 2, 3
+LAYOUT_VERSIONS = (1, LAYOUT_VERSION, GATED_VERSION)
 
 #: NormalFloat4: 16 quantiles of the normal distribution (QLoRA, arXiv 2305.14314), the values of bitsandbytes.
 NF4 = (
@@ -93,8 +94,8 @@ def check_layout(name: object, version: object) -> None:
     """
     known = (*LAYOUT_VERSIONS, *map(str, LAYOUT_VERSIONS))
     if name != LAYOUT_NAME or isinstance(version, (bool, float)) or version not in known:
-        versions = " and ".join(map(str, LAYOUT_VERSIONS))
-        raise ValueError(f"layout {name!r:.100}, version {version!r:.100}; known is {LAYOUT_NAME!r}, versions {versions}")
+        versions = f"versions 1 to {LAYOUT_VERSIONS[-1]}"
+        raise ValueError(f"layout {name!r:.100}, version {version!r:.100}; known is {LAYOUT_NAME!r}, {versions}")
 
 
 def check_bits(bits: int) -> int:

@@ -33,7 +33,7 @@ from .checkpoint_experts import StackedWeight
 from .checkpoints import load_checkpoint
 from .checkpoints.gguf_models import exceeds_fp16
 from .hub import local_path
-from .model_experts import PRODUCTS
+from .model_experts import GATE_UP, PRODUCTS
 from .nn import MixedExperts, MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
 from .packed_experts import PackedExperts
@@ -372,4 +372,6 @@ def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Ar
         raise ValueError(f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has none of that name")
     if value.shape != (expected := architecture.experts[place[0]].shape(place[1])):
         raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}")
+    if value.gated != (place[1] == GATE_UP):
+        raise ValueError(f"{path}: {name!r} was packed in another order of rows; reorder the checkpoint again")
     return ".".join(place)

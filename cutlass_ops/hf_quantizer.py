@@ -426,7 +426,7 @@ class CutlassOpsQuantizer(HfQuantizer):
         metadata = {"weights": weights_metadata({name: (w.n, w.k, w.bits, w.group_size) for name, w in sorted(layers.items())})}
         metadata |= kernels_metadata({name: w.kernel_size for name, w in sorted(layers.items())})
         if experts:
-            metadata["experts"] = experts_metadata({name: (packed.experts, packed.n) for name, packed in experts.items()})
+            metadata["experts"] = experts_metadata({name: (p.experts, p.n, p.gated) for name, p in experts.items()})
         prefixes = tuple(f"{name}." for name in fused)
         state = {name: tensor for name, tensor in model.state_dict().items() if not name.startswith(prefixes)}
         for name in marked(state):

@@ -15,7 +15,7 @@ from .reference.experts import CLAMPED_SWIGLU
 from .weight import FLOAT_TYPES
 
 #: The products of a layer of experts, by the names that transformers has for their parameters.
-PRODUCTS = ("gate_up_proj", "down_proj")
+PRODUCTS = (GATE_UP, DOWN) = ("gate_up_proj", "down_proj")
 
 #: Activations of gate that experts of transformers have, by their classes, as :func:`cutlass_ops.mixed_moe` names them.
 _GATES = {
@@ -60,11 +60,11 @@ class ExpertsForm:
     def shape(self, product: str) -> tuple[int, int, int]:
         """``[E, N, K]`` of a product's weights, gate's rows before up's."""
         experts, hidden, intermediate = self.sizes
-        return (experts, 2 * intermediate, hidden) if product == "gate_up_proj" else (experts, hidden, intermediate)
+        return (experts, 2 * intermediate, hidden) if product == GATE_UP else (experts, hidden, intermediate)
 
     def rows(self, product: str) -> tuple[slice, ...]:
         """Which features of a product's parameters are gate's and which up's; or down's."""
-        if product == "down_proj":
+        if product == DOWN:
             return (slice(None),)
         if self.interleaved:
             return slice(0, None, 2), slice(1, None, 2)
@@ -86,7 +86,7 @@ class ExpertsForm:
 
     def to_parameter(self, product: str, values: Tensor) -> Tensor:
         """The inverse."""
-        if product == "gate_up_proj" and self.interleaved:
+        if product == GATE_UP and self.interleaved:
             values = torch.stack(values.chunk(2), 1).flatten(0, 1)
         return self.matrix(values) if values.dim() == 2 else values
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from . import native, reference
-from .experts import mixed_moe
+from .experts import check_gated, mixed_moe
 from .packed_buffers import PackedBuffers, PackedState
 from .packed_experts import PackedExperts
 from .reference.experts import check_gate
@@ -55,7 +55,12 @@ class ExpertWeights(PackedBuffers):
 
     def _from_buffers(self) -> PackedExperts:
         e, n, k = self._packed.shape
-        return PackedExperts.of_parts(dict(self._buffers), e, n, k, self._packed.bits, self._packed.group_size)
+        packed = self._packed
+        return PackedExperts.of_parts(dict(self._buffers), e, n, k, packed.bits, packed.group_size, packed.gated)
+
+    def state_format(self) -> dict[str, Any]:
+        """As of other weights, and whether rows are of gate and up in eights."""
+        return {**super().state_format(), "gated": self._packed.gated}
 
     def forward(self) -> PackedExperts:
         """:attr:`packed`; called as a module, so that hooks that bring offloaded tensors run."""
@@ -85,12 +90,13 @@ class MixedExperts(PackedState):
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
 
     Args:
-        gate_up: ``[E, 2 * I, H]``, each expert's rows of gate before those of up.
+        gate_up: ``[E, 2 * I, H]``, packed with ``gated=True``.
         down: ``[E, H, I]``.
 
     Raises:
         TypeError: weights that are not packed.
-        ValueError: weights whose shapes do not fit each other, or an option that does not exist.
+        ValueError: weights whose shapes do not fit each other, gate and up that were packed otherwise, or an option that does
+            not exist.
     """
 
     gate_up_proj: ExpertWeights
@@ -114,6 +120,7 @@ class MixedExperts(PackedState):
             raise ValueError(
                 f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; [E, 2 * I, H] and [E, H, I] are expected"
             )
+        check_gated(gate_up, down)
         self.activation = activation
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric

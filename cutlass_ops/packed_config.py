@@ -5,7 +5,8 @@
 ========================  ==========================================================================
 ``quant_method``          "cutlass_ops"
 ``layout``                "cutlass_ops.slab64"
-``layout_version``        2, or 1 in directories that older versions wrote
+``layout_version``        2, 3 if there are packed experts, or 1 in directories that older versions
+                          wrote
 ``bits``, ``group_size``  of most weights
 ``tensors``               dtypes of most weights' tensors beside the codes:
                           ``{"scales": "float16", ...}``
@@ -112,7 +113,7 @@ def quantization_config(
     return {
         "quant_method": QUANT_METHOD,
         "layout": formats.LAYOUT_NAME,
-        "layout_version": formats.LAYOUT_VERSION,
+        "layout_version": formats.GATED_VERSION if experts else formats.LAYOUT_VERSION,
         **common.to_json(),
         "modules": {name: weight.to_json() for name, weight in weights.items() if weight != common or name in experts},
         "modules_to_not_convert": sorted(not_converted),
@@ -139,9 +140,17 @@ def experts_format(config: Mapping[str, Any], product: str) -> WeightFormat | No
     """The format of a product of experts ("model.layers.0.mlp.experts.down_proj"); None if it is not packed.
 
     Raises:
-        ValueError: as in :func:`weight_format`.
+        ValueError: as in :func:`weight_format`, or experts of a version whose rows of gate came before those of up.
     """
-    return weight_format(config, product) if product in config.get("modules", {}) else None
+    if product not in config.get("modules", {}):
+        return None
+    form = weight_format(config, product)
+    if int(config["layout_version"]) < formats.GATED_VERSION:
+        raise ValueError(
+            f"{product!r} was packed by an earlier version of cutlass_ops, in another order of rows; "
+            "reorder the checkpoint again"
+        )
+    return form
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:

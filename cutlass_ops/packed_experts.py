@@ -11,7 +11,7 @@ from torch import Tensor
 
 from . import formats
 from .packed_weight import PackedWeight
-from .weight import PARTS, QuantizedWeight, check_part
+from .weight import PARTS, QuantizedWeight, check_part, rows_of
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,6 +26,8 @@ class PackedExperts:
         experts: E.
         n: N, the output features of one expert.
         perm: int32 ``[E, K]``, the act order of each expert (as in :class:`cutlass_ops.QuantizedWeight`), or None.
+        gated: whether the first half of an expert's features is gate's and the second up's, and the packed rows are eight of
+            gate's, then the eight of up's for the same features, and so on: both are then in the same thread of a kernel.
 
     Raises:
         TypeError, ValueError: parts that do not fit each other.
@@ -35,6 +37,7 @@ class PackedExperts:
     experts: int
     n: int
     perm: Tensor | None = None
+    gated: bool = False
     n_pad: int = field(init=False)
 
     def __post_init__(self) -> None:
@@ -43,6 +46,8 @@ class PackedExperts:
         for name, number in (("experts", self.experts), ("n", self.n)):
             if type(number) is not int or number < 1:
                 raise ValueError(f"{name} is {number!r}; an integer of at least 1 is expected")
+        if self.gated and self.n % 2:
+            raise ValueError(f"n is {self.n}; an even number is expected, as many features of gate as of up")
         object.__setattr__(self, "n_pad", formats.padded_rows(self.n))
         if self.weight.n != self.experts * self.n_pad:
             raise ValueError(
@@ -55,12 +60,14 @@ class PackedExperts:
             check_part("perm", self.perm, (self.experts, self.weight.k), (torch.int32,), self.weight.device)
 
     @classmethod
-    def of_parts(cls, parts: Mapping[str, Any], experts: int, n: int, k: int, bits: int, group_size: int) -> PackedExperts:
+    def of_parts(
+        cls, parts: Mapping[str, Any], experts: int, n: int, k: int, bits: int, group_size: int, gated: bool = False
+    ) -> PackedExperts:
         """The inverse of :meth:`tensors`; parts that are None or missing are not there."""
         tensors = {part: parts.get(part) for part in PARTS if part != "perm"}
         rows = experts * formats.padded_rows(n)
         weight = PackedWeight(**tensors, perm=None, n=rows, k=k, bits=bits, group_size=group_size)  # type: ignore[arg-type]
-        return cls(weight, experts, n, parts.get("perm"))
+        return cls(weight, experts, n, parts.get("perm"), gated)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors that are there, by the names that a packed weight's have; ``perm`` is ``[E, K]``."""
@@ -102,10 +109,12 @@ class PackedExperts:
         if self.device == torch.device(device):
             return self
         perm = None if self.perm is None else self.perm.to(device)
-        return PackedExperts(self.weight.to(device), self.experts, self.n, perm)
+        return PackedExperts(self.weight.to(device), self.experts, self.n, perm, self.gated)
 
     def expert(self, e: int) -> PackedWeight:
         """Expert e, ``[N, K]``: a view of the codes, bias and act order; its scales, zeros and offsets are copied.
+
+        With :attr:`gated` its rows are in eights; :meth:`in_order` brings the features of products into their order.
 
         Raises:
             IndexError: no such expert.
@@ -115,6 +124,26 @@ class PackedExperts:
         weight = self.weight.row_panels(e * self.n_pad, e * self.n_pad + self.n)
         return weight if self.perm is None else replace(weight, perm=self.perm[e])
 
+    def in_order(self, features: Tensor, dim: int = 0) -> Tensor:
+        """What belongs to an expert's features along ``dim``, in the order of packed rows, with gate's before up's."""
+        return features.index_select(dim, gated_order(self.n, features.device).argsort()) if self.gated else features
+
+    def unpack_expert(self, e: int) -> QuantizedWeight:
+        """The canonical weight that expert e was packed from, on the same device; exact.
+
+        Raises:
+            IndexError: no such expert.
+        """
+        weight = self.expert(e).unpack()
+        return rows_of(weight, gated_order(self.n, self.device).argsort()) if self.gated else weight
+
     def unpack(self) -> list[QuantizedWeight]:
-        """The canonical weights that these were packed from, on the same device; exact."""
-        return [self.expert(e).unpack() for e in range(self.experts)]
+        """:meth:`unpack_expert` of all."""
+        return [self.unpack_expert(e) for e in range(self.experts)]
+
+
+def gated_order(n: int, device: torch.device) -> Tensor:
+    """The rows, gate's before up's, in the order in which they are packed: int64 ``[n]``; fewer than eight come last."""
+    rows = torch.arange(n, device=device)
+    features = rows % (n // 2)
+    return (features // 8 * 16 + rows // (n // 2) * 8 + features % 8).argsort()

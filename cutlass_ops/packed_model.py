@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from . import formats, ops
 from .architecture import features
 from .model_embeddings import packed_embedding, restore_scale
-from .model_experts import PRODUCTS, experts_form
+from .model_experts import GATE_UP, PRODUCTS, experts_form
 from .nn import FusedPart, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv
 from .nn_embedding import MixedEmbedding, TiedEmbedding
@@ -130,7 +130,7 @@ def experts_without_values(
             raise ValueError(f"{product} is said to have {stated}; the model's experts have {has}")
         specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
         parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
-        return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size)
+        return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size, gated=product == GATE_UP)
 
     gate_up, down = map(weight, PRODUCTS)
     return MixedExperts(gate_up, down, own.activation, act_quant, act_symmetric)
@@ -191,9 +191,13 @@ def _float_experts(module: MixedExperts, layer: nn.Module, dtype: torch.dtype) -
     for product in PRODUCTS:
         packed = getattr(module, product).packed
         experts = [packed.expert(e) for e in range(packed.experts)]
-        values[product] = torch.stack([form.to_parameter(product, ops.dequantize(expert, dtype)) for expert in experts])
+
+        def parameter(of_experts: Iterable[Tensor], product: str = product, packed: PackedExperts = packed) -> Tensor:
+            return torch.stack([form.to_parameter(product, packed.in_order(values)) for values in of_experts])
+
+        values[product] = parameter(ops.dequantize(expert, dtype) for expert in experts)
         if form.biased:
-            values[f"{product}_bias"] = torch.stack([form.to_parameter(product, expert.bias) for expert in experts])
+            values[f"{product}_bias"] = parameter(expert.bias for expert in experts)
     return values
 
 

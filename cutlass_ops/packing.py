@@ -38,7 +38,7 @@ class Item:
         ranks: over how many.
         weight: N, K, bits and group size of a rank's weight, or None for a plain tensor.
         kernel_size: of a convolution's weight.
-        experts: E and N of a rank's experts.
+        experts: E and N of a rank's experts, and whether they are gated.
         specs: dtype and shape of a rank's tensors, by their names.
     """
 
@@ -48,7 +48,7 @@ class Item:
     weight: tuple[int, int, int, int] | None
     specs: Mapping[str, Spec]
     kernel_size: tuple[int, ...] = ()
-    experts: tuple[int, int] | None = None
+    experts: tuple[int, int, bool] | None = None
 
     @property
     def nbytes(self) -> int:
@@ -111,7 +111,7 @@ def _weight_item(step: Step, weight: Quantized | StackedWeight, style: str, rank
         rows = e * formats.padded_rows(n)
         parts = packed_specs(rows, k, weight.bits, group_size, dtypes, e)
         specs = {f"{step.name}.{part}": spec for part, spec in parts.items()}
-        return Item(step, style, ranks, (rows, k, weight.bits, group_size), specs, experts=(e, n))
+        return Item(step, style, ranks, (rows, k, weight.bits, group_size), specs, experts=(e, n, weight.gated))
     # Only a file of weights has convolutions, and that is not split over ranks.
     n, channels, *kernel_size = step.entry.shape
     n, k, group_size = sliced_format(n, channels * math.prod(kernel_size), weight.group_size, style, ranks)

@@ -13,7 +13,7 @@ from . import arguments, formats, native
 from .architecture import output_heads
 from .experts import PackedExperts, WeightsOnDemand, reorder_experts
 from .model_embeddings import packed_embedding, reason_against_embedding
-from .model_experts import PRODUCTS, experts_form
+from .model_experts import GATE_UP, PRODUCTS, experts_form
 from .nn import MixedEmbedding, MixedLinear
 from .nn_conv import CONVOLUTIONS, MixedConv, mixed_conv, padding_of
 from .nn_experts import MixedExperts
@@ -447,7 +447,7 @@ def packed_layer(
                 weight = quantized(form.from_parameter(product, stack[e].detach()))
                 return weight if biases is None else replace(weight, bias=form.from_parameter(product, biases[e].detach()))
 
-            return reorder_experts(WeightsOnDemand(len(stack), expert))
+            return reorder_experts(WeightsOnDemand(len(stack), expert), gated=product == GATE_UP)
 
         gate_up, down = map(experts, PRODUCTS)
         layer = MixedExperts(gate_up, down, form.activation, act_quant)

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .weight import QuantizedWeight
+from .weight import QuantizedWeight, rows_of
 
 STYLES = ("colwise", "rowwise", "replicate")
 
@@ -140,7 +140,7 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
     if size == 1 or style == "replicate":
         return weight
     if style == "colwise":
-        return row_slice(weight, slice(rank * n, (rank + 1) * n))
+        return rows_of(weight, slice(rank * n, (rank + 1) * n))
     if weight.perm is not None:
         raise ValueError(ACT_ORDER)
     first = rank * k
@@ -152,12 +152,6 @@ def slice_weight(weight: QuantizedWeight, style: str, rank: int, size: int) -> Q
     if weight.bias is not None:
         changed["bias"] = _rowwise_bias(weight.bias, rank)
     return replace(weight, codes=weight.codes[:, first : first + k], group_size=group_size, **changed)
-
-
-def row_slice(weight: QuantizedWeight, rows: slice) -> QuantizedWeight:
-    """Some rows of a weight; views."""
-    parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
-    return replace(weight, **{name: part[rows] for name, part in parts.items() if part is not None})
 
 
 #: Why a weight with act order is not split along K.

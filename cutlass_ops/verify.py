@@ -171,12 +171,21 @@ def _verify_one(found: Verified, path: Path, against: Checkpoint | None, progres
 
 
 def _matrices(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, PackedWeight]]:
-    """A weight, or each of several experts, with a name."""
+    """A weight, or each of several experts as it is packed, with a name."""
     if isinstance(weight, PackedWeight):
         yield name, weight
     else:
         for e in range(weight.experts):
             yield f"{name}[{e}]", weight.expert(e)
+
+
+def _unpacked(name: str, weight: PackedWeight | PackedExperts) -> Iterator[tuple[str, QuantizedWeight]]:
+    """The same, unpacked."""
+    if isinstance(weight, PackedWeight):
+        yield name, weight.unpack()
+    else:
+        for e in range(weight.experts):
+            yield f"{name}[{e}]", weight.unpack_expert(e)
 
 
 def _weight(info: PackedInfo, name: str) -> PackedWeight | PackedExperts:
@@ -298,12 +307,13 @@ def _verify_experts(found: Verified, info: PackedInfo, checkpoint: Checkpoint, l
         weight = stacked_weight(checkpoint.path, layer, product, bits, group_size, symmetric, clip)
         rank, size = (0, 1) if info.slices is None else (info.slices.rank, info.slices.size)
         style = "replicate" if info.slices is None else info.slices.styles.get(name, "replicate")
-        expected, matrices = weight.read(style, rank, size), list(_matrices(name, stored))
-        if len(matrices) != len(expected):
-            found.problems.append(f"{name}: holds {len(matrices)} experts; the checkpoint has {len(expected)}")
+        expected = weight.read(style, rank, size)
+        count = stored.experts if isinstance(stored, PackedExperts) else 1
+        if count != len(expected):
+            found.problems.append(f"{name}: holds {count} experts; the checkpoint has {len(expected)}")
             continue
-        for e, (title, matrix) in enumerate(matrices):
-            unpacked, exact = matrix.unpack(), expected[e]
+        for e, (title, unpacked) in enumerate(_unpacked(name, stored)):
+            exact = expected[e]
             _compare(found, title, _tensors(exact), _tensors(unpacked), "differs from the checkpoint's")
             if unpacked.shape == exact.shape:
                 parts = [slice_tensor(entry.values().float(), style, rank, size) for entry, _ in layer.matrices[product][e]]
@@ -409,15 +419,15 @@ def _changes(a: PackedInfo, b: PackedInfo, name: str) -> list[str]:
     if changes := [f"{key} is {x} and {y}" for key, x, y in fields if x != y]:
         return changes
     if (first := a.experts.get(name)) != (second := b.experts.get(name)):
-        return [f"experts and their rows are {first} and {second}"]
+        return [f"experts, their rows and whether they are gated are {first} and {second}"]
     if a.kernels.get(name, ()) != b.kernels.get(name, ()):
         return [f"kernel_size is {a.kernels.get(name, ())} and {b.kernels.get(name, ())}"]
     x, y = _weight(a, name), _weight(b, name)
     # Codes where they stand in the matrix; the padding is compared as it is stored.
     changes = []
-    for (title, one), (_, other) in zip(_matrices("", x), _matrices("", y), strict=True):
+    for (title, one), (_, other) in zip(_unpacked("", x), _unpacked("", y), strict=True):
         prefix = f"{title} " if title else ""
-        parts, others = _tensors(one.unpack()), _tensors(other.unpack())
+        parts, others = _tensors(one), _tensors(other)
         for part in PARTS:
             if (part in parts) != (part in others):
                 changes.append(f"{prefix}{part} {'only in the first' if part in parts else 'only in the second'}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -72,6 +72,12 @@ def check_order(perm: Tensor | None, kernel_size: tuple[int, ...]) -> None:
 def is_known_book(book: Tensor) -> bool:
     """Whether kernels have the values of a code book: any 16, and of 256 ``formats.E4M3`` alone."""
     return len(book) == 16 or torch.equal(book, torch.tensor(formats.E4M3, dtype=torch.float32, device=book.device))
+
+
+def rows_of(weight: QuantizedWeight, rows: slice | Tensor) -> QuantizedWeight:
+    """Some rows of a weight; views, if they are a slice."""
+    parts = {name: getattr(weight, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
+    return replace(weight, **{name: part[rows] for name, part in parts.items() if part is not None})
 
 
 def not_finite(weight: QuantizedWeight) -> str | None:

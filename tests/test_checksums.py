@@ -157,10 +157,10 @@ def test_both_versions_in_a_config() -> None:
     packed = reorder(quantize(torch.randn(64, 128)))
     config = quantization_config({"a": weight_format_of(packed)})
     assert config["layout_version"] == 2
-    for version in (1, 2):
+    for version in (1, 2, 3):
         assert weight_format({**config, "layout_version": version}, "a") == weight_format_of(packed)
-    for wrong in (0, 3, True, 2.0, None, [1], {}):
-        with pytest.raises(ValueError, match=r"known is 'cutlass_ops\.slab64', versions 1 and 2"):
+    for wrong in (0, 4, True, 2.0, None, [1], {}):
+        with pytest.raises(ValueError, match=r"known is 'cutlass_ops\.slab64', versions 1 to 3"):
             weight_format({**config, "layout_version": wrong}, "a")
 
 

@@ -96,7 +96,7 @@ class Arguments:
         self.flat, self.absmax = co.quantize_4bit(self.weight)
         self.awq = words(128, 8), floats(4, 64).half(), words(4, 8)
         self.experts = [co.quantize(floats(64, 64), 4, 32) for _ in range(2)]
-        self.gate_up = co.reorder_experts(self.experts)
+        self.gate_up = co.reorder_experts(self.experts, gated=True)
         self.down = co.reorder_experts([co.quantize(floats(64, 32), 4, 32) for _ in range(2)])
         self.ids, self.shares = torch.tensor([[0, 1], [1, -1], [0, 0]]), floats(3, 2)
         self.rows, self.pixels, self.voxels = floats(2, 32, 9), floats(2, 32, 5, 6), floats(2, 32, 3, 4, 5)

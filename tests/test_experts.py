@@ -13,7 +13,7 @@ import pytest
 import torch
 from imports import import_or_skip
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn import functional as F
 from typer.testing import CliRunner
@@ -21,7 +21,9 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops import formats
 from cutlass_ops.cli import app
+from cutlass_ops.packed_file import packed_info
 from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops.weight import rows_of
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 32, "symmetric": True},
@@ -35,6 +37,11 @@ def weights(experts: int, n: int, k: int, seed: int = 0, **options: Any) -> list
     random = torch.Generator().manual_seed(seed)
     options = options or FORMATS["int4"]
     return [co.quantize(torch.randn(n, k, generator=random) / k**0.5, **options) for _ in range(experts)]
+
+
+def both(gate_up: list[co.QuantizedWeight], down: list[co.QuantizedWeight]) -> tuple[co.PackedExperts, co.PackedExperts]:
+    """What mixed_moe takes."""
+    return co.reorder_experts(gate_up, gated=True), co.reorder_experts(down)
 
 
 def same(a: co.QuantizedWeight, b: co.QuantizedWeight) -> bool:
@@ -80,16 +87,22 @@ def check(found: Tensor, expected: Tensor) -> None:
 # ---- packing
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("kind", FORMATS)
 @pytest.mark.parametrize(("experts", "n", "k"), [(1, 64, 128), (3, 70, 96), (5, 128, 576)])
-def test_experts_unpack_to_what_they_were(kind: str, experts: int, n: int, k: int) -> None:
+def test_experts_unpack_to_what_they_were(kind: str, experts: int, n: int, k: int, gated: bool) -> None:
     given = weights(experts, n, k, **FORMATS[kind])
-    packed = co.reorder_experts(given)
+    packed = co.reorder_experts(given, gated)
     assert packed.shape == (experts, n, k)
     assert packed.weight.shape == (experts * formats.padded_rows(n), k)
+    assert packed.gated == packed.to("meta").gated == copy.deepcopy(packed).gated == gated
     assert all(map(same, packed.unpack(), given))
+    # Eight rows of gate, the eight of up for the same features, and so on; fewer at the end.
+    half = n // 2
+    eights = [(part + first, part + min(first + 8, half)) for first in range(0, half, 8) for part in (0, half)]
+    order = [row for begin, end in eights for row in range(begin, end)]
     for e, weight in enumerate(given):
-        alone, view = co.reorder(weight), packed.expert(e)
+        alone, view = co.reorder(rows_of(weight, torch.tensor(order)) if gated else weight), packed.expert(e)
         assert {part: t.tolist() for part, t in view.tensors().items()} == {
             part: t.tolist() for part, t in alone.tensors().items()
         }
@@ -118,6 +131,25 @@ def test_a_bias_an_act_order_and_offsets_are_each_experts_own() -> None:
     assert on_meta.perm.is_meta
     copied = copy.deepcopy(packed)
     assert all(map(same, copied.unpack(), given))
+
+
+def test_rows_of_gate_and_up_are_packed_for_a_layer() -> None:
+    gate_up, down, x, ids, w = problem(4, 2)
+    packed = both(gate_up, down)
+    for experts, reason in (
+        ((co.reorder_experts(packed[0].unpack()), packed[1]), r"gate_up was packed without gated=True.*gate_up\.unpack\(\)"),
+        ((packed[0], co.reorder_experts(down, gated=True)), "down was packed with gated=True"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            co.mixed_moe(x, *experts, ids, w)
+        with pytest.raises(ValueError, match=reason):
+            co.nn.MixedExperts(*experts)
+    again = co.reorder_experts(co.reorder_experts(gate_up).unpack(), gated=True)
+    assert torch.equal(co.mixed_moe(x, again, packed[1], ids, w), co.mixed_moe(x, *packed, ids, w))
+    with pytest.raises(ValueError, match=r"weights\[0\] is \[35, 96\]; as many rows of gate as of up are expected"):
+        co.reorder_experts(weights(2, 35, 96), gated=True)
+    with pytest.raises(ValueError, match="n is 35; an even number is expected"):
+        co.PackedExperts(co.reorder(weights(1, 64, 96)[0]), 1, 35, gated=True)
 
 
 def test_experts_are_packed_one_after_another() -> None:
@@ -253,7 +285,7 @@ def test_a_layer_of_experts(kind: str, dtype: torch.dtype) -> None:
     gate_up, down, x, ids, w = problem(17, 3, dtype=dtype, **FORMATS[kind])
     if kind == "nf4":  # the values of a code book are rounded to x's dtype
         gate_up, down = ([replace(q, book=q.book.to(dtype).float()) for q in qs] for qs in (gate_up, down))  # type: ignore[union-attr]
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert found.dtype == dtype
     check(found, oracle(x, gate_up, down, ids, w))
 
@@ -261,7 +293,7 @@ def test_a_layer_of_experts(kind: str, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize(("m", "top"), [(0, 2), (1, 1), (3, 8), (129, 2), (4, 0)])
 def test_any_number_of_tokens(m: int, top: int) -> None:
     gate_up, down, x, ids, w = problem(m, top)
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert found.shape == (m, 96)
     check(found, oracle(x, gate_up, down, ids, w))
 
@@ -271,7 +303,7 @@ def test_activations_of_gate(activation: Any) -> None:
     functions: dict[Any, Callable[[Tensor], Tensor]] = {"relu": F.relu, "relu6": F.relu6, "gelu": F.gelu, None: lambda y: y}
     function = functions.get(activation, lambda y: y.clamp(-0.25, 0.5))
     gate_up, down, x, ids, w = problem(9, 2)
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w, activation)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w, activation)
     check(found, oracle(x, gate_up, down, ids, w, function))
 
 
@@ -287,7 +319,7 @@ def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
     gate_up = [replace(q, bias=torch.randn(80, generator=random)) for q in gate_up]
     down = [replace(q, bias=torch.randn(96, generator=random)) for q in down]
     x.requires_grad_()
-    found = co.mixed_moe(x, *map(co.reorder_experts, (gate_up, down)), ids, w, ("clamped_swiglu", 1.702, 0.5))
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w, ("clamped_swiglu", 1.702, 0.5))
     exact = x.detach().double().requires_grad_()
     rows = []
     for t in range(9):
@@ -312,7 +344,7 @@ def test_biases_and_the_clamped_activation_of_gate_and_up() -> None:
 def test_numbers_of_the_clamped_activation_that_mean_nothing_are_refused(numbers: tuple[float, float]) -> None:
     gate_up, down, x, ids, w = problem(2, 1)
     with pytest.raises(ValueError, match="clamped_swiglu takes a finite alpha and a limit above 0"):
-        co.mixed_moe(x, *map(co.reorder_experts, (gate_up, down)), ids, w, ("clamped_swiglu", *numbers))
+        co.mixed_moe(x, *both(gate_up, down), ids, w, ("clamped_swiglu", *numbers))
 
 
 def test_the_clamped_activation_is_of_experts_alone() -> None:
@@ -337,7 +369,7 @@ def test_integers_are_exact_and_experts_are_added_in_order() -> None:
     ids = torch.tensor([[3, 0, 1], [0, 3, 2], [1, 1, 1], [-1, 2, 0], [2, -1, -1], [-1, -1, -1]])
     w = torch.rand(6, 3, generator=random)
     w[3, 0] = w[5, 2] = torch.nan  # of no expert
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w, None)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w, None)
     for t in range(6):
         total = torch.zeros(33)
         for j in range(3):
@@ -351,7 +383,7 @@ def test_integers_are_exact_and_experts_are_added_in_order() -> None:
 @pytest.mark.parametrize("symmetric", [True, False])
 def test_quantised_activations(act_quant: str, symmetric: bool) -> None:
     gate_up, down, x, ids, w = problem(11, 2, hidden=160, intermediate=72)
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w, "silu", act_quant, symmetric)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w, "silu", act_quant, symmetric)
     expected = torch.zeros(11, 160)
     for t in range(11):
         for j in range(2):
@@ -368,7 +400,7 @@ def test_an_expert_map_of_a_layer() -> None:
     gate_up, down, x, ids, w = problem(9, 3, experts=3)
     ids, expert_map = ids * 2, torch.tensor([1, -1, 2, -1, 0, -1])
     ids[ids < 0] = -1
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids.int(), w, expert_map=expert_map)
+    found = co.mixed_moe(x, *both(gate_up, down), ids.int(), w, expert_map=expert_map)
     check(found, oracle(x, gate_up, down, ids, w, expert_map=expert_map))
 
 
@@ -377,7 +409,7 @@ def test_formats_may_differ_and_experts_may_have_act_orders() -> None:
     gate_up, _, x, ids, w = problem(9, 3)
     gate_up = [replace(q, perm=torch.randperm(96, generator=random), bias=torch.randn(80, generator=random)) for q in gate_up]
     down = weights(5, 96, 40, 2, bits=8, group_size=-1)
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     expected = torch.zeros(9, 96)
     for t in range(9):
         for j in range(3):
@@ -390,23 +422,24 @@ def test_formats_may_differ_and_experts_may_have_act_orders() -> None:
 def test_a_nan_stays_in_its_row() -> None:
     gate_up, down, x, ids, w = problem(6, 2)
     ids = ids.clamp(min=0)
-    clean = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    clean = co.mixed_moe(x, *both(gate_up, down), ids, w)
     x[2, 5] = torch.inf
-    found = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    found = co.mixed_moe(x, *both(gate_up, down), ids, w)
     assert bool(found[2].isnan().all())
     rest = [0, 1, 3, 4, 5]
     torch.testing.assert_close(found[rest], clean[rest])
 
 
+@pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_a_grouped_product(gathered: bool) -> None:
+def test_a_grouped_product(gathered: bool, gated: bool) -> None:
     given = weights(4, 70, 96)
     random = torch.Generator().manual_seed(5)
     ids = torch.randint(-1, 4, (7, 3), generator=random)
     routing = co.route(ids, 4)
     x, bias = torch.randn(7, 96, generator=random), torch.randn(4, 70, generator=random)
     rows = x[routing.order.long() // 3] if gathered else x
-    packed = co.reorder_experts(given)
+    packed = co.reorder_experts(given, gated)
     found = co.grouped_gemm(rows, packed, routing, bias, "relu", out_dtype=torch.float16, gathered=gathered)
     assert found.shape == (21, 70)
     assert found.dtype == torch.float16
@@ -423,7 +456,7 @@ def test_a_grouped_product(gathered: bool) -> None:
 
 def test_arguments_that_do_not_fit_are_refused() -> None:
     gate_up_weights, down_weights, x, ids, w = problem(4, 2)
-    gate_up, down = co.reorder_experts(gate_up_weights), co.reorder_experts(down_weights)
+    gate_up, down = both(gate_up_weights, down_weights)
     good = {"x": x, "gate_up": gate_up, "down": down, "topk_ids": ids, "topk_weights": w}
     cases: list[tuple[dict[str, Any], type[Exception], str]] = [
         ({"x": x[:, :-1]}, ValueError, r"x has shape \(4, 95\); \[M, 96\] is expected"),
@@ -461,7 +494,7 @@ def test_gradients_of_x_and_of_the_weights_of_experts() -> None:
     gate_up, down, x, ids, w = problem(5, 2)
     x.requires_grad_()
     w.requires_grad_()
-    y = co.mixed_moe(x, co.reorder_experts(gate_up), co.reorder_experts(down), ids, w)
+    y = co.mixed_moe(x, *both(gate_up, down), ids, w)
     y.square().sum().backward()
     x2, w2 = x.detach().clone().requires_grad_(), w.detach().clone().requires_grad_()
     rows = []
@@ -483,7 +516,7 @@ def test_gradients_of_x_and_of_the_weights_of_experts() -> None:
 
 def test_gradients_that_do_not_exist_are_refused() -> None:
     gate_up_weights, down_weights, x, ids, w = problem(4, 2)
-    gate_up, down = co.reorder_experts(gate_up_weights), co.reorder_experts(down_weights)
+    gate_up, down = both(gate_up_weights, down_weights)
     with pytest.raises(RuntimeError, match="neither forward-mode"):
         torch.func.jvp(lambda x: co.mixed_moe(x, gate_up, down, ids, w), (x,), (x,))
     gate_up.weight.scales.requires_grad_()
@@ -493,7 +526,7 @@ def test_gradients_that_do_not_exist_are_refused() -> None:
 
 def test_the_operators_are_traced_whole() -> None:
     gate_up_weights, down_weights, x, ids, w = problem(4, 2)
-    gate_up, down = co.reorder_experts(gate_up_weights), co.reorder_experts(down_weights)
+    gate_up, down = both(gate_up_weights, down_weights)
 
     def layer(x: Tensor, ids: Tensor, w: Tensor) -> tuple[Tensor, Tensor]:
         routing = co.route(ids, 5)
@@ -520,20 +553,24 @@ def test_the_operators_are_traced_whole() -> None:
 # ---- files
 
 
-def test_experts_in_a_file(tmp_path: Path) -> None:
+@pytest.mark.parametrize("gated", [False, True])
+def test_experts_in_a_file(tmp_path: Path, gated: bool) -> None:
     random = torch.Generator().manual_seed(0)
     given = [replace(w, bias=torch.randn(70, generator=random), perm=torch.randperm(96)) for w in weights(3, 70, 96)]
     linear = co.reorder(given[0])
-    stored = {"a.experts": co.reorder_experts(given), "b": linear, "c": torch.ones(3)}
+    stored = {"a.experts": co.reorder_experts(given, gated), "b": linear, "c": torch.ones(3)}
     co.save_packed(tmp_path / "m.safetensors", stored)
     loaded = co.load_packed(tmp_path / "m.safetensors")
     experts = loaded["a.experts"]
     assert isinstance(experts, co.PackedExperts)
+    assert experts.gated == gated
+    assert packed_info(tmp_path / "m.safetensors").layout[1] == ("3" if gated else "2")
     assert isinstance(loaded["b"], co.PackedWeight)
     assert all(map(same, experts.unpack(), given))
     found = verify_packed(tmp_path / "m.safetensors")
     assert (found.problems, found.weights, found.tensors) == ([], 2, 1)
-    co.save_packed(tmp_path / "n.safetensors", {**stored, "a.experts": co.reorder_experts([given[0], given[2], given[2]])})
+    other = co.reorder_experts([given[0], given[2], given[2]], gated)
+    co.save_packed(tmp_path / "n.safetensors", {**stored, "a.experts": other})
     assert diff_packed(tmp_path / "m.safetensors", tmp_path / "m.safetensors").changed == {}
     changed = diff_packed(tmp_path / "m.safetensors", tmp_path / "n.safetensors").changed
     assert list(changed) == ["a.experts"]
@@ -541,13 +578,27 @@ def test_experts_in_a_file(tmp_path: Path) -> None:
     assert all("[1] " in text for text in changed["a.experts"])
 
 
+def test_a_file_that_says_nothing_of_gate_and_up_has_their_rows_in_order(tmp_path: Path) -> None:
+    given, path = weights(2, 64, 96), tmp_path / "m.safetensors"
+    co.save_packed(path, {"e": co.reorder_experts(given)})
+    with safe_open(path, "pt") as file:
+        facts = file.metadata()
+    facts["experts"] = facts["experts"].replace(', "gated": false', "")
+    save_file(load_file(path), path, facts)
+    experts = co.load_packed(path)["e"]
+    assert isinstance(experts, co.PackedExperts)
+    assert not experts.gated
+    assert all(map(same, experts.unpack(), given))
+
+
 def test_experts_of_other_sizes_in_as_many_rows_differ(tmp_path: Path) -> None:
-    for name, experts, n in (("a", 3, 128), ("b", 6, 64), ("c", 3, 127)):
-        packed = co.PackedExperts(co.reorder(weights(1, 384, 96)[0]), experts, n)
+    for name, experts, n, gated in (("a", 3, 128, False), ("b", 6, 64, False), ("c", 3, 127, False), ("d", 3, 128, True)):
+        packed = co.PackedExperts(co.reorder(weights(1, 384, 96)[0]), experts, n, gated=gated)
         co.save_packed(tmp_path / f"{name}.safetensors", {"e": packed})
-    for other, sizes in (("b", "(6, 64)"), ("c", "(3, 127)")):
+    words = "experts, their rows and whether they are gated are (3, 128, False) and "
+    for other, sizes in (("b", "(6, 64, False)"), ("c", "(3, 127, False)"), ("d", "(3, 128, True)")):
         found = diff_packed(tmp_path / "a.safetensors", tmp_path / f"{other}.safetensors")
-        assert (found.same, found.changed) == (0, {"e": [f"experts and their rows are (3, 128) and {sizes}"]})
+        assert (found.same, found.changed) == (0, {"e": [words + sizes]})
 
 
 def test_experts_are_not_compared_with_one_matrix(tmp_path: Path) -> None:
@@ -587,6 +638,8 @@ def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], 
         ({"e": {"experts": 2, "n": 70}}, "'experts' says 2 experts of 70 rows; the weight has 384 rows"),
         ({"e": {"experts": 3, "n": 0}}, "experts and n of at least 1"),
         ({"e": {"experts": True, "n": 384}}, "experts and n of at least 1"),
+        ({"e": {"experts": 3, "n": 70, "gated": 1}}, "n even where gated is true"),
+        ({"e": {"experts": 6, "n": 63, "gated": True}}, "n even where gated is true"),
         ({"e": [3, 70]}, "experts and n of at least 1"),
         ({"f": {"experts": 3, "n": 70}}, "the weight has no rows"),
         ({"e": {"experts": 6, "n": 64}}, r"e.perm.*has shape \[3, 96\].*make it \[6, 96\]"),
@@ -637,7 +690,7 @@ def test_an_act_order_and_padding_that_are_wrong_are_found(tmp_path: Path) -> No
 
 def test_the_module(tmp_path: Path) -> None:
     gate_up, down, x, ids, w = problem(9, 2)
-    packed = co.reorder_experts(gate_up), co.reorder_experts(down)
+    packed = both(gate_up, down)
     layer = co.nn.MixedExperts(*packed)
     expected = co.mixed_moe(x, *packed, ids, w)
     assert torch.equal(layer(x, ids, w), expected)
@@ -649,7 +702,7 @@ def test_the_module(tmp_path: Path) -> None:
     half = copy.deepcopy(layer).half()
     assert half.gate_up_proj.scales.dtype == torch.float32
     assert torch.equal(half(x, ids, w), expected)
-    other = co.nn.MixedExperts(*(co.reorder_experts(list(reversed(qs))) for qs in (gate_up, down)))
+    other = co.nn.MixedExperts(*both(gate_up[::-1], down[::-1]))
     assert not torch.equal(other(x, ids, w), expected)
     other.load_state_dict(layer.state_dict(), assign=True)
     assert torch.equal(other(x, ids, w), expected)
@@ -663,7 +716,7 @@ def test_the_module(tmp_path: Path) -> None:
 
 def test_modules_that_do_not_fit_are_refused() -> None:
     gate_up, down, *_ = problem(1, 1)
-    packed = co.reorder_experts(gate_up), co.reorder_experts(down)
+    packed = both(gate_up, down)
     with pytest.raises(ValueError, match=r"gate_up is \[5, 80, 96\] and down \[5, 80, 96\]"):
         co.nn.MixedExperts(packed[0], packed[0])
     with pytest.raises(TypeError, match="packed is a PackedWeight"):

@@ -200,6 +200,25 @@ def test_experts_of_which_one_product_is_packed_are_refused(tmp_path: Path) -> N
         co.load_model(tmp_path / "half.safetensors", config=tiny("Qwen3Moe", moe_intermediate_size=48).config)
 
 
+def test_experts_in_the_rows_of_earlier_versions_are_refused(tmp_path: Path) -> None:
+    model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
+    packed = {
+        f"{name}.{product}": co.reorder_experts(getattr(layer, product).packed.unpack())
+        for name, layer in experts_of(model).items()
+        for product in ("gate_up_proj", "down_proj")
+    }
+    co.save_packed(tmp_path / "old.safetensors", packed)
+    with pytest.raises(ValueError, match=r"gate_up_proj' was packed in another order of rows; reorder the checkpoint again"):
+        co.load_model(tmp_path / "old.safetensors", config=tiny("Qwen3Moe").config)
+    model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    assert config["quantization_config"]["layout_version"] == 3
+    config["quantization_config"]["layout_version"] = 2
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"was packed by an earlier version .*; reorder the checkpoint again"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
 def test_experts_that_transformers_converts_on_loading_are_not_saved(tmp_path: Path) -> None:
     text = {**SIZES, **FAMILIES["Qwen3Moe"][0], "num_hidden_layers": 1}
     vision = {"depth": 1, "hidden_size": 32, "intermediate_size": 32, "num_heads": 2, "out_hidden_size": 64}
@@ -279,7 +298,7 @@ def test_experts_of_every_dialect_keep_their_codes(dialect: str, tmp_path: Path)
         for e in range(4):
             gate, up, down = (checkpoint[f"{name}.{e}.{part}_proj"] for part in ("gate", "up", "down"))
             for found, given in ((layer.gate_up_proj.packed, (gate, up)), (layer.down_proj.packed, (down,))):
-                weight = found.expert(e).unpack()
+                weight = found.unpack_expert(e)
                 assert torch.equal(weight.codes, torch.cat([w.codes for w in given]))
                 assert torch.equal(weight.scales, torch.cat([w.scales for w in given]))
     for path in (tmp_path / "packed", tmp_path / "packed.safetensors"):
@@ -376,7 +395,7 @@ def test_stacked_mxfp4_experts_of_gpt_oss_keep_their_codes(tmp_path: Path) -> No
         model = co.load_model(path, dtype=torch.float32)
         assert experts_of(model).keys() == set(FAMILIES["GptOss"][1])
         assert_same_logits(model, expected)
-        weight = experts_of(model)["model.layers.1.mlp.experts"].gate_up_proj.packed.expert(2).unpack()
+        weight = experts_of(model)["model.layers.1.mlp.experts"].gate_up_proj.packed.unpack_expert(2)
         blocks = tensors["model.layers.1.mlp.experts.gate_up_proj_blocks"][2].flatten(1)
         stored = torch.stack([blocks & 15, blocks >> 4], -1).flatten(1)
         assert torch.equal(weight.codes, torch.cat([stored[::2], stored[1::2]]))

@@ -21,28 +21,75 @@ struct GroupTile {
   }
 };
 
-// Four sums of neighbouring features from n on, of gate or of all features, and of up, to outputs of a row of the tile.
-__device__ __forceinline__ void finish_group(float (&v)[4], float const (&other)[4], int token, int n, GroupTile const& tile,
-                                             Groups const& groups, EpilogueParams const& p) {
-  if (token >= tile.rows || n >= p.n) return;
-  float up[4] = {other[0], other[1], other[2], other[3]};
+// A thread's sums of a tile, those of gate's row g and up's row g + 8 two by two: activation(gate) * up takes gate's place. Each
+// choice is made once for all of them.
+template <int kSums>
+__device__ __forceinline__ void gate(float (&sums)[kSums], Groups const& groups) {
+  auto const each = [&](auto activation) {
 #pragma unroll
-  for (int i = 0; i < 4; ++i) v[i] = nan_unless_finite(v[i]), up[i] = nan_unless_finite(up[i]);
+    for (int i = 0; i < kSums; i += 4) {
+      sums[i] = activation(sums[i]) * sums[i + 2];
+      sums[i + 1] = activation(sums[i + 1]) * sums[i + 3];
+    }
+  };
+  switch (groups.activation) {
+    case Activation::kNone:
+      return each([](float x) { return x; });
+    case Activation::kRelu:
+    case Activation::kRelu6:
+    case Activation::kClamp:
+      return each([&](float x) { return clamp_keeping_nan(x, groups.low, groups.high); });
+    case Activation::kGelu:
+      return each([](float x) { return 0.5f * x * (1.0f + erff(x * 0.70710678118654752f)); });
+    case Activation::kSilu:
+      return each([](float x) { return __fdividef(x, 1.0f + __expf(-x)); });
+  }
+}
+
+// Four sums of neighbouring features from n on to outputs of a row of the tile.
+__device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, GroupTile const& tile, Groups const& groups,
+                                             EpilogueParams const& p) {
+  if (x_row >= tile.rows || n >= p.n) return;
+#pragma unroll
+  for (float& x : v) x = nan_unless_finite(x);
   if (groups.bias) {
     int64_t const row = int64_t(tile.expert) * groups.row_panels * kRowsPerPanel + n;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      if (n + i >= p.n) continue;
-      v[i] += load_float(groups.bias, groups.bias_type, row + i);
-      if (groups.gated) up[i] += load_float(groups.bias, groups.bias_type, row + i + groups.row_panels / 2 * kRowsPerPanel);
+    for (int i = 0; i < 4; ++i) v[i] += load_float(groups.bias, groups.bias_type, row + i);
+  }
+  store_finished(v, tile.first_row + x_row, n, p);
+}
+
+// A warp's sums of 16 rows of an expert from `row` on, gate's and up's of eight features, and eight rows of x from `first` of the
+// tile's on, in the order of wgmma's accumulators, to 16-bit outputs. `row_scales`: of the tile's rows of x, or null.
+__device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first, int row, GroupTile const& tile,
+                                             Groups const& groups, EpilogueParams const& p) {
+  int const lane = threadIdx.x % 32;
+  if (row_scales) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      int const x_row = first + lane % 4 * 2 + i;
+      float const scale = x_row < tile.rows ? row_scales[x_row] : 0.0f;
+      v[i] *= scale, v[2 + i] *= scale;
     }
   }
-  activate(v, groups);
-  if (groups.gated) {
 #pragma unroll
-    for (int i = 0; i < 4; ++i) v[i] *= up[i];
+  for (float& x : v) x = nan_unless_finite(x);
+  if (groups.bias) {
+    int64_t const at = int64_t(tile.expert) * groups.row_panels * kRowsPerPanel + row + lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float const bias = load_float(groups.bias, groups.bias_type, at + h * 8);
+      v[2 * h] += bias, v[2 * h + 1] += bias;
+    }
   }
-  store_finished(v, tile.first_row + token, n, p);
+  gate(v, groups);
+  // From two rows of x of a feature to two features of a row of x.
+  uint32_t pair = to_half_bits(v[0], v[1], p.out_type == DataType::kBFloat16);
+  asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
+  int const x_row = first + lane / 4, n = row / 2 + lane % 4 * 2;
+  if (x_row < tile.rows && n < p.n)
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.first_row + x_row) * p.n + n) = pair;
 }
 
 }  // namespace cutlass_ops

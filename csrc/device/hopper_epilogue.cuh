@@ -8,10 +8,11 @@ namespace cutlass_ops::hopper {
 
 // The usual outputs: a thread finishes and rounds its own sums, whose rows it holds two of; transposing stores put each token's
 // 64 outputs side by side, in the 128-byte swizzle, and one thread's copy stores them while the next tile is begun. The general
-// path below takes many times as long, and meanwhile the ring of stages stands still for both blocks.
+// path below takes many times as long, and meanwhile the ring of stages stands still for both blocks. `end`: of an expert's rows
+// of x.
 template <class C>
 __device__ __forceinline__ void store_halves(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
-                                             ThreadCoord<C> const& coord, int row0, int m0, int end) {
+                                             ThreadCoord<C> const& coord, int row0, int m0, int end = 0) {
   EpilogueParams const& e = p.epilogue;
   int n = row0 + coord.warpgroup * kRowsPerPanel, barrier = 1 + coord.warpgroup;
   bool copies = coord.warp == 0 && coord.lane == 0;
@@ -118,12 +119,11 @@ __device__ __forceinline__ bool add_parts(float (&sums)[C::kSums], Params const&
 }
 
 // Epilogue store of a tile, or of a slice of one, through shared memory, kStoreRows at a time, so that whole lines are stored.
-// `end`: of an expert's rows of x.
 template <class C>
 __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, CUtensorMap const& map, Params const& p,
-                                      ThreadCoord<C> const& coord, int index, int row0, int m0, int end = 0) {
+                                      ThreadCoord<C> const& coord, int index, int row0, int m0) {
   float* splitk_workspace = nullptr;
-  if (!C::kGrouped && index >= p.whole_tiles) {
+  if (index >= p.whole_tiles) {
     typename C::Work::Part const part(index, p);
     if (!p.flags) {
       splitk_workspace = p.splitk_workspace + int64_t(part.split) * p.epilogue.m * p.n_pad;
@@ -131,7 +131,7 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
       return;
     }
   }
-  if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0, end);
+  if (p.store_halves) return store_halves<C>(sums, staging, map, p, coord, row0, m0);
   int n = row0 + coord.warpgroup * kRowsPerPanel, thread = coord.warp * 32 + coord.lane, barrier = 1 + coord.warpgroup;
   staging += coord.warpgroup * C::kStoreRows * C::kStoreStride;
 #pragma unroll
@@ -146,8 +146,7 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
     int column = thread % 8 * 8;
     if (n + column >= (splitk_workspace ? p.n_pad : p.epilogue.n)) continue;
 #pragma unroll 1
-    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < (C::kGrouped ? end : p.epilogue.m);
-         x_row += 16) {
+    for (int x_row = thread / 8; x_row < C::kStoreRows && m0 + first + x_row < p.epilogue.m; x_row += 16) {
       float4 const* source = reinterpret_cast<float4 const*>(staging + x_row * C::kStoreStride + column);
       float4 a = source[0], b = source[1];
       if (splitk_workspace) {
@@ -157,6 +156,77 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
         float v[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
         store_outputs(v, m0 + first + x_row, n + column, p.epilogue);
       }
+    }
+  }
+}
+
+// Of int8 activations with a scale a row, whose codes' values were multiplied as floats.
+template <class C>
+__device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], Params const& p, ThreadCoord<C> const& coord, int m0) {
+  if (!p.x.scales) return;
+#pragma unroll
+  for (int j = 0; j < C::kBlockM / 8; ++j) {
+    float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + coord.lane % 4);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
+  }
+}
+
+// 16-bit outputs of a tile of experts: one for each feature, or, where a thread's rows g and g + 8 are gate's and up's of one
+// feature, activation(gate) * up.
+template <class C>
+__device__ __forceinline__ void store_group(float (&sums)[C::kSums], float* staging, CUtensorMap const& map,
+                                            GroupedParams const& p, ThreadCoord<C> const& coord, typename C::Work const& work,
+                                            int row0) {
+  Groups const& groups = p.groups;
+  int const m0 = work.first_x_row, row_panel = row0 / kRowsPerPanel + coord.warpgroup;
+#pragma unroll
+  for (float& sum : sums) sum = nan_unless_finite(sum);
+  if (groups.bias && row_panel < groups.row_panels) {
+    int64_t const row =
+        (int64_t(work.expert) * groups.row_panels + row_panel) * kRowsPerPanel + coord.warp * 16 + coord.lane / 4;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float const bias = load_float(groups.bias, groups.bias_type, row + h * 8);
+#pragma unroll
+      for (int i = 0; i < C::kSums; ++i)
+        if (i % 4 / 2 == h) sums[i] += bias;
+    }
+  }
+  if (!groups.gated) return store_halves<C>(sums, staging, map, p, coord, row0, m0, work.end_x_row);
+  gate(sums, groups);
+  // Lines of 32 features, in the 64-byte swizzle.
+  constexpr int kFeatures = kRowsPerPanel / 2, kLineBytes = kFeatures * 2;
+  constexpr int kLineRows = C::kBlockM < 2 * C::kLineRows ? C::kBlockM : 2 * C::kLineRows;
+  int const barrier = 1 + coord.warpgroup, n = row_panel * kFeatures;
+  bool const copies = coord.warp == 0 && coord.lane == 0;
+  uint8_t* const lines = reinterpret_cast<uint8_t*>(staging) + coord.warpgroup * kLineRows * kLineBytes;
+  // Two 8 x 8 matrices an instruction: eight features of eight rows of x, then of the next eight.
+  int const line = coord.lane % 16, matrix = line * kLineBytes + (coord.warp ^ line / 2 % 4) * 16;
+#pragma unroll
+  for (int first = 0; first < C::kBlockM; first += kLineRows) {
+    if (copies) cute::tma_store_wait<0>();  // the lines before have been read
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    auto const stage = [&](auto type) {
+#pragma unroll
+      for (int j = 0; j < kLineRows / 16 && first + 16 * j < C::kBlockM; ++j) {
+        float const* pair = sums + first / 2 + 8 * j;
+        cute::SM90_U16x4_STSM_T::copy(pack_pair<decltype(type)>(pair[0], pair[1]), pack_pair<decltype(type)>(pair[4], pair[5]),
+                                      *reinterpret_cast<cute::uint128_t*>(lines + matrix + j * 16 * kLineBytes));
+      }
+    };
+    if (p.epilogue.out_type == DataType::kFloat16) {
+      stage(__half());
+    } else {
+      stage(__nv_bfloat16());
+    }
+    cute::tma_store_fence();
+    cutlass::arch::NamedBarrier::sync(128, barrier);
+    if (copies && n < p.epilogue.n) {
+#pragma unroll
+      for (int i = 0; i < kLineRows && first + i < C::kBlockM; i += kSlotRows)
+        if (m0 + first + i < work.end_x_row) cute::SM90_TMA_STORE_2D::copy(&map, lines + i * kLineBytes, n, m0 + first + i);
+      cute::tma_store_arrive();
     }
   }
 }

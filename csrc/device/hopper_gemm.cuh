@@ -88,7 +88,8 @@ inline uint64_t new_flag() {
   return x ^ (x >> 31);
 }
 
-// Of experts: as many clusters as the GPU has places for, each with every so many tiles.
+// Of experts: as many clusters as the GPU has places for, each with every so many tiles. Outputs are 16-bit floats, whose rows
+// start on 16 bytes.
 template <class C>
 Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), GroupedGemm const& problem, Plan const& plan,
                       Stream stream) {
@@ -99,18 +100,21 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), G
   rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
   rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
   GroupedParams p{{w, {}, EpilogueParams(rows_of_all)}, problem.groups};
-  p.x.scales = const_cast<float*>(problem.row_scales), p.x.stride = problem.rows;
+  p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.rows;
   p.row_pairs = int(ceil_div(problem.groups.row_panels, C::kWarpgroups * C::kCluster));
   p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));
   p.group_tiles = w.group_size == -1 ? weight_tiles : short_groups ? 1 : w.group_size / kKPerTile;
   p.tile_groups = short_groups ? kKPerTile / w.group_size : 1;
   p.scale_bytes = size_of(w.scale_type), p.offset_bytes = size_of(w.offset_type);
-  p.half_x_rows = C::kBlockM / C::kCluster;
+  p.half_x_rows = C::kBlockM / C::kCluster, p.clusters = plan.grid_x / C::kCluster;
   EpilogueParams const& e = p.epilogue;
-  p.store_halves = e.vector_store && e.out_type != DataType::kFloat32;
-  CUtensorMap map, out_map = {};
-  Status status = encode_x_rows(problem.x, 2, problem.rows, w.k, problem.x_stride * 2, p.half_x_rows, &map);
-  if (status.ok() && p.store_halves) status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
+  CUtensorMap map, out_map;
+  bool const codes = problem.x_codes != ActQuant::kNone;
+  int const columns = codes ? int(padded_k(w.k)) : w.k, x_bytes = codes ? 1 : 2;
+  Status status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes, p.half_x_rows, &map);
+  if (status.ok() && problem.groups.gated) status = encode_gated_rows(e.out, e.m, e.n, &out_map);
+  if (status.ok() && !problem.groups.gated)
+    status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);
   if (!status.ok()) return status;
   return launch_plan(kernel, plan, C::kThreads, C::kSharedBytes, stream, map, out_map, p);
 }

@@ -34,7 +34,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* stages, Barriers<C>& ba
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
     int row0 = first_feature<C>(work.pair, rank, p), k = work.first_k(p), end = work.end_k(p);
-    int row_panels = max(0, min(C::kWarpgroups, (p.n_pad - row0) / kRowsPerPanel));  // the last pair may reach beyond N
+    // The last pair may reach beyond N.
+    int row_panels = max(0, min(C::kWarpgroups, (rows_of_weight<C>(p) - row0) / kRowsPerPanel));
+    if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int bytes = row_panels * (kChunk + kRowsPerPanel * ((C::kLoadScales ? p.scale_bytes : 0) + (C::kZeros ? 1 : 0)));
     // 32-bit indices, not pointers: this role has 40 registers.
     int weight_tiles = p.k_tiles, tile = k;
@@ -104,7 +106,7 @@ constexpr int half_x_rows(int m) {
 }
 
 // The rows of x of a tile that a CTA copies in a turn, and for which CTAs: its half for both or, where they have different
-// ones, all of its own.
+// ones, all rows of its tile.
 template <class C>
 struct XRowsShare {
   int first, loaded;  // in the tile; loaded: of it in all
@@ -131,7 +133,7 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int m0 = first_x_row<C>(work.m_tile, rank, p), end = work.end_k(p);
+    int m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
     // prepare_pixels() brings those of an image.
     int scaled = !C::kLoadTokenScales || (C::kImages && p.image.columns) ? 0 : min(C::kBlockM, p.x.stride - m0);
     int bytes = C::kColumnPanels * share.loaded * C::kSwizzleBytes + scaled * (C::kLoadTokenZeros ? 5 : 4);
@@ -193,7 +195,7 @@ __device__ __forceinline__ void prepare_weight_scales(uint8_t* stage, Params con
 // thread has those of its four rows of x of 16 by one load. Register 4j + e % 2 of a thread is of token 8j + 2t + e: place 4t +
 // 2 (j % 2) + e. Where C::kPrepareScales, it also prepares the weights' scales.
 template <class C>
-__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, Params const& p) {
+__device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
   Ring<C::kStages> ring;
   int clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
@@ -228,7 +230,7 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
 // of the next tile are in flight while one's are stored.
 constexpr int kPixelWarps = 2;
 template <class C>
-__device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers, Params const& p, int warp) {
+__device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p, int warp) {
   constexpr int kStep = kPixelWarps * 32, kEach = (C::kBlockM + kStep - 1) / kStep;
   ImageTiles const& image = p.image;
   Ring<C::kStages> ring;
@@ -237,7 +239,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
   pdl_wait();
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work work(index, p);
-    int const m0 = first_x_row<C>(work.m_tile, rank, p), end = work.end_k(p);
+    int const m0 = first_x_row<C>(work, rank, p), end = work.end_k(p);
     int k = work.first_k(p);
     TapColumns tap(image, k);
     RowPixel pixels[kEach];

@@ -131,16 +131,21 @@ struct WindowPosition {
 };
 
 // The first feature and the first row of x of a CTA's tile: of what the cluster's CTAs share, one of both is the same. m_tiles
-// and row_pairs count what clusters compute.
+// and row_pairs count what clusters compute. Features are those of one expert.
 template <class C>
 __device__ __forceinline__ int first_feature(int row_pair, int rank, Params const& p) {
   if (C::kSplitsRows && p.splits_rows) return row_pair * C::kRows;
   return (row_pair * C::kCluster + rank) * C::kRows;
 }
 template <class C>
-__device__ __forceinline__ int first_x_row(int m_tile, int rank, Params const& p) {
-  if (C::kSplitsRows && p.splits_rows) m_tile = m_tile * C::kCluster + rank;
-  return m_tile * C::kBlockM;
+__device__ __forceinline__ int first_x_row(typename C::Work const& work, int rank, Params const& p) {
+  if constexpr (C::kGrouped) {
+    return work.first_x_row;
+  } else {
+    int m_tile = work.m_tile;
+    if (C::kSplitsRows && p.splits_rows) m_tile = m_tile * C::kCluster + rank;
+    return m_tile * C::kBlockM;
+  }
 }
 
 // The stage and phase of a ring's position.
@@ -236,19 +241,37 @@ template <int kBlockM>
 struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
-  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles) {
+  __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles = 16) {
     int4 const stored = __ldg(reinterpret_cast<int4 const*>(p.groups.tiles) + index / p.row_pairs);
-    index -= stored.w * p.row_pairs;
-    int const tiles = (stored.z + kBlockM - 1) / kBlockM;
+    int const rows = uniform(stored.z);
+    expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
+    index -= uniform(stored.w) * p.row_pairs;
+    int const tiles = (rows + kBlockM - 1) / kBlockM;
     int const band = index / (band_tiles * p.row_pairs), inside = index - band * band_tiles * p.row_pairs;
     int const height = min(band_tiles, tiles - band * band_tiles);
-    pair = inside / height, expert = stored.x;
-    first_x_row = stored.y + (band * band_tiles + inside - pair * height) * kBlockM, end_x_row = stored.y + stored.z;
+    pair = inside / height;
+    first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
   }
-  static __device__ __forceinline__ int count(GroupedParams const& p) { return __ldg(p.groups.count) * p.row_pairs; }
+  static __device__ __forceinline__ int count(GroupedParams const& p) { return uniform(__ldg(p.groups.count)) * p.row_pairs; }
+  __device__ __forceinline__ bool empty() const { return false; }
   __device__ __forceinline__ int first_k(Params const&) const { return 0; }
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }
+
+ private:
+  // What was loaded is the same in all lanes; now the compiler sees it too, and loops, ring positions and barriers stay in
+  // uniform registers.
+  static __device__ __forceinline__ int uniform(int loaded) { return __shfl_sync(~0u, loaded, 0); }
 };
+
+// The weight's rows that a tile's may not go beyond: an expert's, or all.
+template <class C>
+__device__ __forceinline__ int rows_of_weight(typename C::Params const& p) {
+  if constexpr (C::kGrouped) {
+    return p.groups.row_panels * kRowsPerPanel;
+  } else {
+    return p.n_pad;
+  }
+}
 
 template <class C>
 struct Barriers {

@@ -31,7 +31,7 @@ struct ImageTiles {
   ImageTiles() = default;
 };
 
-// Columns of K of an image: the tap that has them and the first's channel.
+// Columns of K of an image: their tap and the channel of the first.
 struct TapColumns {
   int channel, tap[3];
 

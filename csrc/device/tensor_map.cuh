@@ -5,8 +5,10 @@
 
 #include <algorithm>
 
+#include "cutlass_ops/layout.h"
 #include "cutlass_ops/ops.h"
 #include "device/launch.cuh"
+#include "dispatch/grouped.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops::hopper {
@@ -56,6 +58,13 @@ inline Status encode_x_rows(void const* x, int element_bytes, int m, int columns
                    {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(stride_bytes)},
                    {cuuint32_t(128 / element_bytes), cuuint32_t(box_x_rows)}, CU_TENSOR_MAP_SWIZZLE_128B,
                    CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
+}
+
+// Of 16-bit outputs [m][columns] of gate and up, of which a row panel makes 32: boxes of those x an expert's least rows, in the
+// 64-byte swizzle.
+inline Status encode_gated_rows(void* out, int m, int columns, CUtensorMap* map) {
+  return encode<2>(CU_TENSOR_MAP_DATA_TYPE_UINT16, out, {cuuint64_t(columns), cuuint64_t(m)}, {cuuint64_t(columns) * 2},
+                   {kRowsPerPanel / 2, kSlotRows}, CU_TENSOR_MAP_SWIZZLE_64B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, map);
 }
 
 // Of the pixels of an image under one tap of a kernel, for each place of the kernel, in boxes of 128 bytes of a pixel's

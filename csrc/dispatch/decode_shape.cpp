@@ -166,19 +166,18 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   constexpr int kStartCost = 12;  // of a CTA, in the unit below
   WgmmaDecodeShape best;
   PackedWeight const& w = p.weight;
-  int const halves = p.groups.gated ? 2 : 1, all_row_panels = p.groups.row_panels / halves,
-            all_tiles = int(padded_k(w.k) / kKPerTile);
+  int const all_row_panels = p.groups.row_panels, all_tiles = int(padded_k(w.k) / kKPerTile);
   int const table_bytes = w.book ? kCodebookLutBytes : 0;
   StageSizes const sizes{WgmmaDecodeShape::kBlockM * kKPerTile * 2, 0, device.shared_memory / 2 - 2048 - table_bytes,
                          table_bytes, w.book ? 2 : 3};
   double least = 0;
   for (int log = 0, c = 1; log < 4 && c <= all_tiles; ++log, c *= 2) {
     int const tiles = (all_tiles + c - 1) / c;
-    for (int needed = 1; needed <= all_row_panels; ++needed) {
+    for (int most = kGroups * kMost; most > 0; --most) {
+      int const needed = (all_row_panels + most - 1) / most;
+      if (most > all_row_panels || (all_row_panels + needed - 1) / needed < most) continue;  // a smaller one needs as many
       WgmmaDecodeShape shape;
-      shape.cluster = c, shape.clusters = needed;
-      shape.most_row_panels = (all_row_panels + needed - 1) / needed * halves;
-      if (shape.most_row_panels > kGroups * kMost) continue;
+      shape.cluster = c, shape.clusters = needed, shape.most_row_panels = most;
       shape.sets = shape.most_row_panels <= kMost && tiles >= kGroups ? kGroups : 1;
       // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are
       // whole, unless they are many.

@@ -14,6 +14,9 @@ struct alignas(16) StoredTile {
 
 constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 
+// Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of 16-bit x, and of int8.
+constexpr int kGroupedHeights[] = {64, 96, 144, 208}, kGroupedInt8Heights[] = {64, 96, 144, 176};
+
 // Where the tables of slots lie on the GPU.
 struct RowSlots {
   StoredTile* tiles = nullptr;
@@ -23,17 +26,19 @@ struct RowSlots {
   int* of_position = nullptr;  // the slot of a position; -1: no expert
 };
 
-// Rows of 16-bit floats to their slots.
+// Rows of 16-bit floats, or of two codes in the place of one, to their slots.
 struct GatherProblem {
   void const* x = nullptr;
   int64_t x_stride = 0;
-  float const* scales = nullptr;  // of rows, or null
-  bool in_slots = false;          // they are in slots already, and their columns alone are gathered
-  int32_t const* perm = nullptr;  // [experts][k], or null
+  float const* scales = nullptr;     // [blocks][scale_stride], or null
+  int blocks = 0, scale_stride = 0;  // and [blocks][out_scale_stride]
+  bool in_slots = false;             // they are in slots already, and their columns alone are gathered
+  int32_t const* perm = nullptr;     // [experts][k], or null
   int k = 0;
   void* out = nullptr;
   int64_t out_stride = 0;
   float* out_scales = nullptr;
+  int out_scale_stride = 0;
 };
 
 // Of a product.
@@ -41,7 +46,7 @@ struct Groups {
   StoredTile const* tiles = nullptr;
   int const* count = nullptr;  // of tiles
   int row_panels = 0;          // of one expert, of 64 features
-  // Whether the first half of an expert's features is gate's and the second up's: then the output is activation(gate) * up.
+  // Whether an expert's features are gate's and up's, eight and eight: then the output is activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
   float low = 0.0f, high = 0.0f;
@@ -56,9 +61,10 @@ struct GroupedGemm {
   void const* x = nullptr;  // [rows][weight.k] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kFloat16;
   int64_t x_stride = 0;
-  float const* row_scales = nullptr;  // [rows]: of x, or null
-  int rows = 0;                       // a multiple of 16
-  void* out = nullptr;                // [rows][n] of out_type
+  ActQuant x_codes = ActQuant::kNone;  // otherwise x is codes instead, [rows][padded_k(weight.k)]
+  float const* x_scales = nullptr;     // [rows], of blocks [k tiles][rows]: of codes, or of their values as floats; or null
+  int rows = 0;                        // a multiple of 16
+  void* out = nullptr;                 // [rows][n] of out_type
   DataType out_type = DataType::kFloat16;
   int n = 0;
   Groups groups;

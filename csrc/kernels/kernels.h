@@ -44,6 +44,8 @@ constexpr Tile wgmma_gemm_a8_tile(int bits, int block_m, int warpgroups = 2) {
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a8(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// Of experts: tiles of one of kGroupedInt8Heights, of two warpgroups.
+Status launch_grouped_gemm_a8(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_gemm_a16.cu: fp16 or bf16 activations, groups of 128 or more without offsets, in clusters of two CTAs. Four warpgroups
 // are for 64 rows, int4, and scales of x's type.
@@ -52,6 +54,8 @@ constexpr Tile wgmma_gemm_a16_tile(int bits, int block_m, int warpgroups = 2) {
   return {128 * warpgroups, block_m, stages, 1, kHopperSharedBytes, 2};
 }
 Status launch_wgmma_gemm_a16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// Of experts: tiles of one of kGroupedHeights, of two warpgroups.
+Status launch_grouped_gemm_a16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_fold16.cuh: 16-bit activations x weights of every format, rounded once to their type; clusters of two CTAs. `stages`:
 // those of weights.
@@ -62,10 +66,7 @@ constexpr Tile wgmma_fold16_tile(int block_m, int bits = 4) {
 template <class Format>
 Status launch_wgmma_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
 
-// Of experts, tiles of `block_m` rows: an even number of warpgroups, where half may have gate's features.
-constexpr Tile wgmma_fold16_grouped_tile(int block_m, int bits = 4) {
-  return {128 * (block_m <= 64 ? 4 : 2), block_m, wgmma_fold16_tile(block_m, bits).stages, 1, kHopperSharedBytes, 2};
-}
+// Of experts: tiles of one of kGroupedHeights.
 template <class Format>
 Status launch_grouped_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 

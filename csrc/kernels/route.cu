@@ -1,8 +1,8 @@
 // Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the
 // weighted sums of what comes out.
 #include "cutlass_ops/layout.h"
+#include "device/epilogue.cuh"
 #include "device/launch.cuh"
-#include "device/scalar.cuh"
 #include "dispatch/problem.h"
 #include "kernels/kernels.h"
 
@@ -117,7 +117,10 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
   int const row = g.in_slots ? slot : position / p.route.top;
   uint16_t const* const from = static_cast<uint16_t const*>(g.x) + row * g.x_stride;
   uint16_t* const to = static_cast<uint16_t*>(g.out) + slot * g.out_stride;
-  if (g.scales && lane == 0) g.out_scales[slot] = g.scales[row];
+  if (g.scales) {
+    for (int block = lane; block < g.blocks; block += 32)
+      g.out_scales[int64_t(block) * g.out_scale_stride + slot] = g.scales[int64_t(block) * g.scale_stride + row];
+  }
   if (g.perm) {
     int32_t const* const perm = g.perm + int64_t(expert_of(p.route, position)) * g.k;
     for (int i = lane; i < g.k; i += 32) to[i] = from[__ldg(perm + i)];
@@ -129,64 +132,90 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
   }
 }
 
-// ---- sum_experts: a thread adds up four columns of a row of y
+// ---- sum_experts: a thread adds up 16 bytes' columns of a row of y
 
 struct SumParams {
   RouteProblem route;
   int const* of_position;
-  void const* rows;  // [slots][n] of row_type
+  void const* rows;  // [slots][n] of fp32, or of row_type; n is a multiple of 8
   DataType row_type;
   int n;
   void const* weights;
   DataType weight_type;
   void* out;
   DataType out_type;
-  bool vectors;  // rows are of 16-byte vectors
 };
 
-constexpr int kSumThreads = 256, kSumColumns = 4, kAtATime = 8;
+constexpr int kSumThreads = 128;
 
+template <bool kFloatRows>
 __global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ SumParams const p) {
+  constexpr int kColumns = kFloatRows ? 4 : 8;
   pdl_wait_and_launch_dependents();
-  int const token = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * kSumColumns, top = p.route.top;
+  int const token = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * kColumns, top = p.route.top;
   if (column >= p.n) return;
-  int const columns = min(kSumColumns, p.n - column);
-  float sums[kSumColumns] = {};
-  for (int first = 0; first < top; first += kAtATime) {
-    float values[kAtATime][kSumColumns], weights[kAtATime];
-    bool there[kAtATime];
+  bool const half_rows = p.row_type == DataType::kFloat16;
+  float sums[kColumns] = {};
+  int first = 0;
+  // What is loaded for so many experts is in flight together: there are too few predicates to leave out those that are missing,
+  // which load some row.
+  auto const add = [&](auto count) {
+    constexpr int kCount = decltype(count)::value;
+    int const position = token * top + first;
+    int slots[kCount];
+    float weights[kCount];
+    uint4 values[kCount];
 #pragma unroll
-    for (int j = 0; j < kAtATime; ++j) {
-      int const position = token * top + first + j, slot = first + j < top ? p.of_position[position] : -1;
-      there[j] = slot >= 0;
-      if (!there[j]) continue;
-      weights[j] = load_float(p.weights, p.weight_type, position);
-      int64_t const from = int64_t(slot) * p.n + column;
-      if (p.vectors) {
-        load_float4(p.rows, p.row_type, from, values[j]);
-      } else {
+    for (int j = 0; j < kCount; ++j) slots[j] = p.of_position[position + j];
 #pragma unroll
-        for (int i = 0; i < kSumColumns; ++i) values[j][i] = i < columns ? load_float(p.rows, p.row_type, from + i) : 0.0f;
+    for (int j = 0; j < kCount; ++j)
+      values[j] = static_cast<uint4 const*>(p.rows)[(int64_t(max(slots[j], 0)) * p.n + column) / kColumns];
+    // The branch by their type stands once before all of them.
+    auto const load_weights = [&](DataType type) {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) weights[j] = load_float(p.weights, type, position + j);
+    };
+    if (p.weight_type == DataType::kFloat32) {
+      load_weights(DataType::kFloat32);
+    } else if (p.weight_type == DataType::kFloat16) {
+      load_weights(DataType::kFloat16);
+    } else {
+      load_weights(DataType::kBFloat16);
+    }
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      uint32_t const words[4] = {values[j].x, values[j].y, values[j].z, values[j].w};
+#pragma unroll
+      for (int i = 0; i < kColumns; ++i) {
+        float value;
+        if constexpr (kFloatRows) {
+          value = __uint_as_float(words[i]);
+        } else {
+          uint32_t const word = words[i / 2];
+          float2 const pair = __half22float2(reinterpret_cast<__half2 const&>(word));
+          value = half_rows ? (i % 2 ? pair.y : pair.x) : __uint_as_float(i % 2 ? word & 0xffff0000u : word << 16);
+        }
+        if (slots[j] >= 0) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], value));
       }
     }
+    first += kCount;
+  };
+  while (top - first >= 8) add(std::integral_constant<int, 8>());
+  if ((top - first) & 4) add(std::integral_constant<int, 4>());
+  if ((top - first) & 2) add(std::integral_constant<int, 2>());
+  if ((top - first) & 1) add(std::integral_constant<int, 1>());
+  uint16_t* const out = static_cast<uint16_t*>(p.out) + int64_t(token) * p.n + column;
+  uint32_t pairs[kColumns / 2];
 #pragma unroll
-    for (int j = 0; j < kAtATime; ++j) {
+  for (int i = 0; i < kColumns / 2; ++i)
+    pairs[i] = to_half_bits(sums[2 * i], sums[2 * i + 1], p.out_type == DataType::kBFloat16);
+  if (reinterpret_cast<uintptr_t>(p.out) % 16) {
 #pragma unroll
-      for (int i = 0; i < kSumColumns; ++i)
-        if (there[j]) sums[i] = __fadd_rn(sums[i], __fmul_rn(weights[j], values[j][i]));
-    }
-  }
-  int64_t const at = int64_t(token) * p.n + column;
-  uint16_t* const out = static_cast<uint16_t*>(p.out) + at;
-  bool const half = p.out_type == DataType::kFloat16;
-  uint32_t const low = half ? pack_pair<__half>(sums[0], sums[1]) : pack_pair<__nv_bfloat16>(sums[0], sums[1]),
-                 high = half ? pack_pair<__half>(sums[2], sums[3]) : pack_pair<__nv_bfloat16>(sums[2], sums[3]);
-  if (p.vectors) {
-    *reinterpret_cast<uint2*>(out) = make_uint2(low, high);
+    for (int i = 0; i < kColumns; ++i) out[i] = uint16_t(pairs[i / 2] >> 16 * (i % 2));
+  } else if constexpr (kFloatRows) {
+    *reinterpret_cast<uint2*>(out) = make_uint2(pairs[0], pairs[1]);
   } else {
-#pragma unroll
-    for (int i = 0; i < kSumColumns; ++i)
-      if (i < columns) out[i] = uint16_t((i < 2 ? low : high) >> 16 * (i % 2));
+    *reinterpret_cast<uint4*>(out) = make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
   }
 }
 
@@ -207,10 +236,10 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
 
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream) {
-  bool const vectors = n % 4 == 0 && reinterpret_cast<uintptr_t>(out) % 8 == 0;
-  dim3 const grid(unsigned(route.tokens), unsigned(ceil_div(n, kSumThreads * kSumColumns)));
-  return launch(sum_experts, grid, kSumThreads, 0, stream,
-                SumParams{route, slots.of_position, rows, row_type, n, weights, weight_type, out, out_type, vectors});
+  bool const float_rows = row_type == DataType::kFloat32;
+  dim3 const grid(unsigned(route.tokens), unsigned(ceil_div(n, kSumThreads * (float_rows ? 4 : 8))));
+  return launch(float_rows ? sum_experts<true> : sum_experts<false>, grid, kSumThreads, 0, stream,
+                SumParams{route, slots.of_position, rows, row_type, n, weights, weight_type, out, out_type});
 }
 
 }  // namespace cutlass_ops

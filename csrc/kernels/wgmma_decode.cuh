@@ -404,7 +404,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       v[0] += theirs.x, v[1] += theirs.y, v[2] += theirs.z, v[3] += theirs.w;
     }
   };
-  for (int i = warp; i < (C::kGrouped ? part.outputs << log_pieces : pieces); i += C::kWarps) {
+  for (int i = warp; i < pieces; i += C::kWarps) {
     int const row_panel = i >> log_pieces, piece = (part.rank << log_pieces) + i - (row_panel << log_pieces);
     int const row = row_panel * kRowsPerPanel + piece / C::kMBlocks * 16, x_rows = piece % C::kMBlocks;
     if constexpr (C::kOneCta) {
@@ -415,12 +415,13 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     int const n = part.first_row_panel * kRowsPerPanel + row;
     if constexpr (C::kGrouped) {
       if (part.group.rows <= x_rows * 8) continue;
-      float up[4] = {};
-      if (p.groups.gated) total(i + (part.row_panels / 2 << log_pieces), up);
       float const* row_scales = p.token_scales ? p.token_scales + part.group.first_row : nullptr;
-      FeaturesOfRow gate(v, row_scales, x_rows, part.group.rows);
-      FeaturesOfRow const other(up, row_scales, x_rows, part.group.rows);
-      finish_group(gate.sums, other.sums, gate.x_row, n + gate.feature, part.group, p.groups, p.epilogue);
+      if (p.groups.gated) {
+        finish_gated(v, row_scales, x_rows * 8, n, part.group, p.groups, p.epilogue);
+      } else {
+        FeaturesOfRow at(v, row_scales, x_rows, part.group.rows);
+        finish_group(at.sums, at.x_row, n + at.feature, part.group, p.groups, p.epilogue);
+      }
     } else {
       finish(v, n, x_rows, C::kFolds ? p.token_scales : nullptr, p.epilogue);
     }
@@ -443,6 +444,35 @@ __global__ void __launch_bounds__(C::kThreads + (C::kOneCta ? 64 : 0), C::kOneCt
 #endif
 }
 
+inline int offset_bytes(PackedWeight const& w) { return w.offsets ? size_of(w.offset_type) : 0; }
+
+// The maps of a weight's codes and group vectors, in boxes of as many row panels as any cluster has.
+template <class C>
+Status encode_weights(PackedWeight const& w, WgmmaDecodeShape const& shape, Maps* maps) {
+  int64_t const k_pad = padded_k(w.k), n_pad = padded_rows(w.n);
+  cuuint64_t const row_panels = n_pad / kRowsPerPanel, runs = k_pad / kKPerTile * (C::kChunk / kCodeRun),
+                   groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
+  cuuint32_t const row_panel_box = shape.most_row_panels,
+                   group_box = C::kFolds || C::kCodebook ? VectorRows(w.group_size).count : 1;
+  Status status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
+                                    {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
+                                    CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps->codes);
+  // Of `bytes` for each row and group.
+  auto const encode_vectors = [&](void const* vectors, int bytes, CUtensorMap* map) {
+    if (!vectors || !status.ok()) return;
+    CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
+                                     : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
+                                                  : CU_TENSOR_MAP_DATA_TYPE_UINT8;
+    status = hopper::encode<3>(
+        type, vectors, {kRowsPerPanel, row_panels, groups}, {cuuint64_t(kRowsPerPanel * bytes), cuuint64_t(n_pad) * bytes},
+        {kRowsPerPanel, row_panel_box, group_box}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
+  };
+  encode_vectors(w.scales, size_of(w.scale_type), &maps->scales);
+  encode_vectors(w.offsets, offset_bytes(w), &maps->offsets);
+  encode_vectors(w.zeros, 1, &maps->zeros);
+  return status;
+}
+
 template <class C>
 Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream) {
   PackedWeight const& w = problem.weight;
@@ -456,26 +486,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
   if (!status.ok()) return status;
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   VectorRows const rows(w.group_size);
-  cuuint64_t const row_panels = n_pad / kRowsPerPanel, runs = cuuint64_t(k_tiles) * (C::kChunk / kCodeRun),
-                   groups = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
-  cuuint32_t const row_panel_box = shape.most_row_panels, group_box = C::kFolds || C::kCodebook ? rows.count : 1;
-  status = hopper::encode<3>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels},
-                             {kCodeRun, runs * kCodeRun}, {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box},
-                             CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps.codes);
-  // Of `bytes` for each row and group.
-  auto const encode_vectors = [&](void const* vectors, int bytes, CUtensorMap* map) {
-    if (!vectors || !status.ok()) return;
-    CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
-                                                  : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    status = hopper::encode<3>(
-        type, vectors, {kRowsPerPanel, row_panels, groups}, {cuuint64_t(kRowsPerPanel * bytes), cuuint64_t(n_pad) * bytes},
-        {kRowsPerPanel, row_panel_box, group_box}, CU_TENSOR_MAP_SWIZZLE_NONE, CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
-  };
-  int const scale_bytes = size_of(w.scale_type), offset_bytes = w.offsets ? size_of(w.offset_type) : 0;
-  encode_vectors(w.scales, scale_bytes, &maps.scales);
-  encode_vectors(w.offsets, offset_bytes, &maps.offsets);
-  encode_vectors(w.zeros, 1, &maps.zeros);
+  status = encode_weights<C>(w, shape, &maps);
   if (!status.ok()) return status;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
@@ -485,8 +496,8 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            q.block == -1 ? 0 : q.stride,
            problem.act_symmetric,
            activation_block(w.group_size) / kLaneColumns,
-           scale_bytes,
-           offset_bytes,
+           size_of(w.scale_type),
+           offset_bytes(w),
            EpilogueParams(problem),
            rows,
            shape,
@@ -514,32 +525,9 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
   Status status = hopper::encode_x_rows(problem.x, 2, problem.rows, w.k, problem.x_stride * 2, kBoxRows, &maps.x_rows);
   if (!status.ok()) return status;
   int64_t const k_pad = padded_k(w.k);
-  int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n)), halves = groups.gated ? 2 : 1;
+  int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   VectorRows const rows(w.group_size);
-  // The second half of an expert's features is a dimension of the map: its row panels lie as many behind.
-  cuuint64_t const half = groups.row_panels / halves, row_panels = n_pad / kRowsPerPanel - (halves - 1) * half,
-                   runs = cuuint64_t(k_tiles) * (C::kChunk / kCodeRun),
-                   vectors = w.group_size == -1 ? 1 : (k_pad + w.group_size - 1) / w.group_size;
-  cuuint32_t const row_panel_box = shape.most_row_panels / halves, half_box = halves, vector_box = rows.count;
-  status = hopper::encode<4>(CU_TENSOR_MAP_DATA_TYPE_UINT64, w.codes, {kCodeRun / 8, runs, row_panels, cuuint64_t(halves)},
-                             {kCodeRun, runs * kCodeRun, half * runs * kCodeRun},
-                             {kCodeRun / 8, C::kChunk / kCodeRun, row_panel_box, half_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
-                             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, &maps.codes);
-  auto const encode_vectors = [&](void const* data, int bytes, CUtensorMap* map) {
-    if (!data || !status.ok()) return;
-    CUtensorMapDataType const type = bytes == 4   ? CU_TENSOR_MAP_DATA_TYPE_FLOAT32
-                                     : bytes == 2 ? CU_TENSOR_MAP_DATA_TYPE_UINT16
-                                                  : CU_TENSOR_MAP_DATA_TYPE_UINT8;
-    cuuint64_t const row_panel_bytes = kRowsPerPanel * bytes;
-    status = hopper::encode<4>(type, data, {kRowsPerPanel, row_panels, cuuint64_t(halves), vectors},
-                               {row_panel_bytes, half * row_panel_bytes, cuuint64_t(n_pad) * bytes},
-                               {kRowsPerPanel, row_panel_box, half_box, vector_box}, CU_TENSOR_MAP_SWIZZLE_NONE,
-                               CU_TENSOR_MAP_L2_PROMOTION_NONE, map);
-  };
-  int const scale_bytes = size_of(w.scale_type), offset_bytes = w.offsets ? size_of(w.offset_type) : 0;
-  encode_vectors(w.scales, scale_bytes, &maps.scales);
-  encode_vectors(w.offsets, offset_bytes, &maps.offsets);
-  encode_vectors(w.zeros, 1, &maps.zeros);
+  status = encode_weights<C>(w, shape, &maps);
   if (!status.ok()) return status;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
@@ -547,17 +535,17 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
   rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
   rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
   Params const p{w,
-                 problem.row_scales,
+                 problem.x_scales,
                  nullptr,
                  0,
                  true,
                  0,
-                 scale_bytes,
-                 offset_bytes,
+                 size_of(w.scale_type),
+                 offset_bytes(w),
                  EpilogueParams(rows_of_all),
                  rows,
                  shape,
-                 EvenPartition(groups.row_panels / halves, shape.clusters),
+                 EvenPartition(groups.row_panels, shape.clusters),
                  EvenPartition(k_tiles, shape.cluster),
                  k_tiles,
                  n_pad,

@@ -120,10 +120,7 @@ struct Barriers {
 // first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  // Of experts: the tile's, and row panels whose outputs are wanted; where gate and up are multiplied at a time, as many of up
-  // lie behind most_row_panels / 2.
-  GroupTile group;
-  int outputs;
+  GroupTile group;  // of experts
 
   __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
@@ -145,9 +142,7 @@ struct Part {
     int const index = blockIdx.x >> p.log_cluster, tile = index / p.shape.clusters, share = index - tile * p.shape.clusters;
     part.rank = blockIdx.x & (p.shape.cluster - 1);
     part.group = GroupTile(p.groups, tile, WgmmaDecodeShape::kBlockM);
-    part.first_row_panel = p.units.first(share), part.outputs = p.units.count(share);
-    part.row_panels = p.shape.most_row_panels;
-    if (!p.groups.gated) part.row_panels = part.outputs;
+    part.first_row_panel = p.units.first(share), part.row_panels = p.units.count(share);
     part.begin = 0, part.end = part.row_panels * kRowsPerPanel;
     part.first_tile = p.tiles.first(part.rank), part.tiles = p.tiles.count(part.rank);
     return part;

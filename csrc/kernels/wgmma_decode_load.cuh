@@ -16,18 +16,16 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   int const features = p.shape.most_row_panels * kRowsPerPanel, group = p.weight_rows.first(tile);
   bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
   if constexpr (C::kGrouped) {
-    // Boxes of gate's row panels and then of up's.
-    using GroupedCopy = cute::SM90_TMA_LOAD_4D;
     int const row_panel = part.group.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     TransactionBarrier::arrive_and_expect_tx(full, C::kXBytes / (part.group.rows > 8 ? 1 : 2) +
                                                        p.shape.most_row_panels * C::kChunk +
                                                        p.weight_rows.count * features * bytes);
-    GroupedCopy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
-                      row_panel, 0);
-    GroupedCopy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, row_panel, 0, group);
-    if (offsets) GroupedCopy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, row_panel, 0, group);
-    if (zeros) GroupedCopy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, row_panel, 0, group);
+    Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
+               row_panel);
+    Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, row_panel, group);
+    if (offsets) Copy::copy(&maps.offsets, full, kKeep, to + p.shape.offsets, 0, row_panel, group);
+    if (zeros) Copy::copy(&maps.zeros, full, kKeep, to + p.shape.zeros, 0, row_panel, group);
   } else {
     // Few copies: each takes some twenty nanoseconds. So they are of as many row panels as any cluster has, and of all groups
     // of the tile.

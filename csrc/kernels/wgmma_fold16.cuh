@@ -29,8 +29,7 @@
 namespace cutlass_ops {
 namespace {
 
-// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'; where gate and up are
-// multiplied at a time, the first half of the warpgroups has gate's features.
+// Zero points and offsets are looked for at run time. kGrouped: rows of x and weights are experts'.
 template <class Element_, class Format_, bool kNarrow_, int kBlockM_, bool kGrouped_ = false>
 struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   using Fold = cutlass_ops::Fold<Element_, Format_, kNarrow_, AffineTerm::kAny>;
@@ -43,9 +42,7 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr int kWindowTiles = 0;
   // With few rows of x MMAs are short, and the latency of decoding shows: as many warps hide it as there are registers for.
   static constexpr int kBits = Format::kBits, kBlockM = kBlockM_, kCluster = 2;
-  static constexpr int kWarpgroups =
-      (kGrouped ? wgmma_fold16_grouped_tile(kBlockM) : wgmma_fold16_tile(kBlockM)).block_n / (kCluster * kRowsPerPanel);
-  static_assert(!kGrouped || kWarpgroups % 2 == 0);
+  static constexpr int kWarpgroups = wgmma_fold16_tile(kBlockM).block_n / (kCluster * kRowsPerPanel);
   static constexpr int kRows = kRowsPerPanel * kWarpgroups, kThreads = 128 * (kWarpgroups + 1);
   // Of a thread of the warpgroup that loads, and of the others.
   static constexpr int kLoadingRegisters = kWarpgroups == 4 ? 32 : 40;
@@ -87,24 +84,6 @@ struct Config : Fold<Element_, Format_, kNarrow_, AffineTerm::kAny> {
   static constexpr bool kShortTiles = true, kSplitsRows = false;
 };
 
-// The first row of x of a tile, and the end of those that it may write.
-template <class C>
-__device__ __forceinline__ int first_row(typename C::Work const& work) {
-  if constexpr (C::kGrouped) {
-    return work.first_x_row;
-  } else {
-    return work.m_tile * C::kBlockM;
-  }
-}
-template <class C>
-__device__ __forceinline__ int end_row(typename C::Work const& work, typename C::Params const& p) {
-  if constexpr (C::kGrouped) {
-    return work.end_x_row;
-  } else {
-    return p.epilogue.m;
-  }
-}
-
 template <class C>
 struct Barriers {
   uint64_t full_panels[C::kPanels], empty_panels[C::kPanels], full_chunks[C::kChunks], empty_chunks[C::kChunks];
@@ -122,14 +101,9 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p);
-    // Row panels that are adjacent in the stage and in the weight: all, or half of them gate's and half up's.
-    int row0 = (work.pair * C::kCluster + rank) * C::kRows, row_panels = C::kWarpgroups, until = p.n_pad, parts = 1,
-        part_rows = 0;
-    if constexpr (C::kGrouped) {
-      parts = p.groups.gated ? 2 : 1, row_panels /= parts, row0 /= parts;
-      until = p.groups.row_panels / parts * kRowsPerPanel, part_rows = until;
-    }
-    row_panels = max(0, min(row_panels, (until - row0) / kRowsPerPanel));  // the last pair may reach beyond N
+    int row0 = (work.pair * C::kCluster + rank) * C::kRows;
+    // The last pair may reach beyond N.
+    int const row_panels = max(0, min(C::kWarpgroups, (hopper::rows_of_weight<C>(p) - row0) / kRowsPerPanel));
     if constexpr (C::kGrouped) row0 += work.expert * p.groups.row_panels * kRowsPerPanel;
     int const rows = row_panels * kRowsPerPanel;
     int const group_bytes = rows * (p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0));
@@ -139,24 +113,21 @@ __device__ __forceinline__ void produce_weights(uint8_t* shared, Barriers<C>& ba
       uint64_t* full = &barriers.full_chunks[ring.stage];
       ClusterBarrier::wait(&barriers.empty_chunks[ring.stage], ring.phase ^ 1);
       if (leader) {
-        TransactionBarrier::arrive_and_expect_tx(full, parts * (row_panels * kChunk + p.tile_groups * group_bytes));
-        for (int part = 0; part < (C::kGrouped ? parts : 1); ++part) {
-          int const row = row0 + part * part_rows, place = part * (C::kWarpgroups / 2);
-          for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
-            Copy::copy(w.codes + (int64_t(row / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk, full,
-                       chunk + (place + row_panel) * kChunk, kChunk);
+        TransactionBarrier::arrive_and_expect_tx(full, row_panels * kChunk + p.tile_groups * group_bytes);
+        for (int row_panel = 0; row_panel < row_panels; ++row_panel) {
+          Copy::copy(w.codes + (int64_t(row0 / kRowsPerPanel + row_panel) * p.k_tiles + k) * kChunk, full,
+                     chunk + row_panel * kChunk, kChunk);
+        }
+        int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row0;
+        uint8_t* group_chunk = chunk;
+        for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
+          Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full, group_chunk + C::kScales,
+                     rows * p.scale_bytes);
+          if (offsets) {
+            Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full, group_chunk + C::kOffsets,
+                       rows * p.offset_bytes);
           }
-          int64_t from = int64_t(k / p.group_tiles * p.tile_groups) * p.n_pad + row;
-          uint8_t* group_chunk = chunk;
-          for (int group = 0; rows > 0 && group < p.tile_groups; ++group, from += p.n_pad, group_chunk += C::kGroupBytes) {
-            Copy::copy(static_cast<uint8_t const*>(w.scales) + from * p.scale_bytes, full,
-                       group_chunk + C::kScales + place * kRowsPerPanel * p.scale_bytes, rows * p.scale_bytes);
-            if (offsets) {
-              Copy::copy(static_cast<uint8_t const*>(w.offsets) + from * p.offset_bytes, full,
-                         group_chunk + C::kOffsets + place * kRowsPerPanel * p.offset_bytes, rows * p.offset_bytes);
-            }
-            if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints + place * kRowsPerPanel, rows);
-          }
+          if (zeros) Copy::copy(w.zeros + from, full, group_chunk + C::kZeroPoints, rows);
         }
       }
     }
@@ -176,7 +147,8 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
     int const end = work.end_k(p) * C::kSteps;
-    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, first_row<C>(work) + rank * half, work.first_k(p));
+    hopper::XRows<C::kKSlices * 16, !C::kGrouped> x_rows(p.image, hopper::first_x_row<C>(work, rank, p) + rank * half,
+                                                         work.first_k(p));
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
       uint64_t* full = &barriers.full_panels[ring.stage];
@@ -200,59 +172,6 @@ __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::
   }
   cutlass::arch::fence_view_async_shared();
   cutlass::arch::NamedBarrier::sync(kMultiplying, C::kWarpgroups + 1);
-}
-
-// The sums of a tile of experts to outputs: bias, activation, and gate's times up's, which another warpgroup has for the same
-// features and rows of x, in the same registers: those come to it through shared memory. False: this warpgroup has nothing to
-// store.
-template <class C>
-__device__ __forceinline__ bool finish_group_tile(float (&sums)[C::kSums], float* staging, typename C::Params const& p,
-                                                  hopper::ThreadCoord<C> const& coord, int expert, int row0) {
-  constexpr int kHalf = C::kWarpgroups / 2, kFit = C::kStoreBytes / (C::kWarpgroups * 128 * 4) / 4 * 4,
-                kFloats = C::kSums % kFit == 0 ? kFit : 8;  // that go through it at a time
-  static_assert(C::kSums % kFloats == 0);
-  Groups const& g = p.groups;
-  bool const gate = g.gated && coord.warpgroup < kHalf, up = g.gated && !gate;
-  int const row_panel = up ? coord.warpgroup - kHalf : coord.warpgroup, barrier = C::kWarpgroups * 2 + 3 + row_panel;
-#pragma unroll
-  for (float& sum : sums) sum = nan_unless_finite(sum);
-  if (g.bias) {
-    int64_t const first = int64_t(expert) * g.row_panels * kRowsPerPanel + (up ? g.row_panels / 2 * kRowsPerPanel : 0);
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      int const row = row0 + row_panel * kRowsPerPanel + coord.warp * 16 + coord.lane / 4 + h * 8;
-      float const bias = row < p.epilogue.n ? load_float(g.bias, g.bias_type, first + row) : 0.0f;
-#pragma unroll
-      for (int i = 0; i < C::kSums; ++i)
-        if (i % 4 / 2 == h) sums[i] += bias;
-    }
-  }
-  if (!g.gated && g.activation == Activation::kNone) return true;
-  // Gate's warpgroup writes to its part, and up's reads there. The lines before have been read.
-  if (coord.warp == 0 && coord.lane == 0) cute::tma_store_wait<0>();
-  cutlass::arch::NamedBarrier::sync(128, 1 + coord.warpgroup);
-  float* const mine = staging + row_panel * kFloats * 128 + coord.warp * 32 + coord.lane;
-#pragma unroll
-  for (int first = 0; first < C::kSums; first += kFloats) {
-    if (!up) {
-#pragma unroll
-      for (int i = 0; i < kFloats; ++i) mine[i * 128] = sums[first + i];
-#pragma unroll 1
-      for (int i = 0; i < kFloats; i += 4) {  // unrolled for all sums it would be thousands of instructions
-        float v[4] = {mine[i * 128], mine[(i + 1) * 128], mine[(i + 2) * 128], mine[(i + 3) * 128]};
-        activate(v, g);
-#pragma unroll
-        for (int j = 0; j < 4; ++j) mine[(i + j) * 128] = v[j];
-      }
-    }
-    if (g.gated) cutlass::arch::NamedBarrier::sync(256, barrier);
-    if (!gate) {
-#pragma unroll
-      for (int i = 0; i < kFloats; ++i) sums[first + i] = (up ? sums[first + i] : 1.0f) * mine[i * 128];
-    }
-    if (g.gated) cutlass::arch::NamedBarrier::sync(256, barrier);
-  }
-  return !gate;
 }
 
 template <class C>
@@ -279,8 +198,8 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
   if (coord.warpgroup == C::kWarpgroups - 1) cutlass::arch::NamedBarrier::arrive(256, kTurnBarrier);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
-    int row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
-    int const m0 = first_row<C>(work);
+    int const row0 = (work.pair * C::kCluster + coord.rank) * C::kRows;
+    int const m0 = hopper::first_x_row<C>(work, coord.rank, p);
     int const count = work.end_k(p) - work.first_k(p);
     float sums[C::kSums] = {};
     uint32_t a[2][C::kGroups][C::kGroupKSlices][4];
@@ -349,21 +268,12 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     fence(a[C::kSteps - 1]);
     fence_registers(sums);
     release(last_panel);
-    if (p.x.scales) {  // of int8 activations, one a row of x
-#pragma unroll
-      for (int j = 0; j < C::kBlockM / 8; ++j) {
-        float2 const scale =
-            __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + coord.lane % 4);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sums[4 * j + i] *= i % 2 ? scale.y : scale.x;
-      }
-    }
+    hopper::scale_x_rows<C>(sums, p, coord, m0);
     if constexpr (C::kGrouped) {
-      if (p.groups.gated) row0 /= 2;
-      if (!finish_group_tile<C>(sums, staging, p, coord, work.expert, row0)) continue;
-      if (p.groups.gated) row0 -= C::kRows / 2;  // the warpgroups of up's store, which are the second half
+      hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
+    } else {
+      hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);
     }
-    hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0, end_row<C>(work, p));
   }
 }
 
@@ -461,12 +371,12 @@ Status launch_group_tile(GroupedGemm const& problem, Plan const& plan, Stream st
   switch (plan.block_m) {
     case 64:
       return launch_groups<Element, Format, 64>(problem, plan, stream);
-    case 128:
-      return launch_groups<Element, Format, 128>(problem, plan, stream);
-    case 208:
-      return launch_groups<Element, Format, 208>(problem, plan, stream);
+    case 96:
+      return launch_groups<Element, Format, 96>(problem, plan, stream);
+    case 144:
+      return launch_groups<Element, Format, 144>(problem, plan, stream);
     default:
-      return {Status::kInvalid, "wgmma_fold16 has no tile of " + std::to_string(plan.block_m) + " rows of an expert"};
+      return launch_groups<Element, Format, 208>(problem, plan, stream);
   }
 }
 

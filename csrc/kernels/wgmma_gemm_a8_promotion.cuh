@@ -14,8 +14,6 @@
 namespace cutlass_ops {
 namespace {
 
-using hopper::Params;
-
 enum class Promotion {
   kBlock,    // a scale for each token and 128 columns, and one for each row and 128 columns
   kToken,    // one for each row and 128 columns; the token's is applied at the end
@@ -24,16 +22,20 @@ enum class Promotion {
 };
 
 template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsymmetric_, int kWarpgroups = 2,
-          bool kCompensates = false>
-    struct Config : hopper::TileConfig < kBits,
-    kBlockM, 1,
-    kPromotion_<Promotion::kTap, kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
-                wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
-  static constexpr bool kImages = !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken;
+          bool kCompensates = false, bool kGrouped_ = false>
+struct Config : hopper::TileConfig<kBits, kBlockM, 1, (kPromotion_ < Promotion::kTap),
+                                   kPromotion_ == Promotion::kBlock || kPromotion_ == Promotion::kTap, kAsymmetric_, kZeros,
+                                   wgmma_gemm_a8_tile(kBits, kBlockM, kWarpgroups).stages, kWarpgroups> {
+  static constexpr bool kGrouped = kGrouped_;  // rows of x and weights are experts'
+  static constexpr bool kImages = !kAsymmetric_ && !kCompensates && kPromotion_ != Promotion::kToken && !kGrouped;
   static constexpr bool kSplitsRows = kImages && kWarpgroups == 2;
   // Zero points are compensated by the window of K or, where a token has one, at the end.
   static constexpr bool kCompensatesByWindow = kCompensates && kPromotion_ == Promotion::kBlock;
-  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams, hopper::Params>;
+  using Params = std::conditional_t<kCompensatesByWindow, hopper::CompensatedParams,
+                                    std::conditional_t<kGrouped, hopper::GroupedParams, hopper::Params>>;
+  using Work = std::conditional_t<kGrouped, hopper::GroupedWork<kBlockM>, hopper::Work>;
+  static constexpr int kXBoxRows = kGrouped ? kSlotRows : Config::TileConfig::kXBoxRows;
+  static_assert(!kGrouped || (!kAsymmetric_ && kPromotion_ != Promotion::kTap), "experts have other kernels for these");
   static constexpr int kWindowTiles = kCompensatesByWindow ? compensation_window(kBits) : 0;
   static constexpr Promotion kPromotion = kPromotion_;
   static constexpr bool kAsymmetric = kAsymmetric_;  // activations with zero points
@@ -59,7 +61,7 @@ template <int kBits, int kBlockM, Promotion kPromotion_, bool kZeros, bool kAsym
                 "its tile promises less shared memory");
 
   static __device__ void consume(uint8_t* stages, float* staging, hopper::Barriers<Config>& barriers,
-                                 CUtensorMap const& out_map, hopper::Params const& p, hopper::ThreadCoord<Config> const& coord);
+                                 CUtensorMap const& out_map, Params const& p, hopper::ThreadCoord<Config> const& coord);
 };
 
 // With zero points of the activations, a stage's sums start from the bits of kBias - za * (sum of the row's codes): in its
@@ -83,7 +85,7 @@ struct RawWeights {
   float scale[2];
   uint32_t zeros;  // two bytes, in one register
 
-  __device__ __forceinline__ void load(uint8_t const* stage, Params const& p, hopper::ThreadCoord<C> const& coord) {
+  __device__ __forceinline__ void load(uint8_t const* stage, hopper::Params const& p, hopper::ThreadCoord<C> const& coord) {
     load_words(stage, coord);
     load_vectors(stage, p, coord);
   }
@@ -103,7 +105,8 @@ struct RawWeights {
   }
 
   // Zero points, and scales that nothing prepares. They are waited for where they are loaded: best while products run.
-  __device__ __forceinline__ void load_vectors(uint8_t const* stage, Params const& p, hopper::ThreadCoord<C> const& coord) {
+  __device__ __forceinline__ void load_vectors(uint8_t const* stage, hopper::Params const& p,
+                                               hopper::ThreadCoord<C> const& coord) {
     if (C::kLoadScales && !C::kPrepareScales) {
       if (p.weight.scale_type == DataType::kFloat32) {
         float2 v = *reinterpret_cast<float2 const*>(stage + coord.scales);
@@ -299,8 +302,9 @@ class ZeroPointProduct {
 // promoted like others.
 template <class C>
 __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8_t* stages, hopper::Ring<C::kStages>& ring,
-                                           hopper::Barriers<C>& barriers, Params const& p, hopper::ThreadCoord<C> const& coord,
-                                           bool is_last, uint32_t (&integers)[C::kSums], float (&sums)[C::kSums]) {
+                                           hopper::Barriers<C>& barriers, hopper::Params const& p,
+                                           hopper::ThreadCoord<C> const& coord, bool is_last, uint32_t (&integers)[C::kSums],
+                                           float (&sums)[C::kSums]) {
   constexpr int kLoads = RawWeights<C>::kLoads, kSixteens = kLoads / 2;
   uint8_t const* stage = stages + ring.stage * C::kStageBytes;
   auto& products = reinterpret_cast<float (&)[C::kSums]>(integers);
@@ -348,7 +352,7 @@ __device__ __forceinline__ void compensate(int window, RawWeights<C>& raw, uint8
 // Where a token has one zero point: less that times all of a row's weights. `zeros` is shared memory for a warpgroup's rows of
 // x, which nothing waits for.
 template <class C>
-__device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros, Params const& p,
+__device__ __forceinline__ void compensate_rows(float (&sums)[C::kSums], float* zeros, hopper::Params const& p,
                                                 hopper::ThreadCoord<C> const& coord, int row0, int m0) {
   int const position = row0 + coord.warpgroup * kRowsPerPanel + coord.lane / 4 * 8 + coord.warp * 2;
   float2 rows = {};

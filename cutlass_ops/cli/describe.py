@@ -83,7 +83,7 @@ def describe_packed(info: PackedInfo) -> dict[str, Any]:
             {
                 "name": name,
                 "type": "packed",
-                "shape": [*info.experts[name], k] if name in info.experts else [n, k // math.prod(kernel), *kernel],
+                "shape": [*info.experts[name][:2], k] if name in info.experts else [n, k // math.prod(kernel), *kernel],
                 "bytes": sum(map(spec_bytes, info.parts[name].values())),
                 "note": note,
                 "kernel_size": kernel,

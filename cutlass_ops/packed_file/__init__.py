@@ -7,14 +7,16 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 ==================  ================================================================================
 ``format``          "pt", as other tools expect
 ``layout``          "cutlass_ops.slab64"
-``layout_version``  "2"; in version 1 the last two lines of this table are missing
+``layout_version``  "2", or "3" if experts are gated; in version 1 the last two lines of this table are
+                    missing
 ``weights``         JSON: ``{name: {"n": N, "k": K, "bits": 4 or 8, "group_size": g}}``
 ``kernels``         JSON, if there are weights of convolutions: ``{name: [R, S]}``, the extents of
                     their kernels; K of ``weights`` is then R * S * C, and each tap's C channels are
                     padded to 128
 ``experts``         JSON, if a layer's experts are packed as one:
-                    ``{name: {"experts": E, "n": N}}``; N of ``weights`` is then E * N rounded up to
-                    64, and ``perm`` is ``[E, K]``
+                    ``{name: {"experts": E, "n": N, "gated": true or false}}``; N of ``weights`` is
+                    then E * N rounded up to 64, and ``perm`` is ``[E, K]``; ``gated`` is as in
+                    :class:`cutlass_ops.PackedExperts`, false where it is missing
 ``tied``            JSON: ``{name: other}``: weight ``name`` is also module ``other``'s, not stored
                     again
 ``sources``         JSON: ``{file name: sha256}`` of the checkpoint's files
@@ -32,8 +34,8 @@ other tensor keeps its name. ``__metadata__``, all of it strings, has:
 them last, so it writes the header last: its length does not depend on them.
 
 The experts of a model's layer are two weights, named as transformers names the parameters:
-``model.layers.0.mlp.experts.gate_up_proj`` (each expert's rows of gate before those of up) and
-``model.layers.0.mlp.experts.down_proj``, whatever names the checkpoint had.
+``model.layers.0.mlp.experts.gate_up_proj`` (gated) and ``model.layers.0.mlp.experts.down_proj``,
+whatever names the checkpoint had.
 
 Files that ``save_pretrained`` of transformers or diffusers wrote are recognised by the
 ``config.json`` beside them. Of the table they have ``format``, ``weights``, ``kernels`` and

@@ -22,8 +22,8 @@ class PackedInfo:
 
     Attributes:
         weights: ``(n, k, bits, group_size)`` by name.
-        experts: E and N of the weights that are experts packed as one, by name; their n is E * N
-            rounded up to 64.
+        experts: E, N and whether they are gated of the weights that are experts packed as one, by name;
+            their n is E * N rounded up to 64.
         kernels: extents of the kernels of the weights that are convolutions', by name.
         parts: dtype and shape of a weight's tensors ("codes", "scales", ...), by name.
         tensors: dtype and shape of the other tensors, by name.
@@ -55,7 +55,7 @@ class PackedInfo:
     checksums: Mapping[str, str] | None
     saved_elsewhere: bool = False
     rounded: tuple[str, ...] = ()
-    experts: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    experts: Mapping[str, tuple[int, int, bool]] = field(default_factory=dict)
     kernels: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
 
     @property
@@ -163,18 +163,23 @@ def _kernels(
 
 def _experts(
     path: Path, metadata: Mapping[str, str], weights: Mapping[str, tuple[int, int, int, int]]
-) -> dict[str, tuple[int, int]]:
-    """E and N of the weights that are experts."""
+) -> dict[str, tuple[int, int, bool]]:
+    """E and N of the weights that are experts, and whether their rows are of gate and up in eights."""
     found = {}
     for name, value in _json_object(path, metadata, "experts").items():
         e, n = (value.get(key) if isinstance(value, dict) else None for key in ("experts", "n"))
+        gated = isinstance(value, dict) and value.get("gated", False)
         # type() and not isinstance(): True is no size.
-        if type(e) is not int or type(n) is not int or e < 1 or n < 1:
-            raise CheckpointError(path, f"'experts' says {reprlib.repr(value)}; experts and n of at least 1 are expected", name)
+        if type(e) is not int or type(n) is not int or e < 1 or n < 1 or type(gated) is not bool or (gated and n % 2):
+            raise CheckpointError(
+                path,
+                f"'experts' says {reprlib.repr(value)}; experts and n of at least 1, n even where gated is true, are expected",
+                name,
+            )
         if name not in weights or weights[name][0] != e * formats.padded_rows(n):
             rows = weights[name][0] if name in weights else "no"
             raise CheckpointError(path, f"'experts' says {e} experts of {n} rows; the weight has {rows} rows", name)
-        found[name] = e, n
+        found[name] = e, n, gated
     return found
 
 
@@ -183,7 +188,7 @@ def _weight_parts(
     name: str,
     weight: tuple[int, int, int, int],
     specs: dict[str, Spec],
-    experts: Mapping[str, tuple[int, int]],
+    experts: Mapping[str, tuple[int, int, bool]],
     kernels: Mapping[str, tuple[int, ...]],
 ) -> dict[str, Spec]:
     """The tensors of a weight, taken out of ``specs``; their shapes are checked."""
@@ -300,7 +305,7 @@ def _directory_info(directory: Path) -> PackedInfo:
     tied: dict[str, str] = {}
     places: dict[str, Path] = {}
     checksums: dict[str, str] = {}
-    experts: dict[str, tuple[int, int]] = {}
+    experts: dict[str, tuple[int, int, bool]] = {}
     kernels: dict[str, tuple[int, ...]] = {}
     for shard in shards:
         if (shard.sources, shard.options, shard.slices) != (first.sources, first.options, first.slices):

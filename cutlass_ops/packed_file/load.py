@@ -60,7 +60,8 @@ def read_packed_weight(info: PackedInfo, name: str, files: Mapping[Path, Any]) -
     weight: PackedWeight | PackedExperts
     try:
         if name in info.experts:
-            weight = PackedExperts.of_parts(parts, *info.experts[name], k, bits, group_size)
+            e, n, gated = info.experts[name]
+            weight = PackedExperts.of_parts(parts, e, n, k, bits, group_size, gated)
         else:
             kernel_size = info.kernels.get(name, ())
             weight = PackedWeight(**parts, n=n, k=k, bits=bits, group_size=group_size, kernel_size=kernel_size)

@@ -23,9 +23,9 @@ def weights_metadata(weights: Mapping[str, tuple[int, int, int, int]]) -> str:
     return json.dumps({name: dict(zip(fields, values, strict=True)) for name, values in weights.items()})
 
 
-def experts_metadata(experts: Mapping[str, tuple[int, int]]) -> str:
-    """``experts`` of the table in :mod:`cutlass_ops.packed_file`, of E and N by name."""
-    return json.dumps({name: {"experts": e, "n": n} for name, (e, n) in experts.items()})
+def experts_metadata(experts: Mapping[str, tuple[int, int, bool]]) -> str:
+    """``experts`` of the table in :mod:`cutlass_ops.packed_file`, of E, N and whether they are gated by name."""
+    return json.dumps({name: {"experts": e, "n": n, "gated": gated} for name, (e, n, gated) in experts.items()})
 
 
 def kernels_metadata(kernels: Mapping[str, Sequence[int]]) -> dict[str, str]:
@@ -40,17 +40,18 @@ def packed_metadata(
     sources: Mapping[str, str],
     options: Mapping[str, Any],
     slices: Slices | None = None,
-    experts: Mapping[str, tuple[int, int]] | None = None,
+    experts: Mapping[str, tuple[int, int, bool]] | None = None,
     kernels: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, str]:
     """``__metadata__`` of a packed file, as in the table of :mod:`cutlass_ops.packed_file`.
 
-    ``experts`` has E and N, ``kernels`` the kernels' extents by name.
+    ``experts`` has E, N and whether they are gated, ``kernels`` the kernels' extents by name.
     """
+    gated = any(gated for _, _, gated in (experts or {}).values())
     metadata = {
         "format": "pt",
         "layout": formats.LAYOUT_NAME,
-        "layout_version": str(formats.LAYOUT_VERSION),
+        "layout_version": str(formats.GATED_VERSION if gated else formats.LAYOUT_VERSION),
         "weights": weights_metadata(weights),
         "tied": json.dumps(dict(tied)),
         "sources": json.dumps(dict(sources)),
@@ -98,7 +99,7 @@ def save_packed(
                 f"{name!r} is a {type(value).__name__}; a PackedWeight, PackedExperts or a torch.Tensor is expected"
             )
         parts.update(named)
-    experts = {name: (value.experts, value.n) for name, value in tensors.items() if isinstance(value, PackedExperts)}
+    experts = {name: (v.experts, v.n, v.gated) for name, v in tensors.items() if isinstance(v, PackedExperts)}
     packed = {name: value for name, value in tensors.items() if isinstance(value, PackedWeight)}
     packed |= {name: value.weight for name, value in tensors.items() if isinstance(value, PackedExperts)}
     check_names(packed, [name for name in tensors if name not in packed])

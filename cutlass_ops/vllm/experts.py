@@ -152,8 +152,8 @@ def _reason_of_device(inner: int) -> str | None:
         capability = torch.cuda.get_device_capability()
         if capability != (9, 0):
             return f"the GPU has compute capability {capability}; experts have kernels for (9, 0)"
-        if inner % formats.ROWS_PER_SLAB:
-            return f"a rank's {inner} inner features are no multiple of {formats.ROWS_PER_SLAB}"
+        if inner % 8:
+            return f"a rank's {inner} inner features are no multiple of 8"
     return None
 
 
@@ -186,7 +186,7 @@ class _Experts:
                 return
         packed: list[Any] = []
         for name in ("w13", "w2"):
-            packed.append(reorder_experts(_Stored(self, layer, name)))
+            packed.append(reorder_experts(_Stored(self, layer, name), gated=name == "w13"))
             for parameter in [n for n in layer._parameters if n.startswith(f"{name}_")]:
                 delattr(layer, parameter)
         activation = getattr(layer.activation, "value", layer.activation)

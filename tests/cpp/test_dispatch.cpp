@@ -17,6 +17,7 @@
 #include "cutlass_ops/layout.h"
 #include "cutlass_ops/zero_compensation.h"
 #include "dispatch/decode_shape.h"
+#include "dispatch/grouped.h"
 #include "dispatch/problem.h"
 #include "dispatch/spec.h"
 #include "kernels/conv_int8.h"
@@ -1409,13 +1410,18 @@ MoeProblem experts(int tokens, int count, int top, int hidden, int intermediate,
 }
 
 TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
-  for (auto [tokens, height, kernel] : {std::tuple(1, 16, "wgmma_decode_fold16"),
-                                        {128, 16, "wgmma_decode_fold16"},
-                                        {1024, 64, "wgmma_fold16"},
-                                        {8192, 128, "wgmma_fold16"},
-                                        {16384, 208, "wgmma_fold16"}}) {
+  for (auto [tokens, group_size, height, kernel] : {std::tuple(1, 128, 16, "wgmma_decode_fold16"),
+                                                    {128, 128, 16, "wgmma_decode_fold16"},
+                                                    {512, 128, 64, "wgmma_gemm_a16"},    // 32 rows of an expert
+                                                    {1024, 128, 96, "wgmma_gemm_a16"},   // 64 of most, and not of all
+                                                    {2048, 128, 144, "wgmma_gemm_a16"},  // 128
+                                                    {2048, -1, 144, "wgmma_gemm_a16"},
+                                                    {16384, 128, 208, "wgmma_gemm_a16"},
+                                                    {512, 64, 64, "wgmma_fold16"},
+                                                    {1024, 32, 96, "wgmma_fold16"},
+                                                    {16384, 32, 208, "wgmma_fold16"}}) {
     MoePlan chosen;
-    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768), kHopper, &chosen).ok());
+    ASSERT_TRUE(plan_moe(experts(tokens, 128, 8, 2048, 768, group_size), kHopper, &chosen).ok());
     EXPECT_EQ(chosen.block_m, height) << tokens;
     EXPECT_STREQ(chosen.kernel, kernel);
     // Enough for any routing: all positions' own slots, and the most tiles that they can be cut into.
@@ -1430,22 +1436,82 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
   }
 }
 
-TEST(Experts, GateAndUpAreSharedByWholeClusters) {
+TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
   MoePlan chosen;
-  for (int intermediate : {64, 192, 640, 704, 14336}) {
+  for (int intermediate : {8, 64, 136, 192, 640, 704, 14336}) {
     ASSERT_TRUE(plan_moe(experts(1, 8, 2, 4096, intermediate, 64), kHopper, &chosen).ok());
     WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
     ASSERT_GT(shape.cluster, 0);
-    EXPECT_EQ(shape.most_row_panels % 2, 0);
-    EXPECT_GE(shape.most_row_panels / 2 * shape.clusters, intermediate / 64);
+    EXPECT_GE(shape.most_row_panels * shape.clusters * 64, 2 * intermediate);
     EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
   }
+}
+
+TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
+  auto const kernels = [](std::function<void(PackedWeight&)> const& change) {
+    MoeProblem p = experts(1024, 8, 2, 4096, 1024);
+    change(p.down.stack);
+    MoePlan chosen;
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    EXPECT_STREQ(chosen.gate_up.kernel, "wgmma_gemm_a16");
+    // Tiles are those of both products.
+    EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
+    return std::string(chosen.down.kernel);
+  };
+  EXPECT_EQ(kernels([](PackedWeight&) {}), "wgmma_gemm_a16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.bits = 8, w.zeros = reinterpret_cast<int8_t const*>(&some_byte); }),
+            "wgmma_gemm_a16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.scale_type = DataType::kFloat32; }), "wgmma_gemm_a16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.group_size = 64; }), "wgmma_fold16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.offsets = &some_byte, w.offset_type = DataType::kFloat16; }), "wgmma_fold16");
+  EXPECT_EQ(kernels([](PackedWeight& w) { w.book = reinterpret_cast<float const*>(&some_byte); }), "wgmma_fold16");
+}
+
+TEST(Experts, MultiplyCodesWhereBothProductsCan) {
+  for (auto act_quant : {ActQuant::kToken, ActQuant::kBlock}) {
+    auto const plan = [&](int tokens, std::function<void(MoeProblem&)> const& change) {
+      MoeProblem p = experts(tokens, 8, 2, 4096, 1024);
+      p.act_quant = act_quant;
+      change(p);
+      MoePlan chosen;
+      EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+      EXPECT_EQ(chosen.gate_up.block_m, chosen.down.block_m);
+      EXPECT_EQ(chosen.int8, std::string(chosen.gate_up.kernel) == "wgmma_gemm_a8");
+      EXPECT_EQ(chosen.int8, std::string(chosen.down.kernel) == "wgmma_gemm_a8");
+      return chosen;
+    };
+    MoePlan const many = plan(1 << 14, [](MoeProblem&) {});
+    EXPECT_TRUE(many.int8);
+    EXPECT_EQ(many.block_m, 176);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.gate_up.stack.bits = 8; }).int8);
+    EXPECT_TRUE(plan(1024, [](MoeProblem& p) { p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte); }).int8);
+    EXPECT_FALSE(plan(16, [](MoeProblem&) {}).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_quant = ActQuant::kNone; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.act_symmetric = false; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) { p.down.stack.group_size = 64; }).int8);
+    EXPECT_FALSE(plan(1024, [](MoeProblem& p) {
+                   p.down.stack.bits = 8, p.down.stack.zeros = reinterpret_cast<int8_t*>(&some_byte);
+                 }).int8);
+  }
+}
+
+TEST(Experts, HaveTilesForAnyNumberOfRows) {
+  for (int experts_of_layer : {1, 2, 8, 128, 8192})
+    for (int tokens : {1, 2, 17, 300, 5000, 1 << 20})
+      for (auto act_quant : {ActQuant::kNone, ActQuant::kBlock}) {
+        MoeProblem p = experts(tokens, experts_of_layer, 1, 512, 128);
+        p.act_quant = act_quant;
+        MoePlan chosen;
+        ASSERT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+        auto const& heights = chosen.int8 ? kGroupedInt8Heights : kGroupedHeights;
+        EXPECT_TRUE(chosen.block_m == 16 || std::count(std::begin(heights), std::end(heights), chosen.block_m));
+      }
 }
 
 TEST(Experts, SayWhatForbidsThem) {
   MoePlan chosen;
   auto const text = [&](MoeProblem const& p, Device const& device = kHopper) { return plan_moe(p, device, &chosen).text; };
-  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 64"), std::string::npos);
+  EXPECT_NE(text(experts(1, 8, 2, 4096, 100)).find("intermediate is 100; multiples of 8"), std::string::npos);
   EXPECT_NE(text(experts(1, 8, 2, 4100, 128)).find("hidden is 4100; multiples of 8"), std::string::npos);
   EXPECT_NE(text(experts(1, 9000, 2, 4096, 128)).find("up to 8192 experts"), std::string::npos);
   EXPECT_NE(text(experts(1, 8, 2, 4096, 128), kDevices[0]).find("the device is sm_80"), std::string::npos);

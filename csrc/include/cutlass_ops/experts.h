@@ -44,14 +44,15 @@ struct Routing {
 Status route(RouteProblem const& problem, Routing const& routing, Stream stream);
 
 // y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x[t]) * (up_e x[t])), e = ids[t, j], in fp32 and in the order of
-// j, rounded once. The products' weights, and values of quantised activations, are rounded to x's type, and so are outputs of
-// experts that have many rows on average.
+// j, rounded once. Weights are rounded to x's type where experts have few rows on average, in groups shorter than 128, with
+// offsets or code books; so are values of quantised activations there, and those with zero points. Outputs of experts that have
+// many rows are rounded to it.
 struct MoeProblem {
   RouteProblem route;
   void const* x = nullptr;  // [tokens][hidden] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kBFloat16;
   int64_t x_stride = 0;
-  PackedExperts gate_up;  // 2 * intermediate features: gate's before up's; intermediate is a multiple of 64
+  PackedExperts gate_up;  // 2 * intermediate features, eight of gate's before eight of up's; intermediate is a multiple of 8
   PackedExperts down;
   ActQuant act_quant = ActQuant::kNone;
   bool act_symmetric = true;
@@ -66,8 +67,9 @@ struct MoeProblem {
 struct MoePlan {
   char const* kernel = nullptr;
   int block_m = 0;
-  int slots = 0;  // rows of x sorted by expert, each expert's padded to 16
-  int tiles = 0;  // of block_m rows, at most
+  int slots = 0;      // rows of x sorted by expert, each expert's padded to 16
+  int tiles = 0;      // of block_m rows, at most
+  bool int8 = false;  // products are of int8 codes, not of their values as 16-bit floats
   Plan gate_up, down;
   size_t workspace = 0;
 };
