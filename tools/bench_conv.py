@@ -230,7 +230,7 @@ def main() -> None:
         line = mixed_rows[-1]
         ratios = ", ".join(f"{mode} {us / line['torch_fp16_us']:.2f}" for mode, us in line["us"].items())
         print(f"{line['layer']:26} fp16 {line['torch_fp16_us']:8.1f} us; of that: {ratios}", flush=True)
-    layers = [row for row in layers if len(row[5]) == 2 and args.kind != "mixed"]
+    layers = [row for row in layers if len(row[2]) == 2 and args.kind != "mixed"]
     for row, zero in [(row, 0) for row in layers] + [(row, 77) for row in layers if row[0] in WITH_ZEROS]:
         rows.append(layer(row, zero) | {"peers_us": peers.get(row[0], {})})
         line = rows[-1]
