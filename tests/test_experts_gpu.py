@@ -156,7 +156,7 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_
         assert torch.equal(found, co.mixed_moe(*on_gpu, **options))  # type: ignore[arg-type]
         # A code of act(gate) * up may be the next one, where it was rounded to the other side.
         error, reference = (found.cpu().float() - expected.float()).norm(dim=1), expected.float().norm(dim=1)
-        assert float(error.norm() / reference.norm()) < 5e-3
+        assert float(error.norm() / reference.norm()) < 1e-2
         assert bool((error <= 2e-2 * reference).all())
 
 
