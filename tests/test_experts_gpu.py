@@ -231,7 +231,8 @@ def test_an_act_order_of_each_expert(group_size: int) -> None:
         expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         found = co.mixed_moe(*on_gpu, act_quant=act_quant)  # type: ignore[arg-type]
-        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 5e-3
+        limit = 5e-3 if act_quant == "none" else 1e-2  # a code of act(gate) * up may be the next one
+        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < limit
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
