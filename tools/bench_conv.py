@@ -72,7 +72,7 @@ LAYERS: list[tuple[str, int, Extents, int, int, Extents, Extents, Extents]] = [
     ("depthwise 3x3, 28 x 192", 64, (28, 28), 192, 192, (3, 3), (1, 1), (1, 1)),
     ("depthwise 7x7, 56 x 96", 64, (56, 56), 96, 96, (7, 7), (1, 1), (3, 3)),
     ("depthwise 7x7, 28 x 192", 64, (28, 28), 192, 192, (7, 7), (1, 1), (3, 3)),
-    *((f"linear 4096 x 4096, {m} rows", 1, 1, m, 4096, 4096, (1, 1), (1, 1), (0, 0)) for m in (1, 16, 64, 256, 1024, 4096)),
+    *((f"linear 4096 x 4096, {m} rows", 1, (1, m), 4096, 4096, (1, 1), (1, 1), (0, 0)) for m in (1, 16, 64, 256, 1024, 4096)),
     ("linear 1024 x 4096, 512 rows", 1, (1, 512), 4096, 1024, (1, 1), (1, 1), (0, 0)),
     ("linear 11008 x 4096, 2048 rows", 1, (1, 2048), 4096, 11008, (1, 1), (1, 1), (0, 0)),
 ]
@@ -230,7 +230,7 @@ def main() -> None:
         line = mixed_rows[-1]
         ratios = ", ".join(f"{mode} {us / line['torch_fp16_us']:.2f}" for mode, us in line["us"].items())
         print(f"{line['layer']:26} fp16 {line['torch_fp16_us']:8.1f} us; of that: {ratios}", flush=True)
-    layers = [row for row in layers if len(row[5]) == 2 and args.kind != "mixed"]
+    layers = [row for row in layers if len(row[2]) == 2 and args.kind != "mixed"]
     for row, zero in [(row, 0) for row in layers] + [(row, 77) for row in layers if row[0] in WITH_ZEROS]:
         rows.append(layer(row, zero) | {"peers_us": peers.get(row[0], {})})
         line = rows[-1]

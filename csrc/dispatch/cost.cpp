@@ -71,7 +71,7 @@ int slice_count(GemmProblem const& problem, Device const& device, KernelSpec con
 
 int TileCost::* cost_kind(GemmProblem const& problem, Candidate const& candidate) {
   TileCost const& cost = candidate.cost;
-  bool const long_sums = sums_whole_rows(problem) || (sums_whole_taps(problem) && problem.image.channels > kKPerTile);
+  bool const long_sums = sums_whole_rows(problem) || sums_whole_taps(problem);
   if (cost.whole_rows > 0 && long_sums) return &TileCost::whole_rows;
   bool const row_scales = !activations_have_blocks(problem) && (candidate.compensates || !activations_have_zeros(problem));
   return cost.row_scales > 0 && row_scales ? &TileCost::row_scales : &TileCost::k4096;

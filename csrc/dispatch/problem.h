@@ -61,12 +61,12 @@ inline bool sums_whole_rows(GemmProblem const& problem) {
          w.k <= (activations_have_zeros(problem) ? 65535 : 131071);
 }
 
-// Whether they run over a tap of an image, whose pixels have one scale.
+// Whether they run over a tap of an image, whose pixels have one scale: over several tiles of K, or nothing is saved.
 inline bool sums_whole_taps(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   bool const pixel_scales = problem.act_quant == ActQuant::kToken || problem.act_quant == ActQuant::kTensor;
   return is_image(problem) && pixel_scales && !sums_all_taps(problem) && !activations_have_zeros(problem) &&
-         w.group_size == -1 && !w.zeros && problem.image.channels <= 131071;
+         w.group_size == -1 && !w.zeros && problem.image.channels > kKPerTile && problem.image.channels <= 131071;
 }
 
 // Whether zero points of the weight, in groups of 128 or more, are compensated for many blocks at once (zero_compensation.h),
