@@ -324,7 +324,7 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
         if len(made) == 2:
             return made
         # On the CPU, whether the rest counts. To know it waits, which happens only where the answer is kept.
-        counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool)
+        counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool, device="cpu")
         return (*made, counts)
 
     codes, sums, *left = kept.form(weight, parts, ("static int8", *sizes), make)

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 
-from . import _C, arguments, formats, library, native, ops, reference
-from .packed_experts import PackedExperts, gated_order
+from . import _C, arguments, formats, kept, library, native, ops, reference
+from .packed_experts import EIGHTS_PARTS, PackedExperts, gated_order, in_eights
 from .packed_file import empty_packed
 from .packed_weight import PackedWeight, stream_of
 from .reference import experts as reference_experts
@@ -53,7 +54,7 @@ def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> 
         weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
             may have a separate act order.
         gated: the first half of the rows is gate's and the second up's, of a layer that :func:`mixed_moe` multiplies; they are
-            packed in eights (:attr:`PackedExperts.gated`).
+            packed in eights (:attr:`PackedExperts.gated`), as its kernels read them.
 
     Raises:
         TypeError: an element that is no QuantizedWeight.
@@ -145,9 +146,9 @@ def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) 
     if direct and topk_ids.is_cuda and _C.built_with_cuda and num_experts <= _C.most_experts:
         offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
         order = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
-        problem, kept = _route_problem(topk_ids, num_experts, expert_map)
+        problem, held = _route_problem(topk_ids, num_experts, expert_map)
         _C.route(problem, offsets.data_ptr(), order.data_ptr(), *stream_of(topk_ids))
-        del kept
+        del held
     else:
         offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
     return Routing(offsets, order, topk_ids.shape[1])
@@ -214,15 +215,45 @@ def _check_experts(name: str, experts: Any) -> None:
         arguments.check_frozen(experts.weight)
 
 
-def check_gated(gate_up: PackedExperts, down: PackedExperts) -> None:
-    """Raise ``ValueError`` for products of a layer whose rows are not packed as it takes them."""
-    if not gate_up.gated:
-        raise ValueError(
-            "gate_up was packed without gated=True, in another order of rows; "
-            "reorder_experts(gate_up.unpack(), gated=True) packs its weights again"
-        )
+def check_down(down: PackedExperts) -> None:
+    """Raise ``ValueError`` for a second product whose rows are packed as those of gate and up."""
     if down.gated:
         raise ValueError("down was packed with gated=True, which is for weights of gate and up")
+
+
+_PLAIN_ROWS = "gate_up was packed without gated=True"
+
+
+def _gated(gate_up: PackedExperts, direct: bool) -> PackedExperts:
+    """``gate_up`` with its rows in eights: itself, or what is kept of it, which direct calls make.
+
+    torch.compile may have operators run in the memory of a CUDA graph, where what is kept must not lie.
+    """
+    if gate_up.gated:
+        return gate_up
+    weight = gate_up.weight
+
+    def make() -> tuple[Tensor, ...]:
+        if not direct or kept.captures(weight):
+            raise RuntimeError(
+                f"{_PLAIN_ROWS}, and its rows are brought into another order in eager calls alone, not while a CUDA graph is "
+                "captured or under torch.compile; reorder_experts(gate_up.unpack(), gated=True) packs it in that order"
+            )
+        cost = "at every call, as torch records no changes of inference tensors"
+        if kept.keeps(weight, EIGHTS_PARTS):
+            cost = "which takes as much memory again, and host time at every call"
+        warnings.warn(
+            f"{_PLAIN_ROWS}: its rows are brought into another order, {cost}; reorder_experts(..., gated=True) avoids it",
+            stacklevel=5,
+        )
+        with torch.inference_mode(False), torch.no_grad():  # later calls may record a gradient
+            tensors = in_eights(gate_up).weight.tensors()
+        return tuple(tensors[part] for part in parts)
+
+    parts = [part for part in weight.tensors() if part in ("codes", *EIGHTS_PARTS)]
+    made = kept.form(weight, EIGHTS_PARTS, ("in eights", *gate_up.shape), make)
+    changed: dict[str, Any] = dict(zip(parts, made, strict=True))
+    return replace(gate_up, weight=replace(weight, **changed), gated=True)
 
 
 def _check_options(weights: Sequence[PackedExperts], act_quant: str) -> None:
@@ -396,7 +427,10 @@ def mixed_moe(
 
     Args:
         x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
-        gate_up: ``[E, 2 * I, H]``, packed with ``gated=True``. Biases are added to the products.
+        gate_up: ``[E, 2 * I, H]``, best packed with ``gated=True``. Otherwise the first eager call brings its rows into that
+            order, warns, and keeps the result as long as the codes live, which takes as much memory again and some host
+            time at every call (of inference tensors nothing is kept: every call converts them). Biases are added to the
+            products.
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
         topk_weights: floating ``[M, top]``.
@@ -411,7 +445,9 @@ def mixed_moe(
 
     Raises:
         TypeError, ValueError: an argument that does not fit, as in :func:`route` and :func:`cutlass_ops.mixed_gemm`.
-        RuntimeError: a CUDA graph is captured; or a gradient is required under torch.compile, in forward mode or of a weight.
+        RuntimeError: a CUDA graph is captured; ``gate_up`` was packed without ``gated=True`` and no eager call has brought its
+            rows into order before a capture or torch.compile; or a gradient is required under torch.compile, in forward mode
+            or of a weight.
     """
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)
@@ -424,7 +460,7 @@ def mixed_moe(
             f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
             "[E, 2 * I, H] and [E, H, I] on one device are expected"
         )
-    check_gated(gate_up, down)
+    check_down(down)
     _check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
     if not isinstance(topk_weights, Tensor):
         raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
@@ -441,7 +477,7 @@ def mixed_moe(
     _check_recordable("mixed_moe", direct, x, topk_weights)
     options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
     if direct:
-        return _mixed_moe(x, gate_up, down, *options)
+        return _mixed_moe(x, _gated(gate_up, direct=True), down, *options)
     return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
 
 
@@ -475,7 +511,7 @@ def _launch_moe(
 ) -> Tensor:
     x = native.row_matrix(x)
     weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
-    route, kept = _route_problem(topk_ids, gate_up.experts, expert_map)
+    route, held = _route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)
     perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
     problem = _C.MoeProblem(
@@ -501,7 +537,7 @@ def _launch_moe(
         plan = problem.plan(_C.current_device())
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
     _C.mixed_moe(problem, plan, workspace.data_ptr(), *stream_of(x))
-    del kept
+    del held
     return y
 
 
@@ -565,7 +601,8 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
 
 
 def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
-    return _mixed_moe(x, _experts(args[:_FIELDS]), _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
+    gate_up = _gated(_experts(args[:_FIELDS]), direct=False)
+    return _mixed_moe(x, gate_up, _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
 
 
 def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:

@@ -36,7 +36,7 @@ from .hub import local_path
 from .model_experts import GATE_UP, PRODUCTS
 from .nn import MixedExperts, MixedLinear, fuse_linears
 from .packed_config import ACTIVATIONS, QUANT_METHOD, WeightFormat, quantization_config
-from .packed_experts import PackedExperts
+from .packed_experts import PackedExperts, in_eights
 from .packed_file import is_packed, load_packed, packed_info
 from .packed_weight import PackedWeight
 from .plan import Options, Step, plan
@@ -316,7 +316,7 @@ def _state(path: Path, config: Any, model: nn.Module, options: Options | None, d
             state[name] = value
             continue
         if isinstance(value, PackedExperts):
-            layer = _experts_place(path, name, value, architecture)
+            layer, value = _experts_place(path, name, value, architecture)
             experts.add(layer)
             weights[layer] = _add(state, layer, value)
             continue
@@ -365,13 +365,14 @@ def _add(state: dict[str, Tensor], layer: str, value: PackedWeight | PackedExper
     return WeightFormat(value.bits, value.group_size, tuple(dtypes.items()))
 
 
-def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Architecture) -> str:
-    """The model's name of the product that packed experts are of."""
+def _experts_place(path: Path, name: str, value: PackedExperts, architecture: Architecture) -> tuple[str, PackedExperts]:
+    """The model's name of the product that packed experts are of, and they with gate's and up's rows in eights."""
     place = architecture.place_experts(name)
     if place is None:
         raise ValueError(f"{path}: {name!r} are packed experts; {type(architecture.model).__name__} has none of that name")
     if value.shape != (expected := architecture.experts[place[0]].shape(place[1])):
         raise ValueError(f"{path}: {name!r} is {list(value.shape)}; the model's experts are {list(expected)}")
-    if value.gated != (place[1] == GATE_UP):
-        raise ValueError(f"{path}: {name!r} was packed in another order of rows; reorder the checkpoint again")
-    return ".".join(place)
+    gate_up = place[1] == GATE_UP
+    if value.gated and not gate_up:
+        raise ValueError(f"{path}: {name!r} was packed with gated=True, which is for weights of gate and up")
+    return ".".join(place), in_eights(value) if gate_up and not value.gated else value

@@ -33,7 +33,7 @@ from .nn_conv import MixedConv
 from .nn_embedding import MixedEmbedding, TiedEmbedding, in_memory
 from .nn_experts import MixedExperts
 from .packed_buffers import marked
-from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, weight_format
+from .packed_config import GUARD, GUARD_KEY, QUANT_METHOD, WeightFormat, experts_format, has_plain_rows, weight_format
 from .packed_experts import PackedExperts
 from .packed_file import experts_metadata, kernels_metadata, packed_problem, weights_metadata
 from .packed_model import describe, experts_without_values, packed_layers, put_floats, without_values
@@ -377,7 +377,19 @@ class CutlassOpsQuantizer(HfQuantizer):
             layer.view_buffers()
             if problem:
                 raise ValueError(f"tensor {f'{name}.{problem[0]}'!r} {problem[1]}")
+        self._put_in_eights(model)
         return model
+
+    def _put_in_eights(self, model: Any) -> None:
+        """Bring the experts' rows of gate and up, as earlier versions packed them, into the order of ``gated``."""
+        for name, module in model.named_modules():
+            if isinstance(module, MixedExperts) and has_plain_rows(self.quantization_config.to_dict()):
+                if not module.has_values():
+                    raise ValueError(
+                        f"{name!r} is offloaded and was packed by an earlier version of cutlass_ops, in another order of rows: "
+                        "load the model without offloading and save it (save_pretrained), or reorder its checkpoint again"
+                    )
+                module.gate_up_proj.put_in_eights()
 
     def _check_found(self, model: Any, found: Any) -> None:
         """Refuse a model of which a part is random, and files of which a part is left over.

@@ -1,4 +1,4 @@
-"""Other orders of packed weights that kernels read: made once, on a GPU, and kept as long as the packed codes live."""
+"""Other orders of packed weights that products read: made once and kept as long as the packed codes live."""
 
 from __future__ import annotations
 
@@ -39,9 +39,14 @@ def _recorded(tensors: tuple[Tensor, ...]) -> bool:
     return not any(tensor.is_inference() for tensor in tensors)
 
 
+def captures(weight: PackedWeight) -> bool:
+    """Whether a CUDA graph is being captured that would record what is made of the weight."""
+    return weight.gpu >= 0 and torch.cuda.is_current_stream_capturing()
+
+
 def keeps(weight: PackedWeight, parts: tuple[str, ...]) -> bool:
     """Whether ``form`` would keep now what is made of the codes and of these parts."""
-    return _recorded((weight.codes, *_others(weight, parts))) and not torch.cuda.is_current_stream_capturing()
+    return _recorded((weight.codes, *_others(weight, parts))) and not captures(weight)
 
 
 def form(
@@ -53,7 +58,7 @@ def form(
     record what is written to these.
 
     Args:
-        weight: on a GPU.
+        weight: on any device.
         parts: its tensors that ``make`` reads, in addition to the codes.
         name: what tells this form from others of the same tensors, their sizes included.
         make: returns tensors that nothing else writes to.
@@ -68,12 +73,13 @@ def form(
     if known is not None and known.versions == versions:
         return known.made
     made = make()
-    if torch.cuda.is_current_stream_capturing():
+    if captures(weight):
         return made
     if known is not None:  # CUDA graphs read that memory
         for to, tensor in zip(known.made, made, strict=True):
             to.copy_(tensor)
         made = known.made
-    torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
+    if weight.gpu >= 0:
+        torch.cuda.current_stream(weight.device).synchronize()  # other streams may read it
     forms[key] = _Form(others, versions, made)
     return made

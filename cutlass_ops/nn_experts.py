@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import MutableMapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import native, reference
-from .experts import check_gated, mixed_moe
-from .packed_buffers import PackedBuffers, PackedState
-from .packed_experts import PackedExperts
+from .experts import check_down, mixed_moe
+from .packed_buffers import PackedBuffers, PackedState, read_mark
+from .packed_experts import PackedExperts, in_eights
 from .reference.experts import check_gate
 from .weight import PARTS
 
@@ -48,6 +50,11 @@ class ExpertWeights(PackedBuffers):
         ):
             return kept
         return self._from_buffers()
+
+    def put_in_eights(self) -> None:
+        """Bring the rows of gate and up, which the buffers hold in the order of earlier versions, into that of ``gated``."""
+        self._packed = in_eights(replace(self.packed, gated=False))
+        self._buffers.update(self._packed.tensors())
 
     def marks(self) -> dict[str, dict[str, Any]]:
         """None: :class:`MixedExperts` writes the marks, as transformers' experts modules own the parameters."""
@@ -90,13 +97,13 @@ class MixedExperts(PackedState):
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
 
     Args:
-        gate_up: ``[E, 2 * I, H]``, packed with ``gated=True``.
+        gate_up: ``[E, 2 * I, H]``. If it was packed without ``gated=True``, the module holds a copy in that order.
         down: ``[E, H, I]``.
 
     Raises:
         TypeError: weights that are not packed.
-        ValueError: weights whose shapes do not fit each other, gate and up that were packed otherwise, or an option that does
-            not exist.
+        ValueError: weights whose shapes do not fit each other, ``down`` packed with ``gated=True``, or an option that does not
+            exist.
     """
 
     gate_up_proj: ExpertWeights
@@ -120,7 +127,9 @@ class MixedExperts(PackedState):
             raise ValueError(
                 f"gate_up is {list(gate_up.shape)} and down {list(down.shape)}; [E, 2 * I, H] and [E, H, I] are expected"
             )
-        check_gated(gate_up, down)
+        check_down(down)
+        if not gate_up.gated:
+            self.gate_up_proj = ExpertWeights(in_eights(gate_up))
         self.activation = activation
         self.act_quant = act_quant
         self.act_symmetric = act_symmetric
@@ -128,6 +137,21 @@ class MixedExperts(PackedState):
     def marks(self) -> dict[str, dict[str, Any]]:
         """One mark for each product's weights."""
         return {name: getattr(self, name).state_format() for name in ("gate_up_proj", "down_proj")}
+
+    def _load_from_state_dict(self, state_dict: MutableMapping[str, Any], prefix: str, *args: Any) -> None:
+        for name, form in self.marks().items():
+            mark = state_dict.get(f"{prefix}{name}")
+            # Marks of earlier versions do not say "gated", and their rows of gate come before those of up.
+            if mark is None or read_mark(mark) != {key: value for key, value in form.items() if key != "gated"}:
+                continue
+            del state_dict[f"{prefix}{name}"]
+            if form["gated"]:
+                own = getattr(self, name).packed
+                parts = {part: state_dict.get(f"{prefix}{name}.{part}") for part in PARTS}
+                e, n, k = own.shape
+                packed = in_eights(PackedExperts.of_parts(parts, e, n, k, own.bits, own.group_size))
+                state_dict.update({f"{prefix}{name}.{part}": tensor for part, tensor in packed.tensors().items()})
+        super()._load_from_state_dict(state_dict, prefix, *args)
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         """Send each token through its experts and add up what they return, by weight.

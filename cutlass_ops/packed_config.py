@@ -140,17 +140,14 @@ def experts_format(config: Mapping[str, Any], product: str) -> WeightFormat | No
     """The format of a product of experts ("model.layers.0.mlp.experts.down_proj"); None if it is not packed.
 
     Raises:
-        ValueError: as in :func:`weight_format`, or experts of a version whose rows of gate came before those of up.
+        ValueError: as in :func:`weight_format`.
     """
-    if product not in config.get("modules", {}):
-        return None
-    form = weight_format(config, product)
-    if int(config["layout_version"]) < formats.GATED_VERSION:
-        raise ValueError(
-            f"{product!r} was packed by an earlier version of cutlass_ops, in another order of rows; "
-            "reorder the checkpoint again"
-        )
-    return form
+    return weight_format(config, product) if product in config.get("modules", {}) else None
+
+
+def has_plain_rows(config: Mapping[str, Any]) -> bool:
+    """Whether an earlier version packed the experts, which did not put rows of gate and up in eights."""
+    return int(config["layout_version"]) < formats.GATED_VERSION
 
 
 def model_dtype(config: Mapping[str, Any]) -> torch.dtype:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from . import formats
-from .packed_weight import PackedWeight
+from .packed_weight import PackedWeight, group_vector_positions, pack_codes, unpack_codes
 from .weight import PARTS, QuantizedWeight, check_part, rows_of
 
 
@@ -147,3 +147,35 @@ def gated_order(n: int, device: torch.device) -> Tensor:
     rows = torch.arange(n, device=device)
     features = rows % (n // 2)
     return (features // 8 * 16 + rows // (n // 2) * 8 + features % 8).argsort()
+
+
+#: What :func:`in_eights` changes in addition to the codes.
+EIGHTS_PARTS = ("scales", "zeros", "offsets", "bias")
+
+
+def in_eights(experts: PackedExperts) -> PackedExperts:
+    """The same weights with :attr:`PackedExperts.gated`, on the same device and exact; act order and code book are shared.
+
+    The codes of one expert at a time are held as bytes. Weights without values, on the meta device, stay without.
+
+    Args:
+        experts: of gate and up, with an even N, packed without ``gated``.
+    """
+    weight, device = experts.weight, experts.device
+    if device.type == "meta":
+        return replace(experts, gated=True)
+    order = gated_order(experts.n, device)
+    rows = torch.arange(weight.n, device=device).view(experts.experts, experts.n_pad)
+    rows[:, : experts.n] = rows[:, order]  # those of padding stay
+    position, from_rows = group_vector_positions(weight.n, device), rows.flatten()
+    from_positions = torch.empty_like(position)
+    from_positions[position] = position[from_rows]
+    changed: dict[str, Any] = {}
+    for part in EIGHTS_PARTS:
+        if (values := getattr(weight, part)) is not None:
+            changed[part] = values.index_select(values.dim() - 1, from_rows if part == "bias" else from_positions)
+    codes = torch.empty_like(weight.codes)
+    for own, made in zip(weight.codes.view(experts.experts, -1), codes.view(experts.experts, -1), strict=True):
+        natural = unpack_codes(own, experts.n, weight.k, weight.bits)
+        made.copy_(pack_codes(natural.index_select(0, order), weight.bits))
+    return replace(experts, weight=replace(weight, codes=codes, **changed), gated=True)

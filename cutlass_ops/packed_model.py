@@ -130,6 +130,7 @@ def experts_without_values(
             raise ValueError(f"{product} is said to have {stated}; the model's experts have {has}")
         specs = packed_specs(experts * formats.padded_rows(n), k, form.bits, form.group_size, _dtypes(form), experts)
         parts = {part: torch.empty(shape, dtype=dtype, device="meta") for part, (dtype, shape) in specs.items()}
+        # Rows in the order of earlier versions are brought into that of gated when they are there.
         return PackedExperts.of_parts(parts, experts, n, k, form.bits, form.group_size, gated=product == GATE_UP)
 
     gate_up, down = map(weight, PRODUCTS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops import formats
 from cutlass_ops.cli import app
+from cutlass_ops.packed_experts import in_eights
 from cutlass_ops.packed_file import packed_info
 from cutlass_ops.verify import diff_packed, verify_packed
 from cutlass_ops.weight import rows_of
@@ -135,21 +137,133 @@ def test_a_bias_an_act_order_and_offsets_are_each_experts_own() -> None:
 
 def test_rows_of_gate_and_up_are_packed_for_a_layer() -> None:
     gate_up, down, x, ids, w = problem(4, 2)
-    packed = both(gate_up, down)
-    for experts, reason in (
-        ((co.reorder_experts(packed[0].unpack()), packed[1]), r"gate_up was packed without gated=True.*gate_up\.unpack\(\)"),
-        ((packed[0], co.reorder_experts(down, gated=True)), "down was packed with gated=True"),
-    ):
-        with pytest.raises(ValueError, match=reason):
-            co.mixed_moe(x, *experts, ids, w)
-        with pytest.raises(ValueError, match=reason):
-            co.nn.MixedExperts(*experts)
-    again = co.reorder_experts(co.reorder_experts(gate_up).unpack(), gated=True)
-    assert torch.equal(co.mixed_moe(x, again, packed[1], ids, w), co.mixed_moe(x, *packed, ids, w))
+    experts = co.reorder_experts(gate_up, gated=True), co.reorder_experts(down, gated=True)
+    with pytest.raises(ValueError, match="down was packed with gated=True"):
+        co.mixed_moe(x, *experts, ids, w)
+    with pytest.raises(ValueError, match="down was packed with gated=True"):
+        co.nn.MixedExperts(*experts)
     with pytest.raises(ValueError, match=r"weights\[0\] is \[35, 96\]; as many rows of gate as of up are expected"):
         co.reorder_experts(weights(2, 35, 96), gated=True)
     with pytest.raises(ValueError, match="n is 35; an even number is expected"):
         co.PackedExperts(co.reorder(weights(1, 64, 96)[0]), 1, 35, gated=True)
+
+
+def assert_same_tensors(found: co.PackedExperts, expected: co.PackedExperts) -> None:
+    assert (found.shape, found.gated) == (expected.shape, expected.gated)
+    assert found.tensors().keys() == expected.tensors().keys()
+    for part, tensor in expected.tensors().items():
+        assert found.tensors()[part].dtype == tensor.dtype
+        assert torch.equal(found.tensors()[part], tensor), part
+
+
+@pytest.mark.parametrize(("n", "k"), [(64, 128), (70, 96), (256, 200)])
+@pytest.mark.parametrize("kind", [*FORMATS, "everything"])
+def test_plain_rows_of_gate_and_up_are_brought_into_eights(kind: str, n: int, k: int) -> None:
+    given = weights(3, n, k, **FORMATS.get(kind, {}))
+    if kind == "everything":
+        random = torch.Generator().manual_seed(0)
+        terms = {"offsets": torch.randn(n, -(-k // 32), generator=random).half(), "bias": torch.randn(n, generator=random)}
+        given = [replace(weight, **terms, perm=torch.randperm(k, generator=random)) for weight in given]
+    plain, expected = co.reorder_experts(given), co.reorder_experts(given, gated=True)
+    assert_same_tensors(in_eights(plain), expected)
+    assert_same_tensors(plain, co.reorder_experts(given))
+    on_meta = in_eights(plain.to("meta"))
+    assert on_meta.gated
+    assert on_meta.weight.codes.is_meta
+
+
+def plain_layer() -> tuple[co.PackedExperts, tuple[Any, ...], Tensor]:
+    """gate_up without ``gated``, the other arguments of mixed_moe (x first), and its result."""
+    gate_up, down, x, ids, w = problem(4, 2)
+    packed = both(gate_up, down)
+    return co.reorder_experts(gate_up), (x, packed[1], ids, w), co.mixed_moe(x, *packed, ids, w)
+
+
+def calls(gate_up: co.PackedExperts, x: Tensor, *rest: Any) -> tuple[Tensor, list[warnings.WarningMessage]]:
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        y = co.mixed_moe(x, gate_up, *rest)
+    return y, warned
+
+
+def test_a_layer_of_plain_rows_converts_them_once_and_warns() -> None:
+    gate_up, rest, expected = plain_layer()
+    with torch.inference_mode():  # what is kept must serve training too
+        y, warned = calls(gate_up, *rest)
+    assert torch.equal(y, expected)
+    (warning,) = warned
+    assert warning.category is UserWarning
+    assert warning.filename == __file__
+    assert "takes as much memory again, and host time at every call; reorder_experts(..., gated=True) avoids it" in str(
+        warning.message
+    )
+    other = co.PackedExperts(gate_up.weight, gate_up.experts, gate_up.n)  # of the same tensors
+    for same_weight in (gate_up, other):
+        y, warned = calls(same_weight, rest[0].clone().requires_grad_(), *rest[1:])
+        assert (torch.equal(y, expected), warned) == (True, [])
+        y.sum().backward()
+    gate_up.weight.scales.mul_(2)  # another weight from now on
+    doubled = co.reorder_experts(gate_up.unpack(), gated=True)
+    assert torch.equal(calls(gate_up, *rest)[0], co.mixed_moe(rest[0], doubled, *rest[1:]))
+
+
+def test_plain_rows_of_inference_tensors_are_converted_at_every_call() -> None:
+    _, rest, expected = plain_layer()
+    with torch.inference_mode():
+        gate_up = co.reorder_experts(problem(4, 2)[0])
+    for _ in range(2):
+        y, (warning,) = calls(gate_up, *rest)
+        assert torch.equal(y, expected)
+        assert "at every call, as torch records no changes of inference tensors" in str(warning.message)
+
+
+HINT = r"not while a CUDA graph is captured or under torch.compile; reorder_experts\(gate_up.unpack\(\), gated=True\) packs it"
+
+
+def test_plain_rows_are_not_converted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    gate_up, rest, expected = plain_layer()
+    with monkeypatch.context() as patch:
+        patch.setattr("cutlass_ops.kept.captures", lambda _: True)
+        with pytest.raises(RuntimeError, match=HINT):
+            calls(gate_up, *rest)
+    calls(gate_up, *rest)
+    monkeypatch.setattr("cutlass_ops.kept.captures", lambda _: True)
+    y, warned = calls(gate_up, *rest)
+    assert (torch.equal(y, expected), warned) == (True, [])
+
+
+def test_plain_rows_are_not_converted_under_torch_compile() -> None:
+    gate_up, (x, *rest), expected = plain_layer()
+    compiled = torch.compile(lambda x: co.mixed_moe(x, gate_up, *rest), backend="aot_eager", fullgraph=True)
+    with pytest.raises(RuntimeError, match=HINT):
+        compiled(x)
+    calls(gate_up, x, *rest)
+    assert torch.equal(compiled(x), expected)
+
+
+def test_a_module_holds_plain_rows_in_eights() -> None:
+    gate_up, (x, down, ids, w), expected = plain_layer()
+    layer = co.nn.MixedExperts(gate_up, down)
+    assert torch.equal(layer(x, ids, w), expected)
+    assert_same_tensors(layer.gate_up_proj.packed, co.reorder_experts(gate_up.unpack(), gated=True))
+    assert layer.state_dict().keys() == co.nn.MixedExperts(layer.gate_up_proj.packed, down).state_dict().keys()
+
+
+@pytest.mark.parametrize("assign", [False, True])
+def test_states_of_earlier_versions_are_loaded(assign: bool) -> None:
+    gate_up, (x, down, ids, w), expected = plain_layer()
+    layer = co.nn.MixedExperts(gate_up, down)
+    state = dict(layer.state_dict())
+    for name in ("gate_up_proj", "down_proj"):
+        mark = json.loads(bytes(state[name].tolist()))
+        del mark["gated"]
+        state[name] = torch.tensor(list(json.dumps(mark).encode()), dtype=torch.uint8)
+    state |= {f"gate_up_proj.{part}": tensor for part, tensor in gate_up.tensors().items()}
+    given = dict(state)
+    other = co.nn.MixedExperts(co.reorder_experts(weights(5, 80, 96, 7)), down)
+    other.load_state_dict(state, assign=assign)
+    assert torch.equal(other(x, ids, w), expected)
+    assert state == given
 
 
 def test_experts_are_packed_one_after_another() -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
 
@@ -254,6 +255,39 @@ def test_a_layer_is_captured_and_replayed_with_other_routings(m: int, act_quant:
         expected = run().clone()
         graph.replay()
         assert torch.equal(captured, expected)
+
+
+@pytest.mark.parametrize("size", ["small", "cut", "uneven"])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_plain_rows_of_gate_and_up_are_brought_into_eights(kind: str, size: str) -> None:
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(40, torch.float16, kind, size))
+    plain = co.reorder_experts(gate_up.unpack())  # type: ignore[union-attr]
+    found, expected = in_eights(plain).tensors(), gate_up.tensors()  # type: ignore[union-attr]
+    assert all(torch.equal(found[part], tensor) for part, tensor in expected.items())
+    with pytest.warns(UserWarning, match="takes as much memory again"):
+        y = co.mixed_moe(x, plain, down, ids, w)  # type: ignore[arg-type]
+    assert torch.equal(y, co.mixed_moe(x, gate_up, down, ids, w))  # type: ignore[arg-type]
+
+
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")
+def test_plain_rows_are_captured_once_an_eager_call_has_converted_them() -> None:
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(40, torch.float16, "int4"))
+    plain = co.reorder_experts(gate_up.unpack())  # type: ignore[union-attr]
+
+    def run() -> Tensor:
+        return co.mixed_moe(x, plain, down, ids, w)  # type: ignore[arg-type]
+
+    with pytest.raises(RuntimeError, match="not while a CUDA graph is captured"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        run()
+    with pytest.warns(UserWarning, match="takes as much memory again"):
+        expected = run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = run()
+    graph.replay()
+    assert torch.equal(captured, expected)
+    compiled = torch.compile(run, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(), expected)
 
 
 @pytest.mark.parametrize("top", [1, 2, 6, 8, 11])

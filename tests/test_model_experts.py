@@ -200,23 +200,79 @@ def test_experts_of_which_one_product_is_packed_are_refused(tmp_path: Path) -> N
         co.load_model(tmp_path / "half.safetensors", config=tiny("Qwen3Moe", moe_intermediate_size=48).config)
 
 
-def test_experts_in_the_rows_of_earlier_versions_are_refused(tmp_path: Path) -> None:
+def as_before(path: Path) -> None:
+    """Give a file the rows and the metadata that earlier versions wrote for experts."""
+    with safe_open(path, "pt") as file:
+        metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+    weights, experts = json.loads(metadata["weights"]), json.loads(metadata["experts"])
+    for name, form in experts.items():
+        gated, numbers = form.pop("gated"), weights[name]
+        if not gated:
+            continue
+        parts = {key.removeprefix(f"{name}."): tensor for key, tensor in tensors.items() if key.startswith(f"{name}.")}
+        sizes = (form["experts"], form["n"], numbers["k"], numbers["bits"], numbers["group_size"])
+        plain = co.reorder_experts(co.PackedExperts.of_parts(parts, *sizes, gated=True).unpack())
+        tensors |= {f"{name}.{part}": tensor for part, tensor in plain.tensors().items()}
+    metadata["experts"] = json.dumps(experts)
+    if "layout_version" in metadata:
+        metadata["layout_version"] = "2"
+    metadata.pop("checksums", None)
+    save_file(tensors, path, metadata)
+
+
+def as_directory_before(path: Path) -> None:
+    (file,) = path.glob("*.safetensors")
+    as_before(file)
+    config = json.loads((path / "config.json").read_text())
+    assert config["quantization_config"]["layout_version"] == 3
+    config["quantization_config"]["layout_version"] = 2
+    (path / "config.json").write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "GptOss"])
+def test_experts_of_earlier_versions_are_loaded(tmp_path: Path, family: str) -> None:
+    """Directories of both kinds and files, with gate's rows before up's."""
+    model = co.quantize_model(tiny(family), 4, 32)
+    expected = logits(model)
+    model.save_pretrained(tmp_path / "saved")
+    tiny(family).save_pretrained(tmp_path / "float")
+    checkpoint = co.load_checkpoint(tmp_path / "float")
+    reorder_model(checkpoint, tmp_path / "reordered", Options(4, 32))
+    reorder_checkpoint(checkpoint, tmp_path / "m.safetensors", bits=4, group_size=32)
+    new = {path: logits(co.load_model(tmp_path / path)) for path in ("reordered", "m.safetensors")}
+    as_directory_before(tmp_path / "saved")
+    as_directory_before(tmp_path / "reordered")
+    as_before(tmp_path / "m.safetensors")
+    for path in new:
+        assert torch.equal(logits(co.load_model(tmp_path / path)), new[path])
+    for path in ("saved", "reordered"):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / path)
+        assert all(layer.gate_up_proj.packed.gated for layer in experts_of(loaded).values())
+        assert torch.equal(logits(loaded), expected if path == "saved" else new[path])
+    loaded.save_pretrained(tmp_path / "again")  # in the order of this version
+    assert_same_experts(transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again"), loaded)
+
+
+def test_offloaded_experts_of_earlier_versions_are_refused(tmp_path: Path) -> None:
+    co.quantize_model(tiny("Qwen3Moe"), 4, 32).save_pretrained(tmp_path / "saved")
+    as_directory_before(tmp_path / "saved")
+    names = ("model.embed_tokens", "model.rotary_emb", "model.norm", "lm_head", "model.layers.0")
+    places = {**dict.fromkeys(names, "cpu"), "model.layers.1": "disk"}
+    options = {"device_map": places, "offload_folder": tmp_path / "offload", "offload_buffers": True}
+    with pytest.raises(ValueError, match=r"'model\.layers\.1\.mlp\.experts' is offloaded and was packed by an earlier version"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved", **options)
+
+
+def test_a_second_product_in_the_rows_of_gate_and_up_is_refused(tmp_path: Path) -> None:
     model = co.quantize_model(tiny("Qwen3Moe"), 4, 32)
     packed = {
-        f"{name}.{product}": co.reorder_experts(getattr(layer, product).packed.unpack())
+        f"{name}.{product}": co.reorder_experts(getattr(layer, product).packed.unpack(), gated=True)
         for name, layer in experts_of(model).items()
         for product in ("gate_up_proj", "down_proj")
     }
-    co.save_packed(tmp_path / "old.safetensors", packed)
-    with pytest.raises(ValueError, match=r"gate_up_proj' was packed in another order of rows; reorder the checkpoint again"):
-        co.load_model(tmp_path / "old.safetensors", config=tiny("Qwen3Moe").config)
-    model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    assert config["quantization_config"]["layout_version"] == 3
-    config["quantization_config"]["layout_version"] = 2
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ValueError, match=r"was packed by an earlier version .*; reorder the checkpoint again"):
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    co.save_packed(tmp_path / "wrong.safetensors", packed)
+    with pytest.raises(ValueError, match=r"down_proj' was packed with gated=True, which is for weights of gate and up"):
+        co.load_model(tmp_path / "wrong.safetensors", config=model.config)
 
 
 def test_experts_that_transformers_converts_on_loading_are_not_saved(tmp_path: Path) -> None:
