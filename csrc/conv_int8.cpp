@@ -124,7 +124,8 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
   // Depthwise threads, and vectors of gathered taps.
   int64_t const flat_vectors = stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
-  if ((w.order == ConvOrder::kByTaps && tiles > most / kDepthwiseThreads) ||
+  int64_t const segments = int64_t(p.batch) * p.out_height() * ceil_div(p.out_width(), kDepthwisePixels);
+  if ((w.order == ConvOrder::kByTaps && segments > most / ceil_div(w.n, kDepthwiseChannels)) ||
       (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
   if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
@@ -279,13 +280,40 @@ void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& ma
   std::stable_sort(first, plans->end(), sooner);
 }
 
-ConvPlan plan_depthwise(ConvProblem const& p) {
+// CTAs, if strips have so many lines.
+int64_t depthwise_ctas(ConvProblem const& p, int lines) {
+  int64_t const strips = p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
+  return ceil_div(strips * (p.weight.n / kDepthwiseChannels), kDepthwiseThreads);
+}
+
+// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have work, and until later.
+int depthwise_lines(ConvProblem const& p, Device const& device) {
+  auto const* const strips = std::find_if(std::begin(kDepthwiseStrips), std::end(kDepthwiseStrips),
+                                          [&](DepthwiseStrips const& known) { return known.fits(p); });
+  if (strips == std::end(kDepthwiseStrips)) return 1;
+  // Instructions of a thread, by their count: for a line of x, for an output, for each four taps of one, and to begin.
+  constexpr int kLine = 50, kOutput = 9, kBegin = 400, kMostStrips = 256;
+  int const taps = strips->size * int(ceil_div(strips->size, 4));
+  int const fewest = strips->rolls() ? 1 : int(ceil_div(p.out_height(), strips->sets()));
+  int lines = 0;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int count = fewest; count <= std::min(p.out_height(), std::max(fewest, kMostStrips)); ++count) {
+    int const each = int(ceil_div(p.out_height(), count));
+    int64_t const waves = ceil_div(depthwise_ctas(p, each), int64_t(device.multiprocessors) * strips->ctas_per_sm());
+    int64_t const read = int64_t(each - 1) * strips->stride + strips->size, outputs = int64_t(each) * kDepthwisePixels;
+    int64_t const instructions = waves * (read * kLine + outputs * kDepthwiseChannels * (kOutput + taps) + kBegin);
+    if (instructions < least) least = instructions, lines = each;
+  }
+  return lines;
+}
+
+ConvPlan plan_depthwise(ConvProblem const& p, Device const& device) {
+  int const lines = depthwise_lines(p, device);
   ConvPlan plan;
   plan.kernel = kDepthwise;
-  plan.block_m = kDepthwisePixels, plan.block_n = kDepthwiseChannels;
+  plan.block_m = lines * kDepthwisePixels, plan.block_n = kDepthwiseChannels;
   plan.copied_channels = copied_channels(p, kDepthwiseChannels);
-  int64_t const lines = int64_t(p.batch) * p.out_height(), quads = p.weight.n / kDepthwiseChannels;
-  plan.grid = int(ceil_div(lines * ceil_div(p.out_width(), kDepthwisePixels) * quads, kDepthwiseThreads));
+  plan.grid = int(depthwise_ctas(p, lines));
   return plan;
 }
 
@@ -300,7 +328,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   plans->clear();
   bool const flat = p.weight.order == ConvOrder::kFlat;
   if (p.weight.order == ConvOrder::kByTaps) {
-    plans->push_back(plan_depthwise(p));
+    plans->push_back(plan_depthwise(p, device));
   } else {
     // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
     bool const pads = !flat && p.x_zero_point != 0 && p.padded();

@@ -656,6 +656,24 @@ def test_kernels_of_an_architecture() -> None:
     assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
 
 
+def test_depthwise_strips_have_as_many_lines_as_leave_work_for_all_sms() -> None:
+    one_sm = _C.Device(90, 1, 232448)
+
+    def lines(kernel: int, size: int, device: _C.Device = H200) -> int:
+        (plan,) = plans(1, 128, 128, kernel=kernel, padding=kernel // 2, size=size, device=device)
+        segments = 2 * -(-size // 4)
+        assert plan.block_m % 4 == 0
+        strips = -(-size // (plan.block_m // 4))
+        assert plan.grid == -(-segments * strips * 128 // 4 // 128)
+        return plan.block_m // 4
+
+    assert lines(3, 14) == 1
+    assert lines(3, 112) == 4
+    assert lines(3, 112, one_sm) == 56
+    assert (lines(5, 112), lines(7, 112, one_sm)) == (4, 4)  # as registers hold the sums of
+    assert (lines(1, 15, one_sm), lines(9, 14, one_sm)) == (1, 1)
+
+
 def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_vectors() -> None:
     every = ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
     without = [kernel for kernel in every if kernel != "gemm_int8_collective"]

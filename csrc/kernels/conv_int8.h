@@ -64,8 +64,22 @@ constexpr int kMostImplicitTaps = 32;  // along an axis, unless x is loaded byte
 constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
 Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later.
+// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of lines of four pixels.
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each
+struct DepthwiseStrips {
+  int size, stride;  // of the kernel, along both axes
+  // Strips have any number of lines, as those of a kernel that is small enough end one by one. Others have `sets()` at most.
+  constexpr bool rolls() const { return size == 3; }
+  constexpr int sets() const { return rolls() ? (size + stride - 1) / stride : 4; }
+  static constexpr int ctas_per_sm() { return 4; }
+  bool fits(ConvProblem const& p) const {
+    ConvWeight const& w = p.weight;
+    bool const steps = p.stride[0] == stride && p.stride[1] == stride && p.dilation[0] == 1 && p.dilation[1] == 1;
+    return w.height == size && w.width == size && steps;
+  }
+};
+// With other kernels strips have one line.
+constexpr DepthwiseStrips kDepthwiseStrips[] = {{3, 1}, {3, 2}, {5, 1}, {5, 2}, {7, 1}, {7, 2}};
 Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // There, too: x with out_channels a pixel, a multiple of 16, with zeros behind its channels; and,
