@@ -76,6 +76,7 @@ Status check_memory(ConvProblem const& p) {
   return check_addresses({{"x", p.x, 1},
                           {"the weight's codes", w.codes, kConvVector},
                           {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
+                          {"the weight's cut sums", w.cut_sums, kConvVector, false},
                           {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
                           {"bias", p.bias, bias_bytes, false}});
 }
@@ -129,6 +130,14 @@ Status check_conv(ConvProblem const& p) {
       (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
   if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
+  if (w.cut_sums) {
+    int64_t const classes =
+        border_classes(most_cut(w.height, p.padding[0], p.dilation[0]), most_cut(w.width, p.padding[1], p.dilation[1]));
+    if (classes > kMostBorderClasses || classes * p.groups * stored_channels(w.n / p.groups) > most) {
+      return invalid("the weight has cut sums of " + std::to_string(classes) + " classes of pixels; " +
+                     std::to_string(kMostBorderClasses) + " with 2^31 sums are supported");
+    }
+  }
   status = check_numbers(p);
   return status.ok() ? check_memory(p) : status;
 }
@@ -331,7 +340,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
     plans->push_back(plan_depthwise(p, device));
   } else {
     // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
-    bool const pads = !flat && p.x_zero_point != 0 && p.padded();
+    bool const pads = !flat && p.x_zero_point != 0 && p.padded() && !p.weight.cut_sums;
     ConvProblem const product = multiplied(p, pads);
     double const vectors =
         double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
@@ -413,6 +422,9 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
   params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
   int const n = p.weight.n;
   params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
+  params.cuts_taps = p.x_zero_point != 0 && p.padded() && p.weight.cut_sums;
+  for (int axis : {0, 1})
+    params.most_cut[axis] = most_cut(axis ? p.weight.width : p.weight.height, p.padding[axis], p.dilation[axis]);
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
   if (plan.copied_channels) {

@@ -324,6 +324,45 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     assert ones.sums.tolist() == [6 * channels] * groups
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "space"),
+    [
+        ((3, 3), (1, 1), (1, 1), (1, 1), (5, 4)),
+        ((3, 2), (2, 1), (2, 1), (1, 2), (5, 6)),
+        ((3, 3), (1, 2), (4, 6), (3, 2), (1, 2)),
+        ((2, 5), (3, 1), (0, 3), (2, 1), (6, 1)),
+    ],
+)
+def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
+    groups: int, kernel: Any, stride: Any, padding: Any, dilation: Any, space: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums that kernels find, with zeros outside of x, and what they make of them by the border class of each pixel."""
+    w, x = codes(torch.int8, 15, 12 // groups, *kernel), codes(torch.uint8, 2, 12, *space, seed=1)
+    geometry, zero = conv_int8.Geometry(stride, padding, dilation, groups), 77
+    weight = packed(w, torch.ones(15))
+    natural = conv_int8._in_order(w.movedim(1, -1), _C.ConvOrder.by_channels)
+    most = [_C.most_cut(*axis) for axis in zip(kernel, padding, dilation, strict=True)]
+    table = conv_int8._cut_sums(natural, groups, most)[..., : 15 // groups].flatten(1)
+    assert not table[0].any()
+    with_zeros = sums(x, w, 0, stride, padding, dilation, groups)
+    expected = sums(x, w, zero, stride, padding, dilation, groups)
+    ends = []
+    for axis, out in enumerate(expected.shape[2:]):
+        begin = torch.arange(out)[:, None] * stride[axis] - padding[axis] + torch.arange(kernel[axis]) * dilation[axis]
+        ends.append(((begin < 0).sum(1), (begin >= space[axis]).sum(1)))
+    (top, bottom), (left, right) = ends
+    rows, columns = top * (most[0] + 1) + bottom, left * (most[1] + 1) + right
+    classes = rows[:, None] * (most[1] + 1) ** 2 + columns
+    assert int(classes.max()) < len(table) == (most[0] + 1) ** 2 * (most[1] + 1) ** 2
+    cut = table[classes].movedim(-1, 0)
+    assert torch.equal(with_zeros - zero * natural.sums.view(-1, 1, 1) + zero * cut, expected)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    found = conv_int8._kept_cut_sums(weight, natural, "", (), zero, geometry)
+    assert (found is None) == (len(table) > _C.most_border_classes)
+    assert conv_int8._kept_cut_sums(weight, natural, "", (), 0, geometry) is None
+
+
 class _Stream:
     """Nothing to wait for."""
 
@@ -582,10 +621,11 @@ def plans(
     size: int = 14,
     out: _C.ConvOutput = _C.ConvOutput.uint8,
     y: int = 4096,
+    cut_sums: int = 0,
 ) -> list[_C.ConvPlan]:
     """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``; nothing is read."""
     order = _C.conv_order(n, channels, kernel**2, groups)
-    weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
+    weight = _C.ConvWeight(4096, order, 4096, cut_sums, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
     problem = _C.ConvProblem(
         weight,
         4096,
@@ -641,8 +681,10 @@ def test_what_x_is_copied_for() -> None:
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     for plan in plans(64, 64, zero=3):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (64, True, 64 * 2 * 16 * 16)
-    for plan in plans(64, 64, zero=3, padding=0):
-        assert not plan.pads
+    for plan in plans(64, 64, zero=3, padding=0) + plans(64, 64, zero=3, cut_sums=4096):
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
+    for plan in plans(20, 64, zero=3, cut_sums=4096):
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy

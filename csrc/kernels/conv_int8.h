@@ -12,6 +12,9 @@ struct ConvParams {
   int pixels = 0;  // of the result
   float low = 0, high = 0;
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
+  // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most that are cut along each axis.
+  bool cuts_taps = false;
+  int most_cut[2] = {0, 0};
 };
 
 // conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 256 channels.

@@ -9,8 +9,9 @@
 // share pixels in L2, and load the next tile's stages while they store one. Where two share an SM,
 // one multiplies while the other stores.
 //
-// The zero point of x is taken from the sums afterwards (requantize.cuh). Outputs of four lanes are
-// exchanged, so that a lane stores 8 bytes at a time.
+// The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside of
+// x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores 8 bytes
+// at a time.
 #include <cutlass/arch/barrier.h>
 
 #include "device/hopper.cuh"
@@ -229,13 +230,41 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
   }
 }
 
+// Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of taps outside of x.
+__device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4], int const (&outside)[4],
+                                            Vectors const* vectors, int64_t index, int count) {
+  int y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    Vectors const v = vectors[i];
+    int const acc = wrapping_add(wrapping_add(sums[i], v.bias), wrapping_multiply(p.problem.x_zero_point, outside[i]));
+    y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
+  }
+  if (p.whole_vectors) {
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.problem.out) + index) =
+        __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i >= count) break;
+    if (p.problem.out_type == ConvOutput::kInt32) {
+      static_cast<int*>(p.problem.out)[index + i] = y[i];
+    } else {
+      static_cast<uint8_t*>(p.problem.out)[index + i] = uint8_t(y[i]);
+    }
+  }
+}
+
 // 16 rows of a warp, whatever their outputs are, by way of shared memory, so that this takes few
-// registers.
+// registers. A lane has four channels of row lane / 2, whose border class is `number`.
 template <class C>
 __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
-                                          Tile<C> const& tile, int first_row) {
-  int const lane = threadIdx.x % 32, row = first_row + lane / 2;
+                                          Tile<C> const& tile, int first_row, int number) {
+  int const lane = threadIdx.x % 32, row = first_row + lane / 2, own = lane % 2 * 4;
   int64_t const line = int64_t(row) * p.problem.weight.n;
+  int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
+  int const cut = cut_sums_at(p, number, tile.group) + tile.first_n - group_n;
 #pragma unroll
   for (int j = 0; j < C::kBlockN / 8; ++j) {
     __syncwarp();
@@ -245,13 +274,13 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], Vectors co
           make_uint2(sums[j * 4 + half * 2], sums[j * 4 + half * 2 + 1]);
     }
     __syncwarp();
-#pragma unroll 1
-    for (int i = lane % 2 * 4; i < lane % 2 * 4 + 4; ++i) {
-      int const n = tile.first_n + j * 8 + i;
-      if (row >= p.pixels || n >= tile.end_n) break;
-      Vectors const v = vectors[j * 8 + i];
-      store_output(p, line + n, wrapping_add(staging[lane / 2 * 8 + i], v.bias), v.factor);
-    }
+    int const channel = j * 8 + own, n = tile.first_n + channel;
+    if (row >= p.pixels || n >= tile.end_n) continue;
+    int4 const found = *reinterpret_cast<int4 const*>(staging + lane * 4);
+    int4 outside = make_int4(0, 0, 0, 0);
+    if (number) outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
+    int const acc[4] = {found.x, found.y, found.z, found.w}, added[4] = {outside.x, outside.y, outside.z, outside.w};
+    finish_four(p, acc, added, vectors + channel, line + n, tile.end_n - n);
   }
 }
 
@@ -259,10 +288,11 @@ template <class C>
 __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
                                       Tile<C> const& tile) {
   int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
-  if (p.whole_vectors) {
+  int const number = p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
+  if (p.whole_vectors && !__any_sync(~0u, number != 0)) {
     store_vectors<C>(sums, vectors, p, tile, first_row);
   } else {
-    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row);
+    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row, number);
   }
 }
 
