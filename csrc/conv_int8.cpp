@@ -166,7 +166,7 @@ ConvProblem multiplied(ConvProblem const& p, bool pads) {
 }
 
 constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective", kImplicit[] = "conv_int8_implicit_gemm",
-               kDepthwise[] = "conv_int8_depthwise";
+               kDepthwise[] = "conv_int8_depthwise", kStem[] = "conv_int8_stem";
 
 // Of which the pixels are rows of a matrix.
 bool is_product(ConvProblem const& p) {
@@ -289,6 +289,15 @@ void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& ma
   std::stable_sort(first, plans->end(), sooner);
 }
 
+ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
+  ConvPlan plan;
+  plan.kernel = kStem;
+  plan.block_m = tile.columns * tile.lines, plan.block_n = ConvStemTile::kBlockN;
+  int64_t const tiles = ceil_div(p.out_width(), tile.columns) * ceil_div(p.out_height(), tile.lines) * p.batch;
+  plan.grid = int(tiles * ceil_div(p.weight.n, ConvStemTile::kBlockN));
+  return plan;
+}
+
 // CTAs, if strips have so many lines.
 int64_t depthwise_ctas(ConvProblem const& p, int lines) {
   int64_t const strips = p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
@@ -342,6 +351,8 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
     // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
     bool const pads = !flat && p.x_zero_point != 0 && p.padded() && !p.weight.cut_sums;
     ConvProblem const product = multiplied(p, pads);
+    ConvStemTile const stem(p);
+    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
     double const vectors =
         double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(), whole = has_vectors(product);
@@ -359,7 +370,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   }
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p, plan.pads);
-    if (flat) plan.copied_channels = product.channels;
+    if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
     if (plan.pads) plan.copied_channels = stored_channels(p.channels);
     plan.workspace = size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
@@ -400,7 +411,8 @@ struct Launcher {
 constexpr Launcher kLaunchers[] = {{kWgmma, &launch_conv_int8_wgmma},
                                    {kCollective, &launch_gemm_int8_collective},
                                    {kImplicit, &launch_conv_int8_implicit_gemm},
-                                   {kDepthwise, &launch_conv_int8_depthwise}};
+                                   {kDepthwise, &launch_conv_int8_depthwise},
+                                   {kStem, &launch_conv_int8_stem}};
 
 }  // namespace
 
@@ -418,7 +430,7 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
                                    {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
-  ConvProblem& p = params.problem = multiplied(problem, plan.pads);
+  ConvProblem& p = params.problem = plan.kernel == std::string_view(kStem) ? problem : multiplied(problem, plan.pads);
   params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
   int const n = p.weight.n;
   params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);

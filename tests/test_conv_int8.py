@@ -685,7 +685,9 @@ def test_what_x_is_copied_for() -> None:
         assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
     for plan in plans(20, 64, zero=3, cut_sums=4096):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
-    for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
+    stem, *others = plans(3, 64, zero=3)
+    assert (stem.kernel, stem.copied_channels, stem.pads, stem.workspace) == ("conv_int8_stem", 0, False, 0)
+    for plan in others:  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
     assert (plan.copied_channels, plan.pads, plan.workspace) == (16, True, 16 * 2 * 16 * 16)
@@ -696,6 +698,22 @@ def test_kernels_of_an_architecture() -> None:
     assert kernels(plans(1, 64, 64, device=A100)) == ["conv_int8_depthwise"]
     assert kernels(plans(1, 64, 64)) == ["conv_int8_depthwise"]
     assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
+
+
+def test_tiles_of_stems_are_what_shared_memory_holds() -> None:
+    def stem(channels: int, kernel: int, size: int) -> _C.ConvPlan | None:
+        plan = plans(channels, 72, kernel=kernel, padding=kernel // 2, size=size)[0]
+        return plan if plan.kernel == "conv_int8_stem" else None
+
+    few, wide = stem(3, 7, 14), stem(3, 7, 300)
+    assert few is not None
+    assert wide is not None
+    assert (few.block_m, few.grid) == (14 * 8, 2 * 2 * 2)  # images, tiles of lines and of outputs
+    assert (wide.block_m, wide.grid) == (100 * 8, 2 * 3 * 38 * 2)  # and of columns
+    large = stem(8, 11, 300)
+    assert large is not None
+    assert large.block_m == 100
+    assert stem(8, 31, 300) is None
 
 
 def test_depthwise_strips_have_as_many_lines_as_leave_work_for_all_sms() -> None:
@@ -721,7 +739,7 @@ def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_ve
     without = [kernel for kernel in every if kernel != "gemm_int8_collective"]
     product: dict[str, Any] = {"kernel": 1, "padding": 0}
     assert kernels(plans(70, 64, **product)) == every
-    assert kernels(plans(3, 64)) == every  # of the taps that were gathered
+    assert kernels(plans(3, 64)) == ["conv_int8_stem", *every]  # of the taps that were gathered
     for n, other in ((72, {}), (64, {"out": _C.ConvOutput.int32}), (64, {"y": 4104}), (64, {"padding": 1})):
         assert kernels(plans(70, n, **(product | other))) == without
     assert kernels(plans(70, 64, **product, device=A100)) == without[1:]

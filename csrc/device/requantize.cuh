@@ -97,4 +97,23 @@ __device__ __forceinline__ void store_output(ConvParams const& p, int64_t index,
   }
 }
 
+// ---- of accumulators of MMAs, of which four lanes have two neighbouring channels each of every 8
+
+// What the sums of an output channel have in common.
+struct ChannelVectors {
+  float factor;
+  int bias;
+};
+
+// Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
+// group t.
+__device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
+  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410), odd = __byte_perm(pairs[1], pairs[3], 0x5410);
+  uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
+  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;  // of lanes t & ~1 and t | 1
+  uint32_t const low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);  // groups t % 2, + 2
+  uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
+  return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
+}
+
 }  // namespace cutlass_ops

@@ -67,6 +67,41 @@ constexpr int kMostImplicitTaps = 32;  // along an axis, unless x is loaded byte
 constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
 Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
+// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. What a CTA computes, of one image.
+struct ConvStemTile {
+  static constexpr int kThreads = 128, kBlockN = 64;
+  static constexpr int kMostColumns = 128, kMostLines = 8;
+  static constexpr int64_t kSharedBytes = 48 * 1024, kMostSharedBytes = 96 * 1024;  // where more lines fit; and of one line
+
+  int columns, lines;  // of the result
+  int slices;          // of 32 bytes, of a line of taps
+  int copies;          // of x, each moved by 4 / copies bytes
+  int pitch;           // bytes of a line of x; 0 if they are too many
+
+  explicit ConvStemTile(ConvProblem const& p) {
+    int const width = p.out_width(), column_tiles = (width + kMostColumns - 1) / kMostColumns;
+    columns = (width + column_tiles - 1) / column_tiles;
+    slices = (p.weight.width * p.weight.channels + 31) / 32;
+    int64_t const step = int64_t(p.stride[1]) * p.channels;
+    copies = step % 4 == 0 ? 1 : step % 2 == 0 ? 2 : 4;
+    int64_t const bytes = ((columns - 1) * step + 32 * int64_t(slices) + 3) / 4 * 4;
+    pitch = bytes <= kMostSharedBytes ? int(bytes) : 0;
+    lines = p.out_height() < kMostLines ? p.out_height() : kMostLines;
+    while (lines > 1 && shared_bytes(p) > kSharedBytes) --lines;
+  }
+  // Lines of x under the tile.
+  constexpr int rows(ConvProblem const& p) const {
+    return (lines - 1) * p.stride[0] + (p.weight.height - 1) * p.dilation[0] + 1;
+  }
+  int64_t shared_bytes(ConvProblem const& p) const {
+    return int64_t(p.weight.height) * slices * 32 * kBlockN + 8 * kBlockN + int64_t(rows(p)) * pitch * copies;
+  }
+  bool fits(ConvProblem const& p) const {
+    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && pitch > 0 && shared_bytes(p) <= kMostSharedBytes;
+  }
+};
+Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
 // conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of lines of four pixels.
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each
 struct DepthwiseStrips {

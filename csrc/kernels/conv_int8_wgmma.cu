@@ -181,26 +181,9 @@ struct Multiplier {
 
 // ---- store
 
-// Of a warpgroup: what the tile's channels have in common.
-struct Vectors {
-  float factor;
-  int bias;
-};
-
-// Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
-// group t.
-__device__ __forceinline__ uint2 transpose(uint32_t (&pairs)[4], int t) {
-  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410), odd = __byte_perm(pairs[1], pairs[3], 0x5410);
-  uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
-  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;  // of lanes t & ~1 and t | 1
-  uint32_t const low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);  // groups t % 2, + 2
-  uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
-  return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
-}
-
 // 16 rows of a warp whose outputs are bytes in whole vectors.
 template <class C>
-__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vectors const* vectors, Params const& p,
+__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, Params const& p,
                                               Tile<C> const& tile, int first_row) {
   int const t = threadIdx.x % 4, row = first_row + threadIdx.x % 32 / 4, n = tile.first_n + t * 8;
   uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + int64_t(row) * p.problem.weight.n + n;
@@ -211,7 +194,7 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t v[4];
-      load_shared(shared + (j + i) * 8 * int(sizeof(Vectors)), v);
+      load_shared(shared + (j + i) * 8 * int(sizeof(ChannelVectors)), v);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t const* const own = sums + (j + i) * 4 + half * 2;
@@ -223,7 +206,7 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint2 const bytes = transpose(pairs[half], t);
+      uint2 const bytes = exchange_pairs(pairs[half], t);
       if (row + half * 8 < p.pixels && n + j * 8 < tile.end_n)
         *reinterpret_cast<uint2*>(out + half * 8 * p.problem.weight.n + j * 8) = bytes;
     }
@@ -232,11 +215,11 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
 
 // Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of taps outside of x.
 __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4], int const (&outside)[4],
-                                            Vectors const* vectors, int64_t index, int count) {
+                                            ChannelVectors const* vectors, int64_t index, int count) {
   int y[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    Vectors const v = vectors[i];
+    ChannelVectors const v = vectors[i];
     int const acc = wrapping_add(wrapping_add(sums[i], v.bias), wrapping_multiply(p.problem.x_zero_point, outside[i]));
     y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
   }
@@ -259,8 +242,8 @@ __device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4
 // 16 rows of a warp, whatever their outputs are, by way of shared memory, so that this takes few
 // registers. A lane has four channels of row lane / 2, whose border class is `number`.
 template <class C>
-__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
-                                          Tile<C> const& tile, int first_row, int number) {
+__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging,
+                                          Params const& p, Tile<C> const& tile, int first_row, int number) {
   int const lane = threadIdx.x % 32, row = first_row + lane / 2, own = lane % 2 * 4;
   int64_t const line = int64_t(row) * p.problem.weight.n;
   int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
@@ -285,7 +268,7 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], Vectors co
 }
 
 template <class C>
-__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
+__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging, Params const& p,
                                       Tile<C> const& tile) {
   int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
   int const number = p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
@@ -297,7 +280,7 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], Vectors const*
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, Vectors* vectors, int* staging, Barriers& barriers,
+__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVectors* vectors, int* staging, Barriers& barriers,
                                                Params const& p, int rank, int warpgroup) {
   constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
   int const thread = threadIdx.x % 128;
@@ -335,7 +318,7 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
                     __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];
-  auto* const vectors = reinterpret_cast<Vectors*>(stages + p.stages * C::kStageBytes);
+  auto* const vectors = reinterpret_cast<ChannelVectors*>(stages + p.stages * C::kStageBytes);
   auto* const staging = reinterpret_cast<int*>(vectors + 2 * C::kBlockN);
   auto& barriers = *reinterpret_cast<Barriers*>(staging + 8 * C::Tile::kStagedInts);
   int const rank = C::kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
