@@ -293,8 +293,7 @@ ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
   ConvPlan plan;
   plan.kernel = kStem;
   plan.block_m = tile.columns * tile.lines, plan.block_n = ConvStemTile::kBlockN;
-  int64_t const tiles = ceil_div(p.out_width(), tile.columns) * ceil_div(p.out_height(), tile.lines) * p.batch;
-  plan.grid = int(tiles * ceil_div(p.weight.n, ConvStemTile::kBlockN));
+  plan.grid = int(tile.ctas(p));
   return plan;
 }
 

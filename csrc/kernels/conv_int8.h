@@ -22,7 +22,7 @@ struct ConvWgmmaTile {
   static constexpr int kBlockM = 128;
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
-  static constexpr int kStagedInts = 16 * 8;
+  static constexpr int kStagedInts = 2 * 16 * 8;
 
   int block_n, cluster_size;
   // Registers go from a warpgroup that loads to two that multiply; or one warp loads.
@@ -31,7 +31,7 @@ struct ConvWgmmaTile {
   constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
   constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
   // Factors and biases of the tile's channels, for each warpgroup; what leaves through shared
-  // memory, for each warp; and barriers.
+  // memory, twice for each warp; and barriers.
   constexpr int other_bytes() const { return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8; }
   constexpr int shared_bytes(int stages) const { return stages * stage_bytes() + other_bytes(); }
   // Stages of a CTA where an SM holds `ctas`. A CTA takes 1 KB for the system.
@@ -96,8 +96,13 @@ struct ConvStemTile {
   int64_t shared_bytes(ConvProblem const& p) const {
     return int64_t(p.weight.height) * slices * 32 * kBlockN + 8 * kBlockN + int64_t(rows(p)) * pitch * copies;
   }
+  int64_t ctas(ConvProblem const& p) const {
+    auto const tiles = [](int64_t count, int of) { return (count + of - 1) / of; };
+    return tiles(p.out_width(), columns) * tiles(p.out_height(), lines) * p.batch * tiles(p.weight.n, kBlockN);
+  }
   bool fits(ConvProblem const& p) const {
-    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && pitch > 0 && shared_bytes(p) <= kMostSharedBytes;
+    bool const in_memory = pitch > 0 && shared_bytes(p) <= kMostSharedBytes;
+    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && in_memory && ctas(p) <= INT32_MAX;
   }
 };
 Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);

@@ -250,18 +250,19 @@ __device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVec
   int const cut = cut_sums_at(p, number, tile.group) + tile.first_n - group_n;
 #pragma unroll
   for (int j = 0; j < C::kBlockN / 8; ++j) {
-    __syncwarp();
+    int* const staged = staging + j % 2 * (C::Tile::kStagedInts / 2);
+    int const channel = j * 8 + own, n = tile.first_n + channel;
+    bool const there = row < p.pixels && n < tile.end_n;
+    int4 outside = make_int4(0, 0, 0, 0);
+    if (there && number) outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<uint2*>(staging + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
+      *reinterpret_cast<uint2*>(staged + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
           make_uint2(sums[j * 4 + half * 2], sums[j * 4 + half * 2 + 1]);
     }
-    __syncwarp();
-    int const channel = j * 8 + own, n = tile.first_n + channel;
-    if (row >= p.pixels || n >= tile.end_n) continue;
-    int4 const found = *reinterpret_cast<int4 const*>(staging + lane * 4);
-    int4 outside = make_int4(0, 0, 0, 0);
-    if (number) outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
+    __syncwarp();  // the other half has been read, too
+    if (!there) continue;
+    int4 const found = *reinterpret_cast<int4 const*>(staged + lane * 4);
     int const acc[4] = {found.x, found.y, found.z, found.w}, added[4] = {outside.x, outside.y, outside.z, outside.w};
     finish_four(p, acc, added, vectors + channel, line + n, tile.end_n - n);
   }
