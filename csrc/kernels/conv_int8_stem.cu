@@ -151,11 +151,14 @@ __global__ void __launch_bounds__(kThreads, 4) conv_int8_stem(__grid_constant__ 
 
   int const lane = int(threadIdx.x) % 32, g = lane / 4, t = lane % 4, count = position.lines * position.columns;
   int const words = p.tile.pitch / 4, copy_words = p.tile.rows(problem) * words, step = problem.stride[1] * problem.channels;
+  // The line of place m is m * reciprocal / 2^20: exact, as m is below 2^10 and columns are at most 2^7.
+  static_assert(ConvStemTile::kMostLines * ConvStemTile::kMostColumns <= 1 << 10 && ConvStemTile::kMostColumns <= 1 << 7);
+  int const reciprocal = ((1 << 20) + position.columns - 1) / position.columns;
   for (int first = int(threadIdx.x) / 32 * 32; first < count; first += kThreads) {
     int from[4];  // the first word of the lane's places: rows g and g + 8 of two fragments
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      int const m = min(first + i * 8 + g, count - 1), line = m / position.columns;
+      int const m = min(first + i * 8 + g, count - 1), line = m * reciprocal >> 20;
       int const bytes = (m - line * position.columns) * step;
       from[i] = bytes % 4 * p.tile.copies / 4 * copy_words + line * problem.stride[0] * words + bytes / 4 + t;
     }
@@ -186,7 +189,7 @@ __global__ void __launch_bounds__(kThreads, 4) conv_int8_stem(__grid_constant__ 
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      int const m = min(first + i * 8 + g, count - 1), line = m / position.columns, column = m - line * position.columns;
+      int const m = min(first + i * 8 + g, count - 1), line = m * reciprocal >> 20, column = m - line * position.columns;
       int64_t const pixel =
           (int64_t(position.image) * p.out_height + position.line + line) * p.out_width + position.column + column;
       store_row(p, sums[i / 2], i % 2, vectors, pixel, first + i * 8 + g < count, position.first_n);
