@@ -205,6 +205,8 @@ struct Square {
 
   static __device__ __forceinline__ void run(Params const& p, Strip& strip) {
     Lines lines(p, strip);
+    // Lines behind the strip's last tap are not loaded ahead.
+    lines.height = min(lines.height, max(lines.y + (strip.count - 1) * kStride + kSize, 0));
     unsigned inside = 0;
 #pragma unroll
     for (int k = 0; k < kColumns; ++k) inside |= unsigned(unsigned(lines.x + k) < unsigned(lines.width)) << k;
