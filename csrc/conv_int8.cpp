@@ -76,6 +76,7 @@ Status check_memory(ConvProblem const& p) {
   return check_addresses({{"x", p.x, 1},
                           {"the weight's codes", w.codes, kConvVector},
                           {"the weight's sums", w.sums, int(sizeof(int32_t)), p.x_zero_point != 0},
+                          {"the weight's cut sums", w.cut_sums, kConvVector, false},
                           {"the weight's scales", w.scales, w.scale_type == DataType::kFloat32 ? 4 : 2},
                           {"bias", p.bias, bias_bytes, false}});
 }
@@ -124,10 +125,19 @@ Status check_conv(ConvProblem const& p) {
     return unsupported("the convolution has more than 2^31 tiles, or x more than 2^35 bytes");
   // Depthwise threads, and vectors of gathered taps.
   int64_t const flat_vectors = stored_channels(int(std::min(taps * w.channels, int64_t(1) << 20))) / kConvVector;
-  if ((w.order == ConvOrder::kByTaps && tiles > most / kDepthwiseThreads) ||
+  int64_t const segments = int64_t(p.batch) * p.out_height() * ceil_div(p.out_width(), kDepthwisePixels);
+  if ((w.order == ConvOrder::kByTaps && segments > most / ceil_div(w.n, kDepthwiseChannels)) ||
       (w.order == ConvOrder::kFlat && p.pixels() > most / flat_vectors))
     return unsupported("the convolution has more than 2^31 vectors of outputs or of gathered taps");
   if (w.order != conv_order(w.n, w.channels, int(taps), p.groups)) return invalid("the weight's codes are not in conv_order()");
+  if (w.cut_sums) {
+    int64_t const classes =
+        border_classes(most_cut(w.height, p.padding[0], p.dilation[0]), most_cut(w.width, p.padding[1], p.dilation[1]));
+    if (classes > kMostBorderClasses || classes * p.groups * stored_channels(w.n / p.groups) > most) {
+      return invalid("the weight has cut sums of " + std::to_string(classes) + " classes of pixels; " +
+                     std::to_string(kMostBorderClasses) + " with 2^31 sums are supported");
+    }
+  }
   status = check_numbers(p);
   return status.ok() ? check_memory(p) : status;
 }
@@ -156,7 +166,7 @@ ConvProblem multiplied(ConvProblem const& p, bool pads) {
 }
 
 constexpr char kWgmma[] = "conv_int8_wgmma", kCollective[] = "gemm_int8_collective", kImplicit[] = "conv_int8_implicit_gemm",
-               kDepthwise[] = "conv_int8_depthwise";
+               kDepthwise[] = "conv_int8_depthwise", kStem[] = "conv_int8_stem";
 
 // Of which the pixels are rows of a matrix.
 bool is_product(ConvProblem const& p) {
@@ -279,13 +289,48 @@ void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& ma
   std::stable_sort(first, plans->end(), sooner);
 }
 
-ConvPlan plan_depthwise(ConvProblem const& p) {
+ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
+  ConvPlan plan;
+  plan.kernel = kStem;
+  plan.block_m = tile.columns * tile.lines, plan.block_n = ConvStemTile::kBlockN;
+  plan.grid = int(tile.ctas(p));
+  return plan;
+}
+
+// CTAs, if strips have so many lines.
+int64_t depthwise_ctas(ConvProblem const& p, int lines) {
+  int64_t const strips = p.batch * ceil_div(p.out_height(), lines) * ceil_div(p.out_width(), kDepthwisePixels);
+  return ceil_div(strips * (p.weight.n / kDepthwiseChannels), kDepthwiseThreads);
+}
+
+// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have work, and until later.
+int depthwise_lines(ConvProblem const& p, Device const& device) {
+  auto const* const strips = std::find_if(std::begin(kDepthwiseStrips), std::end(kDepthwiseStrips),
+                                          [&](DepthwiseStrips const& known) { return known.fits(p); });
+  if (strips == std::end(kDepthwiseStrips)) return 1;
+  // Instructions of a thread, by their count: for a line of x, for an output, for each four taps of one, and to begin.
+  constexpr int kLine = 50, kOutput = 9, kBegin = 400, kMostStrips = 256;
+  int const taps = strips->size * int(ceil_div(strips->size, 4));
+  int const fewest = strips->rolls() ? 1 : int(ceil_div(p.out_height(), strips->sets()));
+  int lines = 0;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int count = fewest; count <= std::min(p.out_height(), std::max(fewest, kMostStrips)); ++count) {
+    int const each = int(ceil_div(p.out_height(), count));
+    int64_t const waves = ceil_div(depthwise_ctas(p, each), int64_t(device.multiprocessors) * strips->ctas_per_sm());
+    int64_t const read = int64_t(each - 1) * strips->stride + strips->size, outputs = int64_t(each) * kDepthwisePixels;
+    int64_t const instructions = waves * (read * kLine + outputs * kDepthwiseChannels * (kOutput + taps) + kBegin);
+    if (instructions < least) least = instructions, lines = each;
+  }
+  return lines;
+}
+
+ConvPlan plan_depthwise(ConvProblem const& p, Device const& device) {
+  int const lines = depthwise_lines(p, device);
   ConvPlan plan;
   plan.kernel = kDepthwise;
-  plan.block_m = kDepthwisePixels, plan.block_n = kDepthwiseChannels;
+  plan.block_m = lines * kDepthwisePixels, plan.block_n = kDepthwiseChannels;
   plan.copied_channels = copied_channels(p, kDepthwiseChannels);
-  int64_t const lines = int64_t(p.batch) * p.out_height(), quads = p.weight.n / kDepthwiseChannels;
-  plan.grid = int(ceil_div(lines * ceil_div(p.out_width(), kDepthwisePixels) * quads, kDepthwiseThreads));
+  plan.grid = int(depthwise_ctas(p, lines));
   return plan;
 }
 
@@ -300,11 +345,13 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   plans->clear();
   bool const flat = p.weight.order == ConvOrder::kFlat;
   if (p.weight.order == ConvOrder::kByTaps) {
-    plans->push_back(plan_depthwise(p));
+    plans->push_back(plan_depthwise(p, device));
   } else {
     // What lies outside of x is loaded as zeros, where the sums are to have its zero point.
-    bool const pads = !flat && p.x_zero_point != 0 && p.padded();
+    bool const pads = !flat && p.x_zero_point != 0 && p.padded() && !p.weight.cut_sums;
     ConvProblem const product = multiplied(p, pads);
+    ConvStemTile const stem(p);
+    if (stem.fits(p)) plans->push_back(plan_stem(p, stem));
     double const vectors =
         double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(), whole = has_vectors(product);
@@ -322,7 +369,7 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
   }
   for (ConvPlan& plan : *plans) {
     ConvProblem const product = multiplied(p, plan.pads);
-    if (flat) plan.copied_channels = product.channels;
+    if (flat && plan.kernel != kStem) plan.copied_channels = product.channels;
     if (plan.pads) plan.copied_channels = stored_channels(p.channels);
     plan.workspace = size_t(int64_t(product.batch) * product.height * product.width) * plan.copied_channels;
   }
@@ -363,7 +410,8 @@ struct Launcher {
 constexpr Launcher kLaunchers[] = {{kWgmma, &launch_conv_int8_wgmma},
                                    {kCollective, &launch_gemm_int8_collective},
                                    {kImplicit, &launch_conv_int8_implicit_gemm},
-                                   {kDepthwise, &launch_conv_int8_depthwise}};
+                                   {kDepthwise, &launch_conv_int8_depthwise},
+                                   {kStem, &launch_conv_int8_stem}};
 
 }  // namespace
 
@@ -381,10 +429,13 @@ Status conv_int8(ConvProblem const& problem, ConvPlan const& plan, Workspace wor
                                    {"out", problem.out, problem.out_type == ConvOutput::kInt32 ? 4 : out_bytes}});
   if (!status.ok()) return {status.code, status.text + shape(problem)};
   ConvParams params;
-  ConvProblem& p = params.problem = multiplied(problem, plan.pads);
+  ConvProblem& p = params.problem = plan.kernel == std::string_view(kStem) ? problem : multiplied(problem, plan.pads);
   params.out_height = p.out_height(), params.out_width = p.out_width(), params.pixels = int(p.pixels());
   int const n = p.weight.n;
   params.whole_vectors = p.out_type != ConvOutput::kInt32 && n / p.groups % 8 == 0 && aligned(p.out, 8);
+  params.cuts_taps = p.x_zero_point != 0 && p.padded() && p.weight.cut_sums;
+  for (int axis : {0, 1})
+    params.most_cut[axis] = most_cut(axis ? p.weight.width : p.weight.height, p.padding[axis], p.dilation[axis]);
   auto const [low, high] = limits(p);
   params.low = float(low - p.y_zero_point), params.high = float(high - p.y_zero_point);
   if (plan.copied_channels) {

@@ -338,6 +338,7 @@ class ConvWeight:
         codes_ptr: int,
         order: ConvOrder,
         sums_ptr: int,
+        cut_sums_ptr: int,
         scales_ptr: int,
         scale_type: DataType,
         n: int,
@@ -387,4 +388,8 @@ class ConvProblem:
 
 def conv_int8(problem: ConvProblem, plan: ConvPlan, workspace_ptr: int, stream: int) -> None: ...
 def conv_order(n: int, channels: int, taps: int, groups: int) -> ConvOrder: ...
+def most_cut(taps: int, padding: int, dilation: int) -> int: ...
+
+most_border_classes: int
+
 def stored_channels(channels: int) -> int: ...

@@ -5,6 +5,7 @@ On a CPU they are the reference. Kernels take weights in natural order, which ar
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -248,6 +249,10 @@ def _run_static(
 # ---- on a GPU
 
 
+#: Names of forms that are kept: the codes that x is multiplied by, and a weight of ones.
+_CODES, _ONES = "static int8", "static int8, ones"
+
+
 class _Natural(NamedTuple):
     """A weight as ``conv.h`` describes it.
 
@@ -297,6 +302,24 @@ def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
     return (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
 
 
+def _inside(taps: int, most: int, device: torch.device) -> Tensor:
+    """Whether a tap of an axis is inside of x, for each begin and end that are not: bool ``[(most + 1) ** 2, taps]``."""
+    place, cut = torch.arange(taps, device=device), torch.arange(most + 1, device=device)
+    return ((place >= cut.view(-1, 1, 1)) & (place < taps - cut.view(-1, 1))).flatten(0, 1)
+
+
+def _cut_sums(natural: _Natural, groups: int, most: Sequence[int]) -> Tensor:
+    """The sums of the codes of taps outside of x, int32 ``[classes, groups, stored_channels(N / groups)]``, as ``conv.h`` has
+    the classes, of a weight in the order ``by_channels``. ``most``: taps that are cut at one end of each axis.
+    """
+    taps = natural.codes.sum(-1, dtype=torch.int32)  # [N, height, width]
+    high, wide = (_inside(taps.shape[1 + axis], most[axis], taps.device) for axis in (0, 1))
+    lines = (taps * high[:, None, :, None]).sum(2, dtype=torch.int32)  # [classes of height, N, width]
+    inside = (lines[:, None] * wide[:, None, :]).sum(-1, dtype=torch.int32)
+    cut = (natural.sums - inside).view(len(high) * len(wide), groups, -1)
+    return F.pad(cut, (0, _C.stored_channels(cut.shape[2]) - cut.shape[2])).contiguous()
+
+
 def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
     """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even if that is zero."""
     qw, order = weight.unpack(), _order(weight.n, weight, groups)
@@ -327,12 +350,32 @@ def _operand(weight: PackedWeight, groups: int) -> _Operand:
         counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool, device="cpu")
         return (*made, counts)
 
-    codes, sums, *left = kept.form(weight, parts, ("static int8", *sizes), make)
+    codes, sums, *left = kept.form(weight, parts, (_CODES, *sizes), make)
     natural = _Natural(codes, sums)
     if not left or not left[1]:
         return _Operand(natural)
-    ones = kept.form(weight, (), ("static int8, ones", *sizes), lambda: _ones(weight, groups))
+    ones = kept.form(weight, (), (_ONES, *sizes), lambda: _ones(weight, groups))
     return _Operand(natural, left[0], _Natural(*ones))
+
+
+def _kept_cut_sums(
+    weight: PackedWeight, natural: _Natural, name: str, parts: tuple[str, ...], x_zero_point: int, geometry: Geometry
+) -> Tensor | None:
+    """``_cut_sums``, where kernels take the zero point of x into account by them.
+
+    Args:
+        weight, natural: of which ``natural`` was made, by the name ``name`` and of these parts.
+        x_zero_point, geometry: as in :func:`conv2d_int8`.
+    """
+    groups, n = geometry.groups, len(natural.sums)
+    if x_zero_point == 0 or not any(geometry.padding) or _order(n, weight, groups) != _C.ConvOrder.by_channels:
+        return None
+    axes = zip(weight.kernel_size, geometry.padding, geometry.dilation, strict=True)
+    most = tuple(_C.most_cut(*axis) for axis in axes)
+    if math.prod((cut + 1) ** 2 for cut in most) > _C.most_border_classes:
+        return None
+    form = (name + ", cut sums", n, weight.kernel_size, groups, most)
+    return kept.form(weight, parts, form, lambda: (_cut_sums(natural, groups, most),))[0]
 
 
 def launch(
@@ -357,16 +400,18 @@ def launch(
         return x.new_empty(shape, dtype=out_dtype)
     bias = weight.bias if bias is None else bias
     with torch.cuda.device(x.device):
-        operand = _operand(weight, geometry.groups)
+        operand, zero = _operand(weight, geometry.groups), numbers[1]
+        cut_sums = _kept_cut_sums(weight, operand.weight, _CODES, ("zeros",), zero, geometry)
         if operand.rest is None or operand.ones is None:
             y = torch.empty(shape, dtype=out_dtype, device=x.device)
-            _multiply(y, image, weight, operand.weight, bias, numbers, geometry, choose)
+            _multiply(y, image, weight, operand.weight, cut_sums, bias, numbers, geometry, choose)
             return y
         sums = (*numbers[:2], 1.0, 0, None, 0.0, 0.0)
         acc = torch.empty(shape, dtype=torch.int32, device=x.device)
-        _multiply(acc, image, weight, operand.weight, bias, sums, geometry, choose)
+        _multiply(acc, image, weight, operand.weight, cut_sums, bias, sums, geometry, choose)
         windows = acc.new_empty(*shape[:-1], geometry.groups)
-        _multiply(windows, image, weight, operand.ones, None, sums, geometry, None)
+        cut_sums = _kept_cut_sums(weight, operand.ones, _ONES, (), zero, geometry)
+        _multiply(windows, image, weight, operand.ones, cut_sums, None, sums, geometry, None)
         _compensate(acc, windows, operand.rest)
         if out_dtype == torch.int32:
             return acc
@@ -387,12 +432,16 @@ def _multiply(
     image: Tensor,
     weight: PackedWeight,
     natural: _Natural,
+    cut_sums: Tensor | None,
     bias: Tensor | None,
     numbers: tuple[Any, ...],
     geometry: Geometry,
     choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None,
 ) -> None:
-    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y."""
+    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y.
+
+    ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding into account by them.
+    """
     x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high = numbers
     bias = None if bias is None else bias.contiguous()
     n, groups = y.shape[-1], geometry.groups
@@ -400,6 +449,7 @@ def _multiply(
         natural.codes.data_ptr(),
         _order(n, weight, groups),
         natural.sums.data_ptr(),
+        native.pointer(cut_sums),
         weight.scales.data_ptr(),
         native.DATA_TYPES[weight.scales.dtype],
         n,

@@ -324,6 +324,45 @@ def test_what_kernels_multiply_by_is_the_weight_without_its_zero_points(channels
     assert ones.sums.tolist() == [6 * channels] * groups
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize(
+    ("kernel", "stride", "padding", "dilation", "space"),
+    [
+        ((3, 3), (1, 1), (1, 1), (1, 1), (5, 4)),
+        ((3, 2), (2, 1), (2, 1), (1, 2), (5, 6)),
+        ((3, 3), (1, 2), (4, 6), (3, 2), (1, 2)),
+        ((2, 5), (3, 1), (0, 3), (2, 1), (6, 1)),
+    ],
+)
+def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
+    groups: int, kernel: Any, stride: Any, padding: Any, dilation: Any, space: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums that kernels find, with zeros outside of x, and what they make of them by the border class of each pixel."""
+    w, x = codes(torch.int8, 15, 12 // groups, *kernel), codes(torch.uint8, 2, 12, *space, seed=1)
+    geometry, zero = conv_int8.Geometry(stride, padding, dilation, groups), 77
+    weight = packed(w, torch.ones(15))
+    natural = conv_int8._in_order(w.movedim(1, -1), _C.ConvOrder.by_channels)
+    most = [_C.most_cut(*axis) for axis in zip(kernel, padding, dilation, strict=True)]
+    table = conv_int8._cut_sums(natural, groups, most)[..., : 15 // groups].flatten(1)
+    assert not table[0].any()
+    with_zeros = sums(x, w, 0, stride, padding, dilation, groups)
+    expected = sums(x, w, zero, stride, padding, dilation, groups)
+    ends = []
+    for axis, out in enumerate(expected.shape[2:]):
+        begin = torch.arange(out)[:, None] * stride[axis] - padding[axis] + torch.arange(kernel[axis]) * dilation[axis]
+        ends.append(((begin < 0).sum(1), (begin >= space[axis]).sum(1)))
+    (top, bottom), (left, right) = ends
+    rows, columns = top * (most[0] + 1) + bottom, left * (most[1] + 1) + right
+    classes = rows[:, None] * (most[1] + 1) ** 2 + columns
+    assert int(classes.max()) < len(table) == (most[0] + 1) ** 2 * (most[1] + 1) ** 2
+    cut = table[classes].movedim(-1, 0)
+    assert torch.equal(with_zeros - zero * natural.sums.view(-1, 1, 1) + zero * cut, expected)
+    monkeypatch.setattr("cutlass_ops.kept.captures", lambda weight: True)
+    found = conv_int8._kept_cut_sums(weight, natural, "", (), zero, geometry)
+    assert (found is None) == (len(table) > _C.most_border_classes)
+    assert conv_int8._kept_cut_sums(weight, natural, "", (), 0, geometry) is None
+
+
 def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
     monkeypatch.setattr("cutlass_ops.kept.captures", lambda weight: capturing[0])
@@ -574,10 +613,11 @@ def plans(
     size: int = 14,
     out: _C.ConvOutput = _C.ConvOutput.uint8,
     y: int = 4096,
+    cut_sums: int = 0,
 ) -> list[_C.ConvPlan]:
     """Of a convolution of two images of ``size`` x ``size`` pixels, to the address ``y``; nothing is read."""
     order = _C.conv_order(n, channels, kernel**2, groups)
-    weight = _C.ConvWeight(4096, order, 4096, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
+    weight = _C.ConvWeight(4096, order, 4096, cut_sums, 4096, _C.DataType.float32, n, (kernel, kernel), channels)
     problem = _C.ConvProblem(
         weight,
         4096,
@@ -633,9 +673,13 @@ def test_what_x_is_copied_for() -> None:
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     for plan in plans(64, 64, zero=3):
         assert (plan.copied_channels, plan.pads, plan.workspace) == (64, True, 64 * 2 * 16 * 16)
-    for plan in plans(64, 64, zero=3, padding=0):
-        assert not plan.pads
-    for plan in plans(3, 64, zero=3):  # 27 codes of each pixel of the result
+    for plan in plans(64, 64, zero=3, padding=0) + plans(64, 64, zero=3, cut_sums=4096):
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (0, False, 0)
+    for plan in plans(20, 64, zero=3, cut_sums=4096):
+        assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
+    stem, *others = plans(3, 64, zero=3)
+    assert (stem.kernel, stem.copied_channels, stem.pads, stem.workspace) == ("conv_int8_stem", 0, False, 0)
+    for plan in others:  # 27 codes of each pixel of the result
         assert (plan.copied_channels, plan.pads, plan.workspace) == (32, False, 32 * pixels)
     (plan,) = plans(5, 6, 3, zero=3)  # groups of odd channels, one after another in the copy
     assert (plan.copied_channels, plan.pads, plan.workspace) == (16, True, 16 * 2 * 16 * 16)
@@ -648,12 +692,46 @@ def test_kernels_of_an_architecture() -> None:
     assert kernels(plans(320, 320)) == ["conv_int8_wgmma", "conv_int8_implicit_gemm"]
 
 
+def test_tiles_of_stems_are_what_shared_memory_holds() -> None:
+    def stem(channels: int, kernel: int, size: int) -> _C.ConvPlan | None:
+        plan = plans(channels, 72, kernel=kernel, padding=kernel // 2, size=size)[0]
+        return plan if plan.kernel == "conv_int8_stem" else None
+
+    few, wide = stem(3, 7, 14), stem(3, 7, 300)
+    assert few is not None
+    assert wide is not None
+    assert (few.block_m, few.grid) == (14 * 8, 2 * 2 * 2)  # images, tiles of lines and of outputs
+    assert (wide.block_m, wide.grid) == (100 * 8, 2 * 3 * 38 * 2)  # and of columns
+    large = stem(8, 11, 300)
+    assert large is not None
+    assert large.block_m == 100
+    assert stem(8, 31, 300) is None
+
+
+def test_depthwise_strips_have_as_many_lines_as_leave_work_for_all_sms() -> None:
+    one_sm = _C.Device(90, 1, 232448)
+
+    def lines(kernel: int, size: int, device: _C.Device = H200) -> int:
+        (plan,) = plans(1, 128, 128, kernel=kernel, padding=kernel // 2, size=size, device=device)
+        segments = 2 * -(-size // 4)
+        assert plan.block_m % 4 == 0
+        strips = -(-size // (plan.block_m // 4))
+        assert plan.grid == -(-segments * strips * 128 // 4 // 128)
+        return plan.block_m // 4
+
+    assert lines(3, 14) == 1
+    assert lines(3, 112) == 4
+    assert lines(3, 112, one_sm) == 56
+    assert (lines(5, 112), lines(7, 112, one_sm)) == (4, 4)  # as registers hold the sums of
+    assert (lines(1, 15, one_sm), lines(9, 14, one_sm)) == (1, 1)
+
+
 def test_products_are_given_to_collectives_where_rows_of_the_result_are_whole_vectors() -> None:
     every = ["conv_int8_wgmma", "gemm_int8_collective", "conv_int8_implicit_gemm"]
     without = [kernel for kernel in every if kernel != "gemm_int8_collective"]
     product: dict[str, Any] = {"kernel": 1, "padding": 0}
     assert kernels(plans(70, 64, **product)) == every
-    assert kernels(plans(3, 64)) == every  # of the taps that were gathered
+    assert kernels(plans(3, 64)) == ["conv_int8_stem", *every]  # of the taps that were gathered
     for n, other in ((72, {}), (64, {"out": _C.ConvOutput.int32}), (64, {"y": 4104}), (64, {"padding": 1})):
         assert kernels(plans(70, n, **(product | other))) == without
     assert kernels(plans(70, 64, **product, device=A100)) == without[1:]

@@ -55,6 +55,30 @@ __device__ __forceinline__ int compensated_bias(ConvProblem const& p, int n, flo
   return wrapping_add(bias, -wrapping_multiply(p.x_zero_point, __ldg(p.weight.sums + n)));
 }
 
+// Which taps of a pixel of the result lie outside of x (conv.h, border_classes()). 0: none.
+__device__ __forceinline__ int border_class(ConvParams const& p, int pixel) {
+  ConvProblem const& problem = p.problem;
+  int const row = pixel / p.out_width, place[2] = {row % p.out_height, pixel - row * p.out_width};
+  int number = 0;
+#pragma unroll
+  for (int axis = 0; axis < 2; ++axis) {
+    int const taps = axis ? problem.weight.width : problem.weight.height, size = axis ? problem.width : problem.height;
+    int const dilation = problem.dilation[axis], first = place[axis] * problem.stride[axis] - problem.padding[axis];
+    int const before = max(-first, 0), behind = max(first + (taps - 1) * dilation - (size - 1), 0);
+    int const begin = dilation == 1 ? before : (before + dilation - 1) / dilation;
+    int const end = dilation == 1 ? behind : (behind + dilation - 1) / dilation;
+    int const numbers = p.most_cut[axis] + 1;
+    number = (number * numbers + min(begin, taps)) * numbers + min(end, taps);
+  }
+  return number;
+}
+
+// Where the cut sums of a class are, from the first channel of a group on.
+__device__ __forceinline__ int cut_sums_at(ConvParams const& p, int number, int group) {
+  int const groups = p.problem.groups;
+  return (number * groups + group) * stored_channels(p.problem.weight.n / groups);
+}
+
 // A value whose low byte is y.
 __device__ __forceinline__ int requantize(ConvParams const& p, int acc, float factor) {
   // The sum with 1.5 * 2^23 is rounded to an integer, half to even, in the low bits. A conversion
@@ -71,6 +95,25 @@ __device__ __forceinline__ void store_output(ConvParams const& p, int64_t index,
   } else {
     static_cast<uint8_t*>(p.problem.out)[index] = uint8_t(requantize(p, acc, factor));
   }
+}
+
+// ---- of accumulators of MMAs, of which four lanes have two neighbouring channels each of every 8
+
+// What the sums of an output channel have in common.
+struct ChannelVectors {
+  float factor;
+  int bias;
+};
+
+// Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
+// group t.
+__device__ __forceinline__ uint2 exchange_pairs(uint32_t (&pairs)[4], int t) {
+  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410), odd = __byte_perm(pairs[1], pairs[3], 0x5410);
+  uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
+  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;  // of lanes t & ~1 and t | 1
+  uint32_t const low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);  // groups t % 2, + 2
+  uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
+  return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
 }
 
 }  // namespace cutlass_ops

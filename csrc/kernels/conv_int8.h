@@ -12,6 +12,9 @@ struct ConvParams {
   int pixels = 0;  // of the result
   float low = 0, high = 0;
   bool whole_vectors = false;  // outputs are bytes, of which 8 neighbours are stored at once
+  // Whether taps outside of x are loaded as zeros where they count as its zero point; and the most that are cut along each axis.
+  bool cuts_taps = false;
+  int most_cut[2] = {0, 0};
 };
 
 // conv_int8_wgmma.cu: Hopper (sm_90a alone), 128 pixels x 64, 128 or 256 channels.
@@ -19,7 +22,7 @@ struct ConvWgmmaTile {
   static constexpr int kBlockM = 128;
   static constexpr int kBlockK = 128;  // bytes of one tap: a line of the 128-byte swizzle
   static constexpr int kMostStages = 8;
-  static constexpr int kStagedInts = 16 * 8;
+  static constexpr int kStagedInts = 2 * 16 * 8;
 
   int block_n, cluster_size;
   // Registers go from a warpgroup that loads to two that multiply; or one warp loads.
@@ -28,7 +31,7 @@ struct ConvWgmmaTile {
   constexpr int ctas_per_sm() const { return block_n > 128 ? 1 : 2; }
   constexpr int stage_bytes() const { return (kBlockM + block_n) * kBlockK; }
   // Factors and biases of the tile's channels, for each warpgroup; what leaves through shared
-  // memory, for each warp; and barriers.
+  // memory, twice for each warp; and barriers.
   constexpr int other_bytes() const { return 2 * block_n * 8 + 8 * kStagedInts * 4 + 2 * kMostStages * 8; }
   constexpr int shared_bytes(int stages) const { return stages * stage_bytes() + other_bytes(); }
   // Stages of a CTA where an SM holds `ctas`. A CTA takes 1 KB for the system.
@@ -64,8 +67,62 @@ constexpr int kMostImplicitTaps = 32;  // along an axis, unless x is loaded byte
 constexpr int kLeastConvTile = 64;     // pixels or channels of any kernel's
 Status launch_conv_int8_implicit_gemm(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
-// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later.
+// conv_int8_stem.cu: flat weights whose taps of a line are neighbours in x, sm_80 and later. What a CTA computes, of one image.
+struct ConvStemTile {
+  static constexpr int kThreads = 128, kBlockN = 64;
+  static constexpr int kMostColumns = 128, kMostLines = 8;
+  static constexpr int64_t kSharedBytes = 48 * 1024, kMostSharedBytes = 96 * 1024;  // where more lines fit; and of one line
+
+  int columns, lines;  // of the result
+  int slices;          // of 32 bytes, of a line of taps
+  int copies;          // of x, each moved by 4 / copies bytes
+  int pitch;           // bytes of a line of x; 0 if they are too many
+
+  explicit ConvStemTile(ConvProblem const& p) {
+    int const width = p.out_width(), column_tiles = (width + kMostColumns - 1) / kMostColumns;
+    columns = (width + column_tiles - 1) / column_tiles;
+    slices = (p.weight.width * p.weight.channels + 31) / 32;
+    int64_t const step = int64_t(p.stride[1]) * p.channels;
+    copies = step % 4 == 0 ? 1 : step % 2 == 0 ? 2 : 4;
+    int64_t const bytes = ((columns - 1) * step + 32 * int64_t(slices) + 3) / 4 * 4;
+    pitch = bytes <= kMostSharedBytes ? int(bytes) : 0;
+    lines = p.out_height() < kMostLines ? p.out_height() : kMostLines;
+    while (lines > 1 && shared_bytes(p) > kSharedBytes) --lines;
+  }
+  // Lines of x under the tile.
+  constexpr int rows(ConvProblem const& p) const {
+    return (lines - 1) * p.stride[0] + (p.weight.height - 1) * p.dilation[0] + 1;
+  }
+  int64_t shared_bytes(ConvProblem const& p) const {
+    return int64_t(p.weight.height) * slices * 32 * kBlockN + 8 * kBlockN + int64_t(rows(p)) * pitch * copies;
+  }
+  int64_t ctas(ConvProblem const& p) const {
+    auto const tiles = [](int64_t count, int of) { return (count + of - 1) / of; };
+    return tiles(p.out_width(), columns) * tiles(p.out_height(), lines) * p.batch * tiles(p.weight.n, kBlockN);
+  }
+  bool fits(ConvProblem const& p) const {
+    bool const in_memory = pitch > 0 && shared_bytes(p) <= kMostSharedBytes;
+    return p.weight.order == ConvOrder::kFlat && p.dilation[1] == 1 && in_memory && ctas(p) <= INT32_MAX;
+  }
+};
+Status launch_conv_int8_stem(ConvParams const& params, ConvPlan const& plan, Stream stream);
+
+// conv_int8_depthwise.cu: weights whose codes lie by taps, sm_80 and later. A thread has a strip of lines of four pixels.
 constexpr int kDepthwiseThreads = 128, kDepthwisePixels = 4, kDepthwiseChannels = 4;  // of a CTA, and of each
+struct DepthwiseStrips {
+  int size, stride;  // of the kernel, along both axes
+  // Strips have any number of lines, as those of a kernel that is small enough end one by one. Others have `sets()` at most.
+  constexpr bool rolls() const { return size == 3; }
+  constexpr int sets() const { return rolls() ? (size + stride - 1) / stride : 4; }
+  static constexpr int ctas_per_sm() { return 4; }
+  bool fits(ConvProblem const& p) const {
+    ConvWeight const& w = p.weight;
+    bool const steps = p.stride[0] == stride && p.stride[1] == stride && p.dilation[0] == 1 && p.dilation[1] == 1;
+    return w.height == size && w.width == size && steps;
+  }
+};
+// With other kernels strips have one line.
+constexpr DepthwiseStrips kDepthwiseStrips[] = {{3, 1}, {3, 2}, {5, 1}, {5, 2}, {7, 1}, {7, 2}};
 Status launch_conv_int8_depthwise(ConvParams const& params, ConvPlan const& plan, Stream stream);
 
 // There, too: x with out_channels a pixel, a multiple of 16, with zeros behind its channels; and,

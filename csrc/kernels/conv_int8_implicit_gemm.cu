@@ -95,8 +95,12 @@ class Requantize {
   using AccumulatorFragment = cutlass::Array<int, kElementsPerAccess>;
   static_assert(kElementsPerAccess == 4, "four channels are a word of the result");
 
-  __device__ __forceinline__ Requantize(ConvParams const& params, int end, MatrixCoord first)
-      : p(params), end_n(end), thread({}, nullptr, {p.pixels, end}, int(threadIdx.x), first) {}
+  __device__ __forceinline__ Requantize(ConvParams const& params, int of, MatrixCoord first)
+      : p(params),
+        group(of),
+        first_n(of * (params.problem.weight.n / params.problem.groups)),
+        end_n(first_n + params.problem.weight.n / params.problem.groups),
+        thread({}, nullptr, {p.pixels, end_n}, int(threadIdx.x), first) {}
 
   __device__ __forceinline__ void begin_epilogue() {
 #pragma unroll
@@ -117,6 +121,15 @@ class Requantize {
     int acc[kElementsPerAccess];
 #pragma unroll
     for (int i = 0; i < kElementsPerAccess; ++i) acc[i] = wrapping_add(sums[i], biases[column][i]);
+    // What the zero point of x counts for in taps outside of x, where the sums have zeros.
+    if (int const number = p.cuts_taps ? border_class(p, row) : 0) {
+      int const* const outside = p.problem.weight.cut_sums + cut_sums_at(p, number, group) + (n - first_n);
+      int4 const v = __ldg(reinterpret_cast<int4 const*>(outside));
+      int const cut[kElementsPerAccess] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+      for (int i = 0; i < kElementsPerAccess; ++i)
+        acc[i] = wrapping_add(acc[i], wrapping_multiply(p.problem.x_zero_point, cut[i]));
+    }
     if (p.whole_vectors) {
       uint32_t y[kElementsPerAccess];
 #pragma unroll
@@ -143,8 +156,8 @@ class Requantize {
   }
 
   ConvParams const& p;
-  int const end_n;
-  Thread thread;  // knows where the thread's pixels and channels are; it loads and stores nothing
+  int const group, first_n, end_n;  // of the convolution's groups
+  Thread thread;                    // knows where the thread's pixels and channels are; it loads and stores nothing
   float factors[kColumns][kElementsPerAccess];
   int biases[kColumns][kElementsPerAccess];
 };
@@ -186,7 +199,7 @@ __global__ void __launch_bounds__(C::kThreads) conv_int8_implicit_gemm(__grid_co
   typename Mma::FragmentC sums;
   sums.clear();
   Mma(storage.main_loop, int(threadIdx.x), warp, lane)(p.k_tiles, sums, x, weight, sums);
-  typename EpilogueOf<C>::Visitor requantize(p, end_n, {first_pixel, first_n});
+  typename EpilogueOf<C>::Visitor requantize(p, group, {first_pixel, first_n});
   typename EpilogueOf<C>::Type(storage.epilogue, int(threadIdx.x), warp, lane)(requantize, sums);
 }
 

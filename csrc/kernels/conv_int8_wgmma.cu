@@ -9,8 +9,9 @@
 // share pixels in L2, and load the next tile's stages while they store one. Where two share an SM,
 // one multiplies while the other stores.
 //
-// The zero point of x is taken from the sums afterwards (requantize.cuh). Outputs of four lanes are
-// exchanged, so that a lane stores 8 bytes at a time.
+// The zero point of x is taken from the sums afterwards (requantize.cuh), as if no tap lay outside of
+// x, and put back for those that do. Outputs of four lanes are exchanged, so that a lane stores 8 bytes
+// at a time.
 #include <cutlass/arch/barrier.h>
 
 #include "device/hopper.cuh"
@@ -180,26 +181,9 @@ struct Multiplier {
 
 // ---- store
 
-// Of a warpgroup: what the tile's channels have in common.
-struct Vectors {
-  float factor;
-  int bias;
-};
-
-// Two bytes of each of four groups of 8 channels -> 8 bytes of one, in lanes of fours: lane t has
-// group t.
-__device__ __forceinline__ uint2 transpose(uint32_t (&pairs)[4], int t) {
-  uint32_t const even = __byte_perm(pairs[0], pairs[2], 0x5410), odd = __byte_perm(pairs[1], pairs[3], 0x5410);
-  uint32_t const own = t % 2 ? odd : even, other = __shfl_xor_sync(~0u, t % 2 ? even : odd, 1);
-  uint32_t const first = t % 2 ? other : own, second = t % 2 ? own : other;  // of lanes t & ~1 and t | 1
-  uint32_t const low = __byte_perm(first, second, 0x5410), high = __byte_perm(first, second, 0x7632);  // groups t % 2, + 2
-  uint32_t const kept = t < 2 ? low : high, found = __shfl_xor_sync(~0u, t < 2 ? high : low, 2);
-  return t < 2 ? make_uint2(kept, found) : make_uint2(found, kept);
-}
-
 // 16 rows of a warp whose outputs are bytes in whole vectors.
 template <class C>
-__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vectors const* vectors, Params const& p,
+__device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, Params const& p,
                                               Tile<C> const& tile, int first_row) {
   int const t = threadIdx.x % 4, row = first_row + threadIdx.x % 32 / 4, n = tile.first_n + t * 8;
   uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + int64_t(row) * p.problem.weight.n + n;
@@ -210,7 +194,7 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t v[4];
-      load_shared(shared + (j + i) * 8 * int(sizeof(Vectors)), v);
+      load_shared(shared + (j + i) * 8 * int(sizeof(ChannelVectors)), v);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t const* const own = sums + (j + i) * 4 + half * 2;
@@ -222,52 +206,82 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Vector
     }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      uint2 const bytes = transpose(pairs[half], t);
+      uint2 const bytes = exchange_pairs(pairs[half], t);
       if (row + half * 8 < p.pixels && n + j * 8 < tile.end_n)
         *reinterpret_cast<uint2*>(out + half * 8 * p.problem.weight.n + j * 8) = bytes;
     }
   }
 }
 
+// Four neighbouring outputs of a row, or `count` of them. `outside`: sums of the codes of taps outside of x.
+__device__ __forceinline__ void finish_four(Params const& p, int const (&sums)[4], int const (&outside)[4],
+                                            ChannelVectors const* vectors, int64_t index, int count) {
+  int y[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    ChannelVectors const v = vectors[i];
+    int const acc = wrapping_add(wrapping_add(sums[i], v.bias), wrapping_multiply(p.problem.x_zero_point, outside[i]));
+    y[i] = p.problem.out_type == ConvOutput::kInt32 ? acc : requantize(p, acc, v.factor);
+  }
+  if (p.whole_vectors) {
+    *reinterpret_cast<uint32_t*>(static_cast<uint8_t*>(p.problem.out) + index) =
+        __byte_perm(__byte_perm(y[0], y[1], 0x0040), __byte_perm(y[2], y[3], 0x0040), 0x5410);
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    if (i >= count) break;
+    if (p.problem.out_type == ConvOutput::kInt32) {
+      static_cast<int*>(p.problem.out)[index + i] = y[i];
+    } else {
+      static_cast<uint8_t*>(p.problem.out)[index + i] = uint8_t(y[i]);
+    }
+  }
+}
+
 // 16 rows of a warp, whatever their outputs are, by way of shared memory, so that this takes few
-// registers.
+// registers. A lane has four channels of row lane / 2, whose border class is `number`.
 template <class C>
-__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
-                                          Tile<C> const& tile, int first_row) {
-  int const lane = threadIdx.x % 32, row = first_row + lane / 2;
+__device__ __forceinline__ void store_any(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging,
+                                          Params const& p, Tile<C> const& tile, int first_row, int number) {
+  int const lane = threadIdx.x % 32, row = first_row + lane / 2, own = lane % 2 * 4;
   int64_t const line = int64_t(row) * p.problem.weight.n;
+  int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
+  int const cut = cut_sums_at(p, number, tile.group) + tile.first_n - group_n;
 #pragma unroll
   for (int j = 0; j < C::kBlockN / 8; ++j) {
-    __syncwarp();
+    int* const staged = staging + j % 2 * (C::Tile::kStagedInts / 2);
+    int const channel = j * 8 + own, n = tile.first_n + channel;
+    bool const there = row < p.pixels && n < tile.end_n;
+    int4 outside = make_int4(0, 0, 0, 0);
+    if (there && number) outside = __ldg(reinterpret_cast<int4 const*>(p.problem.weight.cut_sums + cut + channel));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      *reinterpret_cast<uint2*>(staging + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
+      *reinterpret_cast<uint2*>(staged + (lane / 4 + half * 8) * 8 + lane % 4 * 2) =
           make_uint2(sums[j * 4 + half * 2], sums[j * 4 + half * 2 + 1]);
     }
-    __syncwarp();
-#pragma unroll 1
-    for (int i = lane % 2 * 4; i < lane % 2 * 4 + 4; ++i) {
-      int const n = tile.first_n + j * 8 + i;
-      if (row >= p.pixels || n >= tile.end_n) break;
-      Vectors const v = vectors[j * 8 + i];
-      store_output(p, line + n, wrapping_add(staging[lane / 2 * 8 + i], v.bias), v.factor);
-    }
+    __syncwarp();  // the other half has been read, too
+    if (!there) continue;
+    int4 const found = *reinterpret_cast<int4 const*>(staged + lane * 4);
+    int const acc[4] = {found.x, found.y, found.z, found.w}, added[4] = {outside.x, outside.y, outside.z, outside.w};
+    finish_four(p, acc, added, vectors + channel, line + n, tile.end_n - n);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], Vectors const* vectors, int* staging, Params const& p,
+__device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, int* staging, Params const& p,
                                       Tile<C> const& tile) {
   int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
-  if (p.whole_vectors) {
+  int const number = p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
+  if (p.whole_vectors && !__any_sync(~0u, number != 0)) {
     store_vectors<C>(sums, vectors, p, tile, first_row);
   } else {
-    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row);
+    store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row, number);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, Vectors* vectors, int* staging, Barriers& barriers,
+__device__ __forceinline__ void multiply_tiles(uint8_t const* stages, ChannelVectors* vectors, int* staging, Barriers& barriers,
                                                Params const& p, int rank, int warpgroup) {
   constexpr int kColumns = (C::kBlockN + 127) / 128;  // of a thread
   int const thread = threadIdx.x % 128;
@@ -305,7 +319,7 @@ __global__ void __launch_bounds__(C::kTile.threads(), C::kTile.ctas_per_sm())
                     __grid_constant__ Params const p) {
 #if defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) uint8_t stages[];
-  auto* const vectors = reinterpret_cast<Vectors*>(stages + p.stages * C::kStageBytes);
+  auto* const vectors = reinterpret_cast<ChannelVectors*>(stages + p.stages * C::kStageBytes);
   auto* const staging = reinterpret_cast<int*>(vectors + 2 * C::kBlockN);
   auto& barriers = *reinterpret_cast<Barriers*>(staging + 8 * C::Tile::kStagedInts);
   int const rank = C::kCluster > 1 ? int(cute::block_rank_in_cluster()) : 0;
