@@ -275,7 +275,7 @@ PyMethodDef kMethods[] = {
     {"product", as_method(call_by_position<product, 4>), METH_FASTCALL,
      "product(weight: PackedWeight, x: object, act_quant: str, symmetric: bool) -> Any\n\n"
      "x [..., k], a tensor of floats, times the weight, plus its bias, in a new tensor of x's dtype. None where anything "
-     "about the arguments is unusual or wrong, for others to see to."}};
+     "about the arguments is unusual or wrong: the caller checks them."}};
 
 }  // namespace
 

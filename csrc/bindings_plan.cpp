@@ -61,7 +61,7 @@ void register_plan(py::module_& m) {
       .def_readonly("tail_tiles", &Plan::tail_tiles)
       .def_readonly("rounds", &Plan::rounds)
       .def_readonly("quantizes", &Plan::quantizes)
-      .def_readonly("corrects", &Plan::compensates)
+      .def_readonly("compensates", &Plan::compensates)
       .def_property_readonly("launches", &launches)
       .def_readonly("workspace", &Plan::workspace);
   m.def(

@@ -23,7 +23,7 @@ ACTIVATIONS = {
     "silu": _C.Activation.silu,
     "clamp": _C.Activation.clamp,
 }
-#: What torch.cuda.current_stream(index).cuda_stream is, in a tenth of the time; torch without CUDA has it not.
+#: The value of torch.cuda.current_stream(index).cuda_stream, in a tenth of the time. None in a torch without CUDA.
 current_stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))
 
 

@@ -294,9 +294,10 @@ def mixed_gemm(
     rounded once to x's dtype if the result has it too; so may the values of int8 activations with weights of groups of 32 and
     64, offsets or 8-bit zero points.
     ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
-    Zero points of activations leave the integers of each group; but on Hopper, from 129 rows on, a result of 16 bits is
-    corrected for those of many blocks, or of a row, at once, as far as fp32 sums go. Such a product reads sums of the weight's
-    codes, which :meth:`PackedWeight.sum_codes` makes and keeps, or makes them itself: the bits are the same.
+    Zero points of activations are subtracted from the integer sums of each group. On Hopper, from 129 rows on and with a result
+    of 16 bits, they are compensated in fp32 instead, for many blocks or a whole row at once. Such a product needs column sums
+    of the weight's codes: :meth:`PackedWeight.sum_codes` computes and keeps them, otherwise each call computes them, with the
+    same bits.
     A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
 
     A CPU has the reference's bits with any number of threads; but from 128 rows on (32 in bf16, where it has instructions for
@@ -373,7 +374,8 @@ def mixed_gemm(
     plain = bias is None and activation is None and residual is None and out_dtype is None
     plain = plain and not (differentiable or saturate or batch_invariant or architecture or exact or dynamo)
     if plain and type(x) in TENSORS and weight.gpu >= 0:
-        # What layers ask for. The module sees to it in less time than the checks below take, or leaves it to them.
+        # The fast path of layers: the native module checks these arguments itself, in less time than the checks below take. It
+        # returns None where they are unusual or wrong.
         product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
         if product is not None:
             return product

@@ -58,7 +58,7 @@ def planned(row: dict[str, Any], quantized_before: bool) -> _C.Plan:
 
 
 def is_tile(row: dict[str, Any], plan: _C.Plan) -> bool:
-    return bool(row["block_n"] == plan.block_n and row["corrects"] == plan.corrects)
+    return bool(row["block_n"] == plan.block_n and row["corrects"] == plan.compensates)
 
 
 def is_decode(row: dict[str, Any], plan: _C.Plan) -> bool:

@@ -1081,7 +1081,7 @@ def test_plain_products_are_those_of_every_other_call(activations: str, shaped: 
         assert same_bits(y, co.mixed_gemm(x, packed, **options, out_dtype=dtype))
 
 
-def test_what_is_wrong_with_a_plain_product_is_left_to_those_who_say_it() -> None:
+def test_the_fast_path_returns_none_for_wrong_arguments() -> None:
     packed = co.reorder(make_weight(Format(), 200, 576, exact=False))
     x = make_floats(3, 576, HALF)
     other = co.reorder(make_weight(Format(), 200, 576, exact=False).to("cpu"))

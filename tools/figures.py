@@ -233,6 +233,21 @@ def convolutions() -> str:
     return f"{text} is {ratio:.2f}.\n\n{markdown(heads, lines)}"
 
 
+def mixed_convolutions() -> str:
+    """Mixed convolutions in every mode, beside torch's in fp16."""
+    rows = read("h100-conv.json")["mixed"]
+    modes = list(rows[0]["us"])
+    lines = [
+        [
+            row["layer"],
+            digits(row["torch_fp16_us"]),
+            *(f"{row['us'][m] / row['torch_fp16_us']:.2f}" if m in row["us"] else "" for m in modes),
+        ]
+        for row in rows
+    ]
+    return f"{about('h100-conv.json')}\n\n{markdown(['layer', 'torch fp16, us', *modes], lines)}"
+
+
 def engines() -> str:
     """Llama-3.1-8B in vLLM."""
     result = read("h200-vllm.json")

@@ -59,8 +59,8 @@ struct Candidate {
   bool quantizes = false;                                 // it quantises floats itself
   bool compensates = false;   // it compensates zero points of int8 x, or of W, for many blocks, or a row, at once
   char const* why = nullptr;  // null: the kernel's reason
-  // Of a decode kernel, for 4 and 8 bits. One whose costs are all 0 is no choice: it lost wherever it was measured, or was not
-  // compiled.
+  // Costs of a decode kernel, for 4 and 8 bits. All 0: it is never chosen, because it was slower wherever it was measured, or was
+  // not compiled.
   DecodeCost decode_costs[2][kDecodeKinds] = {};
 };
 

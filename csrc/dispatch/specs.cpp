@@ -210,8 +210,8 @@ constexpr Candidate kDecodeGemm[] = {
 
 // ---- tiles of the Hopper kernels, by their costs
 
-// Whether 256 rows have int32 sums over all of K, and the last tile has not few: rows beyond the last come slowly, as zeros, so
-// that 4097 rows x 8192 x 8192 take 381 us, 353 by tiles of 176.
+// Whether tiles of 256 rows may be used (int32 sums over all of K) and the last tile is at least a quarter full. TMA brings rows
+// beyond the last slowly, as zeros: 4097 rows x 8192 x 8192 take 381 us, by tiles of 176 rows 353.
 bool fills_large_tiles(GemmProblem const& problem) {
   return sums_whole_rows(problem) && (problem.m % 256 == 0 || problem.m % 256 >= 64);
 }
@@ -229,10 +229,10 @@ bool has_many_weights(GemmProblem const& problem) {
 }
 constexpr int kCompensatedRows = 129;  // of x, from which on it pays to compensate its zero points
 
-// Whether zero points are compensated for many blocks, or for a row of one block, at once: the result is rounded by more than
-// fp32 sums lose that held zero points for a while. It does not matter whether the weight's column sums are there already, or
-// the bits of a result would tell. Where neither side has blocks int32 sums run over all of K, from which zero points are taken
-// exactly.
+// Whether zero points of x are compensated for many blocks, or a whole row, at once. fp32 sums hold the zero points' share until
+// then, which costs less precision than rounding the result to 16 bits. Whether the weight's column sums are kept already has
+// no influence: the bits of a result must not depend on it. Where neither side has blocks, int32 sums run over all of K, and
+// zero points are compensated exactly.
 bool compensates_zeros(GemmProblem const& problem) {
   PackedWeight const& w = problem.weight;
   if (compensates_weight_zeros(problem)) return true;

@@ -494,12 +494,12 @@ __global__ void __launch_bounds__(kAnyThreads) find_range(__grid_constant__ Para
 
 // ---- launch
 
-// Few blocks are given shared memory that they do not use, so that they spread over the GPU: they are started while the kernel
-// before still runs, and would all go to the first SMs that it leaves, to wait there, and then to share what those can load.
-// Beside decoding kernels, two of whose blocks are to fit beside one of these, only where these are on most of them: they keep
-// the successor's from crowding, too. For more rows of x a quarter is enough, which fits beside two blocks of mma_gemm_a8:
-// given half, the blocks for 24 rows outnumber the SMs that hold no two of these and wait for others to end. (W4A8 28672 x 4096
-// takes 23.8 us so, else 30; M = 32, 4096 x 4096 between kernels of others 10.2, else 12.2.)
+// A grid of few blocks requests shared memory that it does not use, so that its blocks spread over the GPU. They start while
+// the kernel before still runs; without that memory they would all wait on the first SMs that become free, and then share the
+// bandwidth of these. Up to kDecodeBlockM rows of x, where two blocks of a decode kernel must fit on an SM together with a block
+// of the quantiser, this is done only if most SMs get a block. For more rows of x a quarter of the memory is requested, which
+// leaves room for two blocks of mma_gemm_a8; with half, some blocks for 24 rows would wait for others to end. (W4A8 28672 x
+// 4096: 23.8 us instead of 30; M = 32, 4096 x 4096 between other kernels: 10.2 instead of 12.2.)
 Status launch_spread(void (*kernel)(Params), dim3 grid, dim3 threads, Stream stream, Params const& p) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
@@ -521,8 +521,8 @@ template <class T, bool kSymmetric, Function kFunction>
 Status launch_blocks(Params const& p, Stream stream) {
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
-  // Thread blocks of whole blocks of columns, and of as many rows as fit where rows are short. Those of a few rows are a SM's
-  // share, if that is less: the product is waiting.
+  // A thread block has whole blocks of columns, and several rows where rows are short. For a few rows of x, which the product
+  // waits for, it has no more columns than an SM's share of all.
   int const groups = (p.problem.m + kBlockRows - 1) / kBlockRows, share = p.pieces * groups / device.multiprocessors;
   int const threads =
       p.problem.m > kDecodeBlockM ? kBlockThreads : std::clamp((share + 7) / 8 * 8, kLeastThreads, kBlockThreads);

@@ -19,9 +19,9 @@
 namespace cutlass_ops {
 namespace {
 
-// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied; kQuantizes: and floats in memory,
-// or they become the values of such codes; kTokenZeros: int8 x has zero points; what they take away are sums of weights, and
-// operand B has eight more columns, of ones, that make these.
+// What both kernels have. Element: of x in memory. kInt8: x is int8 where it is multiplied. kQuantizes: x is floats in memory,
+// and becomes int8 codes or their values. kTokenZeros: int8 x has zero points; to compensate them the kernel needs sums of
+// weights, for which operand B has eight more columns, all ones.
 // kGrouped: rows of x and weights are experts' (device/grouped.cuh).
 template <class Element_, int kBits_, bool kInt8_, bool kQuantizes_, bool kTokenZeros_, bool kOneCta_, bool kGrouped_ = false>
 struct StageConfig {
@@ -50,9 +50,9 @@ struct StageConfig {
   static constexpr int kChunk = k_tile_bytes(kBits), kStepBytes = kChunk / 4 / kSteps;  // of a row block
   static constexpr int kMBlocks = kBlockM / 8, kLogPieces = 3;  // of a row panel's sums: 16 features x 8 rows of x
   static_assert(4 * kMBlocks == 1 << kLogPieces);
-  // Of weights that a block is still to ask for when it lets the next launch start: it takes a microsecond to, and two before
-  // its weights where a quantiser comes between. But not much earlier: x, which all blocks wait for, stands behind the next
-  // launch's weights.
+  // Bytes of weights that a block has not requested yet when it lets the next launch start. The start takes a microsecond, and
+  // two until that launch requests weights if a quantiser runs before it. Much earlier is worse: x, which all blocks wait for,
+  // would queue behind the next launch's weights.
   static constexpr int kEarlyBytes = (kOneCta ? 128 : kQuantizes ? 48 : kInt8 ? 80 : 32) * 1024;
 };
 

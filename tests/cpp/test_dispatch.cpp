@@ -563,8 +563,8 @@ TEST(Dispatch, SplitsLargeWeightsIntoHalvesOfRowPanels) {
   }
 }
 
-// What a row's kernel lacks goes to a kernel that has it.
-TEST(Dispatch, GivesNoRowAFeatureThatItLacks) {
+// A problem goes to a kernel that can implement it.
+TEST(Dispatch, ChoosesNoKernelThatCannotImplementAProblem) {
   auto kernel = [](GemmProblem const& p) {
     Plan const chosen = planned(p);
     return std::string(chosen.kernel);
