@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <initializer_list>
+#include <iterator>
 #include <limits>
 #include <string>
 #include <string_view>
@@ -241,6 +242,8 @@ ConvPlan plan_collective(ConvProblem const& p, Device const& device, GemmCollect
   int64_t const clusters = ceil_div(p.pixels(), int64_t(tile.block_m) * tile.cluster_size) * ceil_div(p.weight.n, tile.block_n);
   plan.grid = int(std::min<int64_t>(clusters, std::max(device.multiprocessors / tile.cluster_size, 1))) * tile.cluster_size;
   plan.copied_channels = copied_channels(p, kConvVector);
+  int64_t const waves = ceil_div(clusters * tile.cluster_size, device.multiprocessors);
+  plan.predicted_clocks = tile.launch + waves * (ceil_div(p.weight.channels, tile.block_k) * tile.k_tile + tile.tile);
   return plan;
 }
 
@@ -280,13 +283,18 @@ ConvPlan plan_implicit(ConvProblem const& p, Device const& device, ConvImplicitT
   return plan;
 }
 
+// Plans from one on, the soonest first.
+void sort_from(size_t first, std::vector<ConvPlan>* plans) {
+  auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
+  std::stable_sort(plans->begin() + std::ptrdiff_t(first), plans->end(), sooner);
+}
+
 // Plans of one kernel's tiles, the soonest first.
 template <class Tiles, class MakePlan>
 void append(std::vector<ConvPlan>* plans, Tiles const& tiles, MakePlan const& make_plan) {
-  auto const sooner = [](ConvPlan const& a, ConvPlan const& b) { return a.predicted_clocks < b.predicted_clocks; };
-  auto const first = plans->insert(plans->end(), std::size(tiles), ConvPlan());
-  std::transform(std::begin(tiles), std::end(tiles), first, make_plan);
-  std::stable_sort(first, plans->end(), sooner);
+  size_t const first = plans->size();
+  std::transform(std::begin(tiles), std::end(tiles), std::back_inserter(*plans), make_plan);
+  sort_from(first, plans);
 }
 
 ConvPlan plan_stem(ConvProblem const& p, ConvStemTile const& tile) {
@@ -356,10 +364,12 @@ Status plans_conv_int8(ConvProblem const& p, Device const& device, std::vector<C
         double(product.batch) * product.height * product.width * (stored_channels(product.channels) / kConvVector);
     bool const copies = vectors <= std::numeric_limits<int32_t>::max(), whole = has_vectors(product);
     int const channels = whole || pads ? stored_channels(product.channels) : product.channels;
+    size_t const first = plans->size();
     if (device.architecture == 90 && fits_tma(product) && copies)
       append(plans, kConvWgmmaTiles, [&](auto const& tile) { return plan_wgmma(product, device, tile); });
     if (device.architecture == 90 && fits_collective(product) && copies)
       append(plans, kGemmCollectiveTiles, [&](auto const& tile) { return plan_collective(product, device, tile); });
+    sort_from(first, plans);
     if (fits_implicit(product, channels) && (copies || !pads)) {
       if (whole) append(plans, kConvImplicitTiles, [&](auto const& tile) { return plan_implicit(product, device, tile); });
       if (!whole) plans->push_back(plan_implicit(product, device, kConvBytewiseTile));

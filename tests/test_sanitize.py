@@ -21,6 +21,18 @@ def sanitize(folder: Path, printed: str, status: int) -> subprocess.CompletedPro
     return subprocess.run(command, env={**os.environ, "PATH": str(folder)}, capture_output=True, text=True)
 
 
+COPY = "cute::SM90_BULK_COPY_G2S::copy(const void *, unsigned long *, void *, int)+0x7e40 in copy_sm90_tma.hpp:1450"
+SCALES = "cutlass_ops::hopper::StoredScales::load(const unsigned char *, cutlass_ops::DataType)+0xcd0 in hopper_tiles.cuh:310"
+OTHER = "cutlass_ops::other(int)+0x10 in other.cuh:1"
+
+
+def races(*places: tuple[str, str, str]) -> str:
+    """Reports of a first access and of another, of a kind, and their summary."""
+    report = "========= Error: Race reported between Write access at {}\n=========     and {} access at {} [8 hazards]\n"
+    lines = [report.format(*place) for place in places]
+    return "".join(lines) + f"========= RACECHECK SUMMARY: {len(lines)} hazards displayed ({len(lines)} errors, 0 warnings)\n"
+
+
 NOTHING = "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)\n"
 RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
 
@@ -30,6 +42,11 @@ RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
     [
         ("3 passed, 1 skipped in 2s\n" + NOTHING, 0, "clean"),
         ("3 passed in 2s\n" + RACE, 86, "FOUND SOMETHING"),
+        ("3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", SCALES)), 86, "clean"),
+        ("1 failed in 2s\n" + races((COPY, "Read", SCALES)), 1, "tests failed (exit status 1)"),
+        ("3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", OTHER)), 86, "FOUND SOMETHING"),
+        ("3 passed in 2s\n" + races((COPY, "Write", SCALES)), 86, "FOUND SOMETHING"),
+        ("3 passed in 2s\n" + races((OTHER, "Read", SCALES)), 86, "FOUND SOMETHING"),
         ("1 failed, 2 passed in 2s\n" + NOTHING, 1, "tests failed (exit status 1)"),
         ("5 skipped in 2s\n" + NOTHING, 0, "no test was executed"),
         ("========= Error: Device not supported\n", 255, "the tool gave no summary (exit status 255)"),

@@ -233,6 +233,23 @@ def convolutions() -> str:
     return f"{text} is {ratio:.2f}.\n\n{markdown(heads, lines)}"
 
 
+def static_layers() -> str:
+    """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the peers' table lacks."""
+    rows = [row for row in read("h100-conv.json")["rows"] if row["layer"].startswith(("depthwise", "linear", "resnet50 stem"))]
+    zeros = {row["layer"]: row["us"] for row in read("h100-conv.json")["rows"] if row["zero_point"]}
+    plain = {row["layer"]: row for row in read("h100-conv.json")["rows"] if not row["zero_point"]}
+    lines = []
+    for row in rows:
+        best = min(row["plans"], key=lambda plan: plan["us"])
+        lines.append(
+            [row["layer"], digits(row["us"]), f"{digits(best['us'])} (`{best['kernel']}`)", digits(row["torch_fp16_us"])]
+        )
+    for name, us in zeros.items():
+        row = plain[name]
+        lines.append([f"{name}, zero point 77 ({digits(row['us'])} without)", digits(us), "", digits(row["torch_fp16_us"])])
+    return f"{about('h100-conv.json')} Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
+
+
 def mixed_convolutions() -> str:
     """Mixed convolutions in every mode, beside torch's in fp16."""
     rows = read("h100-conv.json")["mixed"]
@@ -372,6 +389,8 @@ TABLES: dict[str, Callable[[], str]] = {
         training,
         experts,
         convolutions,
+        static_layers,
+        mixed_convolutions,
         engines,
         vllm_cpu,
         cpu,
