@@ -67,7 +67,9 @@ class FusedLinear:
             elif engine.batch_invariant():
                 raise ValueError(f"{self.prefix} is packed only in part, and products of floats are not batch invariant")
             else:
-                weight = Parameter(torch.zeros(size, input_size_per_partition, dtype=params_dtype), requires_grad=False)
+                # On the default device: the engine sets it for its layers.
+                zeros = torch.zeros(size, input_size_per_partition, dtype=params_dtype, device=None)
+                weight = Parameter(zeros, requires_grad=False)
                 weight.weight_loader = partial(_load, part)  # type: ignore[attr-defined]
                 module.register_parameter("weight", weight)
             parts.append(module)
@@ -76,7 +78,7 @@ class FusedLinear:
         self.random_weights = engine.random_weights
         self.names = dict.fromkeys(name for module in parts for name in module._parameters)
         for name in self.names:
-            every = Parameter(torch.empty(0), requires_grad=False)
+            every = Parameter(torch.empty(0, dtype=params_dtype, device=None), requires_grad=False)
             every.weight_loader = partial(self._load, name, parts)  # type: ignore[attr-defined]
             layer.register_parameter(name, every)
 
