@@ -19,6 +19,7 @@ import torch
 from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
@@ -32,16 +33,7 @@ from cutlass_ops.verify import verify_packed
 transformers = import_or_skip("transformers")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "initializer_range": 0.2,
-}
+SIZES = {**DECODER, "vocab_size": 160, "initializer_range": 0.2}
 FAMILIES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 from imports import import_or_skip
 from safetensors.torch import save_file
+from sizes import DECODER as LLAMA
 
 import cutlass_ops as co
 
@@ -22,14 +23,6 @@ hf_quantizer = importlib.import_module("cutlass_ops.hf_quantizer")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 COMMON = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
-LLAMA = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-}
 EXPERTS = {**LLAMA, "moe_intermediate_size": 40, "num_experts": 6, "num_experts_per_tok": 2}
 T5 = {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 1, "num_heads": 4, "decoder_start_token_id": 0}
 AUTO = "AutoModelForCausalLM"

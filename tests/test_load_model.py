@@ -12,6 +12,7 @@ import pytest
 import torch
 from imports import import_or_skip
 from safetensors.torch import save_file
+from sizes import DECODER
 
 import cutlass_ops as co
 from cutlass_ops.model_directory import reorder_model
@@ -22,15 +23,7 @@ transformers = import_or_skip("transformers")
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6]])
-TEXT: dict[str, Any] = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 96,
-}
+TEXT: dict[str, Any] = {**DECODER, "vocab_size": 96}
 #: Models of images and text: their class, their configuration, and settings of its text part and its vision part.
 COMPOSITE: dict[str, tuple[str, str, dict[str, Any], dict[str, Any]]] = {
     "qwen3_5": (

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from imports import import_or_skip
+from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
@@ -22,16 +23,7 @@ transformers = import_or_skip("transformers")
 peft = import_or_skip("peft")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-SIZES = {
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "vocab_size": 160,
-    "initializer_range": 0.2,
-}
+SIZES = {**DECODER, "vocab_size": 160, "initializer_range": 0.2}
 NAMES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 

@@ -235,18 +235,20 @@ def convolutions() -> str:
 
 def static_layers() -> str:
     """Static int8 layers by the chosen plan and by the best, beside torch's in fp16: those that the peers' table lacks."""
-    rows = [row for row in read("h100-conv.json")["rows"] if row["layer"].startswith(("depthwise", "linear", "resnet50 stem"))]
-    zeros = {row["layer"]: row["us"] for row in read("h100-conv.json")["rows"] if row["zero_point"]}
-    plain = {row["layer"]: row for row in read("h100-conv.json")["rows"] if not row["zero_point"]}
+    rows = read("h100-conv.json")["rows"]
+    plain = {row["layer"]: row for row in rows if not row["zero_point"]}
     lines = []
-    for row in rows:
+    for row in plain.values():
+        if not row["layer"].startswith(("depthwise", "linear", "resnet50 stem")):
+            continue
         best = min(row["plans"], key=lambda plan: plan["us"])
         lines.append(
             [row["layer"], digits(row["us"]), f"{digits(best['us'])} (`{best['kernel']}`)", digits(row["torch_fp16_us"])]
         )
-    for name, us in zeros.items():
-        row = plain[name]
-        lines.append([f"{name}, zero point 77 ({digits(row['us'])} without)", digits(us), "", digits(row["torch_fp16_us"])])
+    for row in rows:
+        if row["zero_point"]:
+            name = f"{row['layer']}, zero point {row['zero_point']} ({digits(plain[row['layer']]['us'])} without)"
+            lines.append([name, digits(row["us"]), "", digits(plain[row["layer"]]["torch_fp16_us"])])
     return f"{about('h100-conv.json')} Microseconds.\n\n{markdown(['layer', 'chosen plan', 'best plan', 'torch fp16'], lines)}"
 
 
