@@ -35,8 +35,8 @@ TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "cutlass_ops_cuda_tests"
 FOUND_SOMETHING = 86  # compute-sanitizer's exit status when it reports an error
 # Not fit: tests of what torch's cache says of memory, or of a GPU's memory that the sanitizer takes a part of; torch.compile
-# brings kernels of other compilers; torch.profiler takes the interface that the sanitizer needs; the doctor's cuda-bindings asks
-# the driver for functions that it lacks, which memcheck counts as errors.
+# brings kernels of other compilers; torch.profiler takes the interface that the sanitizer needs; the doctor's cuda-bindings
+# asks the driver for functions that it lacks, which memcheck counts as errors.
 FIT = "not compile and not explain_tells and not workspace_is and not doctor and not memory_is_bounded"
 
 # racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts, where a CTA fills a stage

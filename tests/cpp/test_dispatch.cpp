@@ -1552,6 +1552,28 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
 #endif
 
 }  // namespace
+TEST(Checks, LeavesOutWhatPadsTaps) {
+  DequantizeProblem problem;
+  problem.weight = cutlass_ops::problem(1, 64, 2 * 256).weight, problem.out = &some_byte;
+  for (int channels : {0, 129, 256}) {
+    problem.tap_channels = channels;
+    EXPECT_TRUE(check_dequantize(problem).ok()) << channels;
+  }
+  for (int channels : {-1, 257, 1000}) {
+    problem.tap_channels = channels;
+    EXPECT_EQ(check_dequantize(problem).code, Status::kInvalid) << channels;
+  }
+}
+
+TEST(Checks, FinishesSumsOf16Bits) {
+  GemmProblem problem = cutlass_ops::problem(5, 64, 256);
+  problem.out = &some_byte;
+  EXPECT_TRUE(check_finish(problem, &some_byte).ok());
+  EXPECT_EQ(check_finish(problem, nullptr).code, Status::kInvalid);
+  problem.x_type = DataType::kFloat32;
+  EXPECT_EQ(check_finish(problem, &some_byte).code, Status::kUnsupported);
+}
+
 TEST(Checks, DequantizesRowsFromAWholePanelOn) {
   DequantizeProblem problem;
   problem.weight = cutlass_ops::problem(1, 200, 128).weight, problem.out = &some_byte;
