@@ -1501,6 +1501,25 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
   }
 }
 
+TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
+  auto const gathers = [](std::function<void(MoeProblem&)> const& change) {
+    MoeProblem p = experts(1024, 8, 2, 4096, 1024);
+    p.x = reinterpret_cast<void const*>(uintptr_t(4096)), p.x_stride = 4096;
+    change(p);
+    MoePlan chosen;
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    return chosen.gathers;
+  };
+  EXPECT_FALSE(gathers([](MoeProblem&) {}));
+  EXPECT_FALSE(gathers([](MoeProblem& p) { p.x_stride = 4104; }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = 4100; }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x = reinterpret_cast<void const*>(uintptr_t(4104)); }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = int64_t(1) << 30; }));
+  // Quantised rows lie in the workspace.
+  EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
+}
+
 TEST(Experts, HaveTilesForAnyNumberOfRows) {
   for (int experts_of_layer : {1, 2, 8, 128, 8192})
     for (int tokens : {1, 2, 17, 300, 5000, 1 << 20})
