@@ -1,0 +1,84 @@
+"""Tensors and names of a packed file."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...checkpoints.safetensors_files import Spec
+from ...weights import formats
+from ...weights.packed_weight import PackedWeight
+from ...weights.weight import PARTS
+
+#: Dtypes of a packed weight's tensors where they are not the canonical weight's.
+PACKED_DTYPES = {"zeros": torch.int8, "perm": torch.int32}
+
+
+@dataclass(frozen=True)
+class Slices:
+    """That a file holds what one rank of several holds of a model (see ``tensor_parallel.py``).
+
+    Attributes:
+        rank, size: which of how many.
+        styles: how each layer that is split is split, by its name.
+    """
+
+    rank: int
+    size: int
+    styles: Mapping[str, str]
+
+
+def packed_specs(
+    n: int,
+    k: int,
+    bits: int,
+    group_size: int,
+    dtypes: Mapping[str, torch.dtype],
+    experts: int | None = None,
+    kernel_size: Sequence[int] = (),
+) -> dict[str, Spec]:
+    """What :func:`reorder` will return for a weight with tensors of these dtypes.
+
+    For experts that are packed as one, n is E * N rounded up to 64.
+    """
+    n_pad, taps = formats.padded_rows(n), math.prod(kernel_size)
+    vector = (formats.padded_groups(k, group_size, taps), n_pad)
+    shapes: dict[str, tuple[int, ...]] = {
+        "scales": vector,
+        "zeros": vector,
+        "offsets": vector,
+        "bias": (n,),
+        "perm": (k,) if experts is None else (experts, k),
+        "book": (1 << bits,),
+    }
+    shapes["codes"] = (n_pad * formats.padded_k(k, taps) * bits // 8,)
+    return {part: (dtype, shapes[part]) for part, dtype in {"codes": torch.uint8, **dtypes}.items()}
+
+
+def empty_packed(
+    n: int, k: int, bits: int, group_size: int, dtypes: Mapping[str, torch.dtype], device: torch.device | str = "cpu"
+) -> PackedWeight:
+    """A packed weight whose tensors have memory and no values yet.
+
+    Args:
+        n, k, bits, group_size: as in :class:`cutlass_ops.PackedWeight`.
+        dtypes: of its tensors beside the codes.
+        device: "meta" takes no memory.
+    """
+    specs = packed_specs(n, k, bits, group_size, dtypes)
+    tensors: dict[str, Any] = dict.fromkeys(PARTS)
+    tensors.update({part: torch.empty(shape, dtype=dtype, device=device) for part, (dtype, shape) in specs.items()})
+    return PackedWeight(**tensors, n=n, k=k, bits=bits, group_size=group_size)
+
+
+def check_names(weights: Collection[str], tensors: Iterable[str]) -> None:
+    """Refuse a tensor that a reader would take for a part of a weight, or for another tensor."""
+    taken = {"__metadata__", *(f"{weight}.{part}" for weight in weights for part in PARTS)}
+    for name in tensors:
+        if name in taken:
+            raise ValueError(f"tensor {name!r} cannot keep its name: in the packed file it means something else")
+        taken.add(name)
