@@ -18,12 +18,13 @@ import secrets
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias
+from typing import Any, BinaryIO
 
 import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ..weights.specs import Spec
 from ..weights.weight import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -56,8 +57,6 @@ TYPES = {
     "C64": torch.complex64,
 }
 _TYPE_NAMES = {dtype: name for name, dtype in TYPES.items()}
-#: dtype and shape of a tensor that is not there yet.
-Spec: TypeAlias = "tuple[torch.dtype, tuple[int, ...]]"
 
 
 @contextmanager

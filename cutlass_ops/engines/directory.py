@@ -12,10 +12,11 @@ from torch.nn import Parameter
 
 from .. import _C
 from ..files.packed_config import QUANT_METHOD, WeightFormat, weight_format
-from ..files.packed_file import packed_problem, packed_specs
+from ..files.packed_file import packed_problem
 from ..files.tensor_parallel import ACT_ORDER, sliced_format
 from ..nn import MixedLinear
 from ..weights.reorder import reorder
+from ..weights.specs import packed_specs
 from .layers import MODULE, Engine, product
 from .shards import LayerPart, Shards, part_of
 

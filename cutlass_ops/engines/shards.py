@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..files.packed_file import packed_specs
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
+from ..weights.specs import packed_specs
 from ..weights.weight import PARTS
 from .layers import Engine
 from .slices import cut

@@ -35,8 +35,9 @@ from typing import Any
 
 from ..checkpoints import Checkpoint
 from ..checkpoints.gguf_header import ADDS_BOS
-from ..checkpoints.safetensors_files import INDEX, SETTINGS, Spec, errors_name, is_written, spec_bytes
+from ..checkpoints.safetensors_files import INDEX, SETTINGS, errors_name, is_written, spec_bytes
 from ..nn.architecture import Architecture, architecture_of
+from ..weights.specs import Spec
 from ..weights.weight import CheckpointError
 from .conversion_plan import Options, Progress, misfits, plan
 from .model_card import CARD, model_card

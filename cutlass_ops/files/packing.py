@@ -15,16 +15,17 @@ from typing import Any, TypeVar
 from torch import Tensor
 
 from ..checkpoints import Checkpoint, Quantized
-from ..checkpoints.safetensors_files import Spec, spec_bytes, stream_safetensors
+from ..checkpoints.safetensors_files import spec_bytes, stream_safetensors
 from ..weights import formats
 from ..weights.packed_experts import PackedExperts
 from ..weights.packed_weight import PackedWeight
 from ..weights.reorder import reorder
+from ..weights.specs import PACKED_DTYPES, Spec, packed_specs
 from ..weights.weight import CheckpointError
 from .checkpoint_experts import StackedWeight
 from .conversion_plan import TRANSPOSED, Options, Plan, Progress, Step, plan, sha256
 from .packed_config import ACTIVATIONS, plain_config
-from .packed_file import PACKED_DTYPES, Slices, check_names, packed_metadata, packed_specs
+from .packed_file import Slices, check_names, packed_metadata
 from .tensor_parallel import ACT_ORDER, check_heads, slice_shape, slice_tensor, slice_weight, sliced_format, split_style
 
 

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from ..files.packed_config import WeightFormat, quantization_config
-from ..files.packed_file import packed_specs
 from ..nn.architecture import features
 from ..nn.conv import CONVOLUTIONS, MixedConv, mixed_conv
 from ..nn.embedding import MixedEmbedding, TiedEmbedding
@@ -22,6 +21,7 @@ from ..ops import gemm
 from ..weights import formats
 from ..weights.packed_experts import PackedExperts
 from ..weights.packed_weight import PackedWeight
+from ..weights.specs import packed_specs
 from ..weights.weight import PARTS
 
 

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import _C, reference
-from ..files.packed_file import empty_packed
 from ..reference import experts as reference_experts
 from ..weights import formats
 from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, gated_order, in_eights
 from ..weights.packed_weight import PackedWeight, stream_of
 from ..weights.reorder import common_form, reorder
+from ..weights.specs import empty_packed
 from ..weights.weight import PARTS, QuantizedWeight, rows_of
 from . import arguments, gemm, kept, library, native
 

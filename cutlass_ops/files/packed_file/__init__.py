@@ -51,16 +51,14 @@ stored as a tensor of the fp32 values that its file gives it, a tied embedding t
 """
 
 from .info import PackedInfo, is_packed, packed_info
-from .layout import PACKED_DTYPES, Slices, check_names, empty_packed, packed_specs
+from .layout import Slices, check_names
 from .load import load_packed, packed_problem, read_packed_weight
 from .write import experts_metadata, kernels_metadata, packed_metadata, save_packed, weights_metadata
 
 __all__ = [
-    "PACKED_DTYPES",
     "PackedInfo",
     "Slices",
     "check_names",
-    "empty_packed",
     "experts_metadata",
     "is_packed",
     "kernels_metadata",
@@ -68,7 +66,6 @@ __all__ = [
     "packed_info",
     "packed_metadata",
     "packed_problem",
-    "packed_specs",
     "read_packed_weight",
     "save_packed",
     "weights_metadata",

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ...checkpoints.safetensors_files import INDEX, Spec, json_object, opened, placement, read_header
+from ...checkpoints.safetensors_files import INDEX, json_object, opened, placement, read_header
 from ...weights import formats
+from ...weights.specs import Spec, packed_specs
 from ...weights.weight import PARTS, CheckpointError
-from .layout import Slices, packed_specs
+from .layout import Slices
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
-from ...checkpoints.safetensors_files import Spec, stream_safetensors
+from ...checkpoints.safetensors_files import stream_safetensors
 from ...version import __version__
 from ...weights import formats
 from ...weights.packed_experts import PackedExperts
 from ...weights.packed_weight import PackedWeight
+from ...weights.specs import Spec
 from .layout import Slices, check_names
 
 
