@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any
 from .checkpoints import load_checkpoint
 from .files.conversion_plan import Options
 from .files.packed_file import load_packed, save_packed
-from .integrations.hf import load_model, register_when_imported
+from .integrations.hf import load_model
+from .integrations.registration import register_when_imported
 from .nn.conv import replace_convs
 from .nn.linear import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn.quantize_model import quantize_model

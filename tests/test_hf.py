@@ -28,7 +28,7 @@ from cutlass_ops.files.model_directory import reorder_model
 from cutlass_ops.files.packed_file import packed_info
 from cutlass_ops.files.packing import reorder_checkpoint
 from cutlass_ops.files.verify import verify_packed
-from cutlass_ops.integrations import hf
+from cutlass_ops.integrations import registration
 from cutlass_ops.weights import formats
 
 transformers = import_or_skip("transformers")
@@ -596,9 +596,9 @@ def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.M
         monkeypatch.delitem(table, "cutlass_ops")
     monkeypatch.setitem(sys.modules, "cutlass_ops.integrations.hf_quantizer", None)  # it does not import
     with pytest.warns(UserWarning, match="this transformers cannot load packed models of cutlass_ops"):
-        hf.register_when_imported()
+        registration.register_when_imported()
     monkeypatch.delitem(sys.modules, "cutlass_ops.integrations.hf_quantizer")
-    hf.register_when_imported()
+    registration.register_when_imported()
     assert all("cutlass_ops" in table for table in tables)
 
 

@@ -1,8 +1,9 @@
 """Packed models of diffusers: importing this module registers ``quant_method`` "cutlass_ops" there.
 
-It is imported as soon as both packages are (see ``hf.py``); a user need not. ``save_pretrained`` of a model whose linear layers
-:func:`cutlass_ops.quantize_model` packed, or its convolutions :func:`cutlass_ops.replace_convs`, then writes a
-``quantization_config``, as ``packed_config.py`` describes it, by which ``from_pretrained`` makes the packed layers again.
+It is imported as soon as both packages are (see ``registration.py``); a user need not.
+``save_pretrained`` of a model whose linear layers :func:`cutlass_ops.quantize_model` packed, or its
+convolutions :func:`cutlass_ops.replace_convs`, then writes a ``quantization_config``, as
+``packed_config.py`` describes it, by which ``from_pretrained`` makes the packed layers again.
 """
 
 from __future__ import annotations

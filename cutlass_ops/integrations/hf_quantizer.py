@@ -1,7 +1,7 @@
 """Packed models through ``from_pretrained``: importing this module registers ``quant_method``
 "cutlass_ops".
 
-It is imported as soon as both packages are (see ``hf.py``); a user need not.
+It is imported as soon as both packages are (see ``registration.py``); a user need not.
 """
 
 from __future__ import annotations

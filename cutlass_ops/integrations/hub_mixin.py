@@ -1,7 +1,8 @@
 """huggingface_hub's ``PyTorchModelHubMixin``: importing this module lets it refuse to save packed modules.
 
-It is imported as soon as both packages are (see ``hf.py``); a user need not. The mixin would save packed tensors, make a float
-model of the class again, and load into it what has the same names.
+It is imported as soon as both packages are (see ``registration.py``); a user need not. The mixin
+would save packed tensors, make a float model of the class again, and load into it what has the same
+names.
 """
 
 from __future__ import annotations

@@ -1,8 +1,10 @@
 """LoRA of PEFT on packed layers: importing this module makes peft's LoRA know MixedLinear and FusedPart.
 
-It is imported as soon as both packages are (see ``hf.py``); a user need not. ``target_modules`` by name and "all-linear" then
-find packed layers as they find ``torch.nn.Linear``. The packed weight stays as it is: adapters cannot be merged into it.
-Packed experts have no adapters: PEFT adds those of parameters (``target_parameters``) to the values, which are not there.
+It is imported as soon as both packages are (see ``registration.py``); a user need not.
+``target_modules`` by name and "all-linear" then find packed layers as they find
+``torch.nn.Linear``. The packed weight stays as it is: adapters cannot be merged into it. Packed
+experts have no adapters: PEFT adds those of parameters (``target_parameters``) to the values, which
+are not there.
 """
 
 from __future__ import annotations

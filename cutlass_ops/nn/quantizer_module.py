@@ -8,11 +8,18 @@ from typing import Any
 
 from torch import nn
 
-#: Classes of models that have a configuration, and our modules for each.
-_LIBRARIES = (
-    ("transformers.modeling_utils", "PreTrainedModel", "hf_quantizer"),
-    ("diffusers.models.modeling_utils", "ModelMixin", "diffusers_quantizer"),
-)
+#: By the module and the name of the class of a library's models: the name of our module for it.
+_LIBRARIES: dict[tuple[str, str], str] = {}
+
+
+def add_library(library: str, base: str, quantizer: str) -> None:
+    """Name the module that writes the configuration of a library's models.
+
+    Args:
+        library, base: the module and the name of the class of models.
+        quantizer: a module with ``check_method`` and ``attach``, each of a model; imported when such a model is packed.
+    """
+    _LIBRARIES[library, base] = quantizer
 
 
 def quantizer_module(model: nn.Module) -> Any:
@@ -21,10 +28,10 @@ def quantizer_module(model: nn.Module) -> Any:
     Raises:
         ValueError: a model that another method quantised.
     """
-    for library, base, name in _LIBRARIES:
+    for (library, base), name in _LIBRARIES.items():
         # A model's library is imported.
         if library in sys.modules and isinstance(model, getattr(sys.modules[library], base)):
-            quantizer = import_module(f"cutlass_ops.integrations.{name}")
+            quantizer = import_module(name)
             quantizer.check_method(model)
             return quantizer
     return None
