@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import model, run, run_json
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from test_cli import model, run, run_json
 from test_hostile_directories import FILES, MODELS, write
 
 from cutlass_ops import cli

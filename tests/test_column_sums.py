@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats, make_weight, same_bits
+from gpu_cases import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats, make_weight, same_bits
 from torch import Tensor
 
 import cutlass_ops as co

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import test_hostile_directories
 import torch
+from hostile_cases import header_length, mutations, read_or_refuse
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 from test_hostile_directories import VALUES, paths
-from test_hostile_files import header_length, mutations, read_or_refuse
 from torch import Tensor
 
 from cutlass_ops import QuantizedWeight, load_checkpoint

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from hostile_cases import JSON, header_length, mutations, read_or_refuse
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from llm_checkpoints import AWQ_CONFIG, awq, ct_config, ct_weights, gptq, gptq_config, randint, randn, words
 from safetensors.torch import save as to_safetensors
-from test_hostile_files import JSON, header_length, mutations, read_or_refuse
-from test_llm_checkpoints import AWQ_CONFIG, awq, ct_config, ct_weights, gptq, gptq_config, randint, randn, words
 from torch import Tensor
 
 from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint

@@ -10,8 +10,8 @@ import pytest
 import test_hostile_dialects as dialects
 import test_hostile_directories as directories
 import torch
-from test_hostile_files import raw_safetensors
-from test_llm_checkpoints import ct_config, ct_weights, gptq, gptq_config, randint, randn, words
+from hostile_cases import raw_safetensors
+from llm_checkpoints import ct_config, ct_weights, gptq, gptq_config, randint, randn, words
 
 from cutlass_ops import CheckpointError, load_checkpoint
 
