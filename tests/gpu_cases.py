@@ -188,7 +188,7 @@ def cached_allocator() -> bool:
     return os.environ.get("PYTORCH_NO_CUDA_MEMORY_CACHING") != "1"
 
 
-def corrects(m: int, packed: co.PackedWeight, act_quant: str) -> bool:
+def compensates(m: int, packed: co.PackedWeight, act_quant: str) -> bool:
     return "correction" in co.explain(m, packed, act_quant, act_symmetric=False).why
 
 

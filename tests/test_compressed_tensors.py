@@ -351,7 +351,7 @@ def test_expressions_that_are_refused(tmp_path: Path, target: str) -> None:
         r"re:(?!.*lm_head).*\.layers\..*self_attn.*",
     ],
 )
-def test_expressions_as_models_have_them(tmp_path: Path, target: str) -> None:
+def test_expressions_of_real_models(tmp_path: Path, target: str) -> None:
     module = "model.layers.11.self_attn.q_proj"
     tensors = {f"{module}.weight": torch.full((4, 32), 7, dtype=torch.int8), f"{module}.weight_scale": randn(4, 1)}
     config = ct_config(

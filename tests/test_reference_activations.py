@@ -85,7 +85,7 @@ def test_codes_are_clamped_below() -> None:
     assert codes[0, 0] == -128
 
 
-def test_blocks_have_scales_of_their_own_and_the_last_may_be_short() -> None:
+def test_each_block_has_a_scale_and_the_last_may_be_short() -> None:
     x = torch.tensor([[127.0, 3, 254, 2, -12.7]])
     codes, scales, _ = quantize_activations(x, 2, True)
     assert codes.tolist() == [[127, 3, 127, 1, -127]]

@@ -19,7 +19,7 @@ from gpu_cases import (
     assert_close,
     assert_same,
     block_of,
-    corrects,
+    compensates,
     make_exact_floats,
     make_floats,
     make_weight,
@@ -81,7 +81,7 @@ def hopper() -> None:
 def test_corrections_of_zero_points(fmt: Format, act_quant: str, k: int, m: int) -> None:
     packed = co.reorder(qw := make_weight(fmt, 17000, k, exact=True))
     has_blocks = act_quant == "block" or fmt.group_size != -1
-    assert corrects(m, packed, act_quant) == has_blocks
+    assert compensates(m, packed, act_quant) == has_blocks
     x = make_exact_floats(m, k, HALF, act_quant, False, 128)
     asymmetric: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}
     want = oracle(x, qw, act_quant, False)
@@ -150,7 +150,7 @@ def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
     opposite = qw.codes[:, ::128].int().clamp(min=1)  # and what the others are multiplied by adds up to nothing
     qw.codes[:, ::128], qw.codes[:, 1::128] = opposite, (1 << bits) - opposite
     packed = co.reorder(qw)
-    assert corrects(m, packed, act_quant)
+    assert compensates(m, packed, act_quant)
     want = oracle(x, qw, act_quant, False)
     y = multiply(x, packed, act_quant=act_quant, act_symmetric=False, out_dtype=HALF).double()
     # What zero points come to where all weights of a row have one sign; sums of random ones come to a sixtieth.
@@ -162,7 +162,7 @@ def test_corrections_hold_fp32s_precision(bits: int, act_quant: str) -> None:
 @pytest.mark.parametrize("act_quant", ["token", "block"])
 def test_corrections_with_rows_of_nan(act_quant: str) -> None:
     packed = co.reorder(make_weight(Format(8), 17000, 4096, exact=False))
-    assert corrects(300, packed, act_quant)
+    assert compensates(300, packed, act_quant)
     x = make_floats(300, 4096, HALF)
     want = multiply(x, packed, act_quant=act_quant, act_symmetric=False)
     x[7, 5], x[200, 2000] = NAN, math.inf
