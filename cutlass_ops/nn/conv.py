@@ -60,7 +60,8 @@ class MixedConv(WeightBuffers):
         if act_quant not in ACT_QUANT:
             raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
         reference.check_activation(activation)
-        self.stride, self.padding, self.dilation, self.groups = check_geometry(packed, stride, padding, dilation, groups)
+        geometry = check_geometry(packed.kernel_size, packed.n, stride, padding, dilation, groups)
+        self.stride, self.padding, self.dilation, self.groups = geometry
         self.in_channels, self.out_channels = packed.k // packed.taps * groups, packed.n
         self.kernel_size = packed.kernel_size
         self.act_quant = act_quant

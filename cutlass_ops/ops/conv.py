@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeAlias, cast
@@ -52,15 +53,17 @@ def check_weight(weight: Any, dims: int) -> None:
         raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected")
 
 
-def check_geometry(weight: PackedWeight, stride: Extents, padding: Extents, dilation: Extents, groups: int) -> Geometry:
+def check_geometry(
+    kernel_size: tuple[int, ...], n: int, stride: Extents, padding: Extents, dilation: Extents, groups: int
+) -> Geometry:
     """The arguments of torch's convolutions as numbers for each dimension.
 
     Raises:
-        ValueError: one that means nothing for this weight; the message has its value.
+        ValueError: one that means nothing for a weight of this kernel and so many output channels; the message has its value.
     """
-    dims = len(weight.kernel_size)
-    if type(groups) is not int or groups < 1 or weight.n % groups:
-        raise ValueError(f"groups is {groups!r}; a divisor of the weight's {weight.n} output channels is expected")
+    dims = len(kernel_size)
+    if type(groups) is not int or groups < 1 or n % groups:
+        raise ValueError(f"groups is {groups!r}; a divisor of the weight's {n} output channels is expected")
     return Geometry(
         check_extents("stride", stride, dims, 1),
         check_extents("padding", padding, dims, 0),
@@ -69,27 +72,53 @@ def check_geometry(weight: PackedWeight, stride: Extents, padding: Extents, dila
     )
 
 
-def check_image(x: Tensor, weight: PackedWeight, geometry: Geometry) -> tuple[int, ...]:
+def check_image(
+    shape: Sequence[int], kernel_size: tuple[int, ...], channels: int, n: int, geometry: Geometry
+) -> tuple[int, ...]:
     """The shape of the result.
+
+    Args:
+        shape: of x.
+        kernel_size, channels, n: of the weight: the channels of a group, and those of the result.
+        geometry: of the convolution.
 
     Raises:
         ValueError: x has other dimensions or channels than the weight takes, or fewer pixels than the kernel.
     """
-    dims, channels = len(weight.kernel_size), weight.k // weight.taps * geometry.groups
-    if x.dim() != dims + 2 or x.shape[1] != channels:
+    dims, size = len(kernel_size), tuple(shape[2:])
+    if len(shape) != dims + 2 or shape[1] != channels * geometry.groups:
         space = ("L", "H, W", "D, H, W")[dims - 1]
         raise ValueError(
-            f"x has shape {tuple(x.shape)}; [B, {channels}, {space}] is expected, for a weight of "
-            f"{weight.k // weight.taps} channels and groups={geometry.groups}"
+            f"x has shape {tuple(shape)}; [B, {channels * geometry.groups}, {space}] is expected, for a weight of "
+            f"{channels} channels and groups={geometry.groups}"
         )
-    padded = [size + 2 * pad for size, pad in zip(x.shape[2:], geometry.padding, strict=True)]
-    spans = geometry.spans(weight.kernel_size)
-    if any(size < 1 for size in x.shape[2:]) or any(size < span for size, span in zip(padded, spans, strict=True)):
+    padded = [extent + 2 * pad for extent, pad in zip(size, geometry.padding, strict=True)]
+    spans = geometry.spans(kernel_size)
+    if any(extent < 1 for extent in size) or any(extent < span for extent, span in zip(padded, spans, strict=True)):
         raise ValueError(
-            f"x has {tuple(x.shape[2:])} pixels, {tuple(padded)} with padding={geometry.padding}; the kernel "
-            f"{weight.kernel_size} with dilation={geometry.dilation} takes at least {tuple(spans)}"
+            f"x has {size} pixels, {tuple(padded)} with padding={geometry.padding}; the kernel "
+            f"{kernel_size} with dilation={geometry.dilation} takes at least {tuple(spans)}"
         )
-    return x.shape[0], weight.n, *geometry.out(x.shape[2:], weight.kernel_size)
+    return shape[0], n, *geometry.out(size, kernel_size)
+
+
+def check_convolution(
+    shape: Sequence[int],
+    kernel_size: tuple[int, ...],
+    channels: int,
+    n: int,
+    stride: Extents,
+    padding: Extents,
+    dilation: Extents,
+    groups: int,
+) -> tuple[Geometry, tuple[int, ...]]:
+    """:func:`check_geometry`, and :func:`check_image`."""
+    geometry = check_geometry(kernel_size, n, stride, padding, dilation, groups)
+    return geometry, check_image(shape, kernel_size, channels, n, geometry)
+
+
+#: The checks take longer than to launch a small convolution.
+known_convolution = functools.lru_cache(maxsize=4096, typed=True)(check_convolution)
 
 
 # ---- mixed convolutions
@@ -203,7 +232,6 @@ def _mixed_conv(
     out_dtype: torch.dtype | None,
 ) -> Tensor:
     check_weight(weight, dims)
-    checked = check_geometry(weight, *geometry)
     arguments.check_float("x", x, weight.device)
     arguments.check_device(weight.device)
     arguments.check_transforms(f"mixed_conv{dims}d", x, bias, residual)
@@ -212,7 +240,11 @@ def _mixed_conv(
         arguments.check_frozen(weight)
     if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
         x = x.to(torch.get_autocast_dtype(x.device.type))
-    shape = check_image(x, weight, checked)
+    directly = not differentiable and arguments.runs_directly(x, bias, residual)
+    check = known_convolution if directly else check_convolution
+    stride, padding, dilation = (tuple(value) if isinstance(value, list) else value for value in geometry[:3])
+    described = (weight.kernel_size, weight.k // weight.taps, weight.n, stride, padding, dilation, geometry[3])
+    checked, shape = check(x.shape, *described)
     if act_quant not in ACT_QUANT:
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
     if weight.book is not None and act_quant != "none":
@@ -227,7 +259,7 @@ def _mixed_conv(
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
         raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
     end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
-    if not differentiable and arguments.runs_directly(x, bias, residual):
+    if directly:
         return run_conv(x, weight, *end)
     return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *library.weight_fields(weight), weight.kernel_size, *end))
 
@@ -261,7 +293,7 @@ def run_conv(
         y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, **options)
         if y is None:
             y = conv_torch.convolve(x.detach(), weight, geometry, **options)
-    return y.contiguous().movedim(-1, 1)
+    return y.contiguous().permute(0, -1, *range(1, y.dim() - 1))
 
 
 # ---- torch.library

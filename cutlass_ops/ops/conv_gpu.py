@@ -1,8 +1,8 @@
 """Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product, which no tensor holds.
 
 Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in registers. Where no kernel takes
-a convolution (few output channels a group, fp32 x as it is, a scale for all groups and a result of another dtype than x) torch
-convolves the dequantised x with the dequantised weight.
+a convolution (few output channels a group, fp32 x as it is, a scale for all groups and a result of another dtype than x), and
+where few channels would leave much of the kernels' tiles empty, torch convolves the dequantised x with the dequantised weight.
 """
 
 from __future__ import annotations
@@ -20,6 +20,13 @@ from . import gemm, kept, native
 
 #: Bytes that copies want pixels to begin with a multiple of.
 _VECTOR = 16
+#: Channels, of a tap or of the result, that tiles of the kernels are filled up to.
+_TILE_CHANNELS = 128
+#: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.2
+#: of its time for fp16 weights, with 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
+_LEAST_SHARE = 0.8
+#: With fewer pixels of the result, reading the weight takes most of the time.
+LEAST_TORCH_PIXELS = 2048
 
 
 def convolve(
@@ -42,6 +49,8 @@ def convolve(
     y = torch.empty(shape, dtype=out_dtype, device=x.device)
     if y.numel() == 0:
         return y
+    if act_quant == "none" and x.dtype == out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n):
+        return None
     bias = weight.bias if bias is None else bias.contiguous()
     rows = None if residual is None else native.row_matrix(residual)
     if weight.k > weight.taps and geometry.groups > 1 and act_quant in ("token", "tensor") and x.dtype == out_dtype:
@@ -56,18 +65,47 @@ def convolve(
     return y
 
 
+def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
+    """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
+    channels, n = weight.k // weight.taps, weight.n // geometry.groups
+    share = 1.0
+    for count in (channels, n):
+        share *= count / (-(-count // _TILE_CHANNELS) * _TILE_CHANNELS)
+    return channels > 1 and weight.taps > 1 and share < _LEAST_SHARE and pixels >= LEAST_TORCH_PIXELS
+
+
+def finish(
+    sums: Tensor, weight: PackedWeight, bias: Tensor | None, activation: reference.Activation, residual: Tensor | None
+) -> None:
+    """What comes after the sums ``[B, *out, N]`` of 16 bits that torch made, in their place.
+
+    Sums that are not finite become NaN, as in the kernels, where something comes after them.
+    """
+    bias = None if bias is None else bias.contiguous()
+    rows = None if residual is None else native.row_matrix(residual)
+    epilogue = native.native_epilogue(bias, *native.split_activation(activation), rows, False)
+    if epilogue is None:
+        return
+    pixels = sums.view(-1, 1, 1, 1, weight.n)
+    unit = Geometry((1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    problem = _problem(pixels, 0, weight.matrix, weight.matrix, unit, pixels, epilogue)
+    with native.on_device(weight.device):
+        _C.finish_sums(problem, sums.data_ptr(), native.current_stream(weight.gpu))
+
+
 def _three(extents: tuple[int, ...] | list[int], filling: int) -> list[int]:
     """Depth, height and width."""
     return [filling] * (3 - len(extents)) + list(extents)
 
 
 def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
-    """x with its channels last, ``[B, *space, groups, C]``; if ``pads``, with zeros behind them up to whole vectors."""
-    images = x.movedim(1, -1)
-    images = images.view(*images.shape[:-1], groups, -1)
-    missing = -images.shape[-1] % (_VECTOR // x.element_size()) if pads else 0
-    # Of four or five dimensions, F.pad() keeps an order of memory in which the channels are not last.
-    images = (F.pad(images, (0, missing)) if missing else images).contiguous()
+    """x with its channels last, ``[B, *space, groups * C]``; if ``pads``, with zeros behind a group's up to whole vectors."""
+    images = x.permute(0, *range(2, x.dim()), 1)
+    missing = -(x.shape[1] // groups) % (_VECTOR // x.element_size()) if pads else 0
+    if missing:
+        # Of four or five dimensions, F.pad() keeps an order of memory in which the channels are not last.
+        images = F.pad(images.view(*images.shape[:-1], groups, -1), (0, missing)).contiguous().flatten(-2)
+    images = images.contiguous()
     return images.clone() if images.data_ptr() % _VECTOR else images
 
 
@@ -83,12 +121,13 @@ def _problem(
     act_symmetric: bool = True,
 ) -> _C.ImageProblem:
     """One of the groups of :func:`_pixels`, convolved with its rows ``matrix`` of the weight."""
-    batch, *space, groups, channels = pixels.shape
+    batch, *space, of_groups = pixels.shape
+    channels = of_groups // geometry.groups
     return _C.ImageProblem(
         matrix.native,
         pixels.data_ptr() + group * channels * pixels.element_size(),
         native.DATA_TYPES[pixels.dtype],
-        groups * channels,
+        of_groups,
         batch,
         channels,
         _three(space, 1),
@@ -169,8 +208,8 @@ def _by_products(
             plan = problem.plan(device)
             if plan is None:
                 return False
-            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
-            _C.mixed_conv(problem, plan, workspace.data_ptr(), stream)
+            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device) if plan.workspace else None
+            _C.mixed_conv(problem, plan, native.pointer(workspace), stream)
             if own_y is not y:
                 y[..., features] = own_y
     return True

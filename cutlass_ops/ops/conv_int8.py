@@ -79,9 +79,9 @@ def conv2d_int8(
         RuntimeError: bias requires a gradient.
     """
     check_weight(weight, 2)
-    geometry = check_geometry(weight, stride, padding, dilation, groups)
+    geometry = check_geometry(weight.kernel_size, weight.n, stride, padding, dilation, groups)
     numbers = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
-    check_image(x, weight, geometry)
+    check_image(x.shape, weight.kernel_size, weight.k // weight.taps, weight.n, geometry)
     return _static(x, weight, bias, *numbers, out_dtype, geometry).movedim(-1, 1)
 
 

@@ -1,5 +1,5 @@
 """Mixed convolutions by torch's own, of the dequantised x with the dequantised weight: all of a CPU's, and on a GPU those that
-no kernel takes.
+no kernel takes, or that fill few of a kernel's tiles.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from .. import reference
 from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
-from . import gemm
+from . import conv_gpu, gemm
 
 
 def convolve(
@@ -35,7 +35,10 @@ def convolve(
     """
     weight = gemm.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == out_dtype else torch.float32
-    values = reference_conv.dequantized_pixels(x, weight.group_size, geometry.groups, act_quant, act_symmetric, torch.float32)
+    values = x
+    if act_quant != "none":
+        quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
+        values = reference_conv.dequantized_pixels(x, *quantized, torch.float32)
     convolution: Any = torch._convolution
     # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
     total = convolution(
@@ -54,4 +57,8 @@ def convolve(
         allow_tf32=False,
     )
     bias = weight.bias if bias is None else bias
-    return reference.epilogue(total.movedim(1, -1).float(), bias, activation, residual, out_dtype).contiguous()
+    sums: Tensor = total.movedim(1, -1).contiguous()
+    if compute is torch.float32:
+        return reference.epilogue(sums, bias, activation, residual, out_dtype)
+    conv_gpu.finish(sums, weight, bias, activation, residual)
+    return sums

@@ -463,9 +463,16 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
 
 def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
     """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps, and the channels of each."""
-    rows = run_dequantize(weight.matrix, dtype, start, stop)
-    taps = rows.view(rows.shape[0], *weight.kernel_size, -1)
-    return taps[..., : weight.k // weight.taps].movedim(-1, 1)
+    channels = weight.k // weight.taps
+    if weight.gpu < 0:
+        rows = run_dequantize(weight.matrix, dtype, start, stop)
+        return rows.view(rows.shape[0], *weight.kernel_size, -1)[..., :channels].movedim(-1, 1)
+    count = (weight.n if stop is None else stop) - start
+    taps = torch.empty(count, *weight.kernel_size, channels, dtype=dtype, device=weight.device)
+    end = (taps.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, count, channels)
+    with on_device(weight.device):
+        _C.dequantize(weight.matrix.native, *end)
+    return taps.movedim(-1, 1)
 
 
 def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
