@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import (
+from gpu_cases import (
     BFLOAT,
     FLOAT,
     GPU,

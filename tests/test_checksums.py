@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runs import run, run_json
+from hostile_cases import gguf_file, header_length, packed_file, tensor
+from model_directories import OPTIONS, float_tensors, save_model
 from safetensors.torch import load_file, save_file
-from test_cli import run, run_json
-from test_hostile_files import gguf_file, header_length, packed_file, tensor
-from test_model_directory import OPTIONS, float_tensors, save_model
 
 from cutlass_ops import (
     CheckpointError,

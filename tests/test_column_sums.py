@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats, make_weight, same_bits
+from gpu_cases import BFLOAT, FLOAT, GPU, HALF, Format, compensates, make_floats, make_weight, same_bits
 from torch import Tensor
 
 import cutlass_ops as co
@@ -65,7 +65,7 @@ def test_a_weight_on_a_cpu_keeps_no_sums() -> None:
     assert reads(packed) is None
 
 
-def test_sums_are_kept_once_asked_for(made: list[int]) -> None:
+def test_sums_are_kept_once_they_are_needed(made: list[int]) -> None:
     packed = small_weight()
     x = torch.randn(200, 256).half()
     co.mixed_gemm(x, packed, **ASYMMETRIC)
@@ -281,7 +281,7 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}
     kept = co.reorder(qw)
     kept.sum_codes()
-    assert corrects(m, kept, act_quant) == (act_quant == "block" or fmt.group_size != -1)
+    assert compensates(m, kept, act_quant) == (act_quant == "block" or fmt.group_size != -1)
     y = co.mixed_gemm(x, kept, **options)
     qa = co.quantize_activations(x, -1 if act_quant == "token" else 128, False)
     fresh = co.reorder(qw)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_reorder import random_weight
+from packed_cases import random_weight
 
 import cutlass_ops as co
 from cutlass_ops import _C

@@ -274,7 +274,7 @@ def test_the_only_packed_embedding_needs_no_name(prefix: str, packed_directory: 
     assert method.prefix == "embed"
 
 
-def test_embeddings_that_cannot_be_told_apart_are_refused(packed_directory: Any) -> None:
+def test_ambiguous_embeddings_are_refused(packed_directory: Any) -> None:
     config = packed_directory.CutlassOpsConfig(quantization(one="one", two="two"))
     with pytest.raises(ValueError, match="which of the packed embeddings one, two it makes"):
         config.get_quant_method(packed_directory.VocabParallelEmbedding(), "")

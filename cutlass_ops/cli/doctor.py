@@ -129,7 +129,7 @@ def _cuda_version(module: str, function: str, missing: list[str]) -> str:
 
 
 def _kernels(device: str) -> dict[str, str]:
-    """What would run for one token and for many, of each product."""
+    """What would run for one row of x and for many, of each product."""
     names = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
         weight = reorder(quantize(torch.zeros(64, 128, dtype=torch.float32, device="cpu"), bits=bits)).to(device)

@@ -144,7 +144,7 @@ class Shards:
         columns = self.part.columns.stop - self.part.columns.start
         form = {"k": columns, "bits": self.bits, "group_size": self.group_sizes[1]}
         stored: dict[str, Any] = {part: parts.get(part) for part in PARTS}
-        if not any(size % formats.ROWS_PER_SLAB for size in self.part.sizes[:-1]):
+        if not any(size % formats.ROWS_PER_PANEL for size in self.part.sizes[:-1]):
             yield PackedWeight(**stored, n=sum(self.part.sizes), **form)
             return
         rows = self.padded(len(self.part.sizes) - 1).stop

@@ -8,7 +8,7 @@ from torch import Tensor
 from ..weights import formats
 from ..weights.packed_weight import group_vector_positions, pack_codes, unpack_codes
 
-_PANEL, _TILE = formats.ROWS_PER_SLAB, formats.K_PER_TILE
+_PANEL, _TILE = formats.ROWS_PER_PANEL, formats.K_PER_TILE
 
 
 def cut(

@@ -387,7 +387,7 @@ def fuse_linears(model: nn.Module, shared_input: Mapping[str, Sequence[str]] = S
 
 def _rows(weight: PackedWeight, begin: int, end: int) -> PackedWeight:
     """Rows ``begin`` to ``end`` of a weight: views where they are whole row panels."""
-    if begin % formats.ROWS_PER_SLAB or (end % formats.ROWS_PER_SLAB and end != weight.n):
+    if begin % formats.ROWS_PER_PANEL or (end % formats.ROWS_PER_PANEL and end != weight.n):
         whole = weight.unpack()
         parts = {name: getattr(whole, name) for name in ("codes", "scales", "zeros", "offsets", "bias")}
         return reorder(replace(whole, **{name: part[begin:end] for name, part in parts.items() if part is not None}))
@@ -404,8 +404,8 @@ def _as_one(weights: Sequence[PackedWeight]) -> PackedWeight:
         and all(torch.equal(getattr(w, part), getattr(first, part)) for part in ("perm", "book") if part in dtypes)
         for w in weights
     )
-    # Slabs of rows are the outermost order, so whole ones need not be unpacked.
-    if not alike or any(w.n % formats.ROWS_PER_SLAB for w in weights[:-1]):
+    # Row panels are the outermost order, so whole ones need not be unpacked.
+    if not alike or any(w.n % formats.ROWS_PER_PANEL for w in weights[:-1]):
         return reorder([w.unpack() for w in weights])
     joined: dict[str, Any] = {
         part: torch.cat([getattr(w, part) for w in weights], dim=-1) for part in dtypes if part not in ("perm", "book")

@@ -26,7 +26,7 @@ class QuantizedActivations:
     Attributes:
         codes: int8 ``[M, k_pad]``, K padded to 128 with each block's zero point; inside each 16 columns in the order
             0, 8, 1, 9, ..., 7, 15. A product may read, and ignores, what the storage holds behind the last row.
-        scales: fp32 ``[B, stride]``, the M tokens of a block side by side, stride being M rounded up to 16.
+        scales: fp32 ``[B, stride]``, the M rows of x side by side in each block, stride being M rounded up to 16.
         zeros: int8 ``[B, stride]``, or None if symmetric.
         block: columns a scale covers; -1 for the whole row.
         k: columns of x.

@@ -191,7 +191,7 @@ def _by_products(
 ) -> bool:
     """Write the result to y, a product for each group of the convolution; False if no kernel takes one."""
     groups, n = geometry.groups, weight.n // geometry.groups
-    if groups > 1 and (n % formats.ROWS_PER_SLAB or act_quant in ("token", "tensor")):
+    if groups > 1 and (n % formats.ROWS_PER_PANEL or act_quant in ("token", "tensor")):
         return False
     images = _pixels(x, groups, act_quant == "none")
     call = native.split_activation(activation)

@@ -179,7 +179,7 @@ def panel_values(on_gpu: bool) -> int:
 def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
     """Rows of a weight that are dequantised at a time, with at most so many values or else the fewest rows there can be."""
     values = _PANEL_VALUES if values is None else values
-    rows = max(values // weight.k // formats.ROWS_PER_SLAB, 1) * formats.ROWS_PER_SLAB
+    rows = max(values // weight.k // formats.ROWS_PER_PANEL, 1) * formats.ROWS_PER_PANEL
     return min(rows, weight.n)
 
 

@@ -81,7 +81,7 @@ FLAT_BLOCK_SIZES = (32, 64, 128, 256, 512, 1024, 2048, 4096)
 #: Absmax values that share one second-level absmax in double quantisation.
 NESTED_BLOCK_SIZE = 256
 
-ROWS_PER_SLAB = 64
+ROWS_PER_PANEL = 64
 K_PER_TILE = 128
 #: The longest run of K that shares one activation scale in block mode.
 MAX_ACTIVATION_BLOCK = 128
@@ -153,7 +153,7 @@ def group_count(k: int, group_size: int, taps: int = 1) -> int:
 
 def padded_rows(n: int) -> int:
     """N rounded up to whole row panels of 64."""
-    return -(-n // ROWS_PER_SLAB) * ROWS_PER_SLAB
+    return -(-n // ROWS_PER_PANEL) * ROWS_PER_PANEL
 
 
 def padded_k(k: int, taps: int = 1) -> int:

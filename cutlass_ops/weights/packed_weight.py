@@ -85,15 +85,15 @@ def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
         uint8 ``[R, k_pad]``.
     """
     inside = rows % 16
-    block, half, g = rows % formats.ROWS_PER_SLAB // 16, inside // 8, inside % 8
+    block, half, g = rows % formats.ROWS_PER_PANEL // 16, inside // 8, inside % 8
     tiles = formats.padded_k(k) // formats.K_PER_TILE
     # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2, k // 8 of the 16]
     if bits == 4:
         view = packed.view(-1, tiles, 4, 2, 8, 4, 4, 2, 2)
-        found = view[rows // formats.ROWS_PER_SLAB, :, block, :, g]
+        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g]
     else:
         view = packed.view(-1, tiles, 4, 4, 8, 4, 2, 2, 2, 2)
-        found = view[rows // formats.ROWS_PER_SLAB, :, block, :, g, :, :, half]
+        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g, :, :, half]
     codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))  # from units, t, columns, k % 2, k // 8
     if bits == 4:
         codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None]).bitwise_and_(15)
@@ -111,7 +111,7 @@ def positions_of_rows(rows: Tensor) -> Tensor:
     Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
     lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
     """
-    inside = rows % formats.ROWS_PER_SLAB
+    inside = rows % formats.ROWS_PER_PANEL
     return rows - inside + 8 * (inside % 8) + inside // 8
 
 
