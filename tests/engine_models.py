@@ -222,10 +222,11 @@ def write_gguf(folder: Path, tied: bool) -> None:
         add(value)
 
     def matrix(name: str, kind: str, n: int, k: int) -> None:
-        least, most = (-8, 7) if kind == "Q4_0" else (-127, 127)
-        codes = torch.randint(least, most + 1, (n, k), generator=generator)
-        codes[:, ::32] = least  # the scales are then powers of two, and the values exact in bf16
-        values = codes / (8 if kind == "Q4_0" else 128) / k**0.5 * 2 ** (0.5 * (k == HIDDEN))
+        most = 8 if kind == "Q4_0" else 127
+        codes = torch.randint(1 - most, most, (n, k), generator=generator)
+        # The scales are then powers of two, and the values exact in bf16.
+        codes[:, ::32] = most * (2 * torch.randint(2, (n, k // 32), generator=generator) - 1)
+        values = codes / (64 if kind == "Q4_0" else 1024)
         number = gguf.GGMLQuantizationType[kind]
         writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values.numpy(), number), raw_dtype=number)
 
