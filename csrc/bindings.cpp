@@ -403,11 +403,13 @@ PYBIND11_MODULE(_C, m) {
       "dequantize in host memory.");
   m.def(
       "dequantize",
-      [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows) {
-        check(dequantize({weight, as<void>(out), type, first_row, rows}, as<void>(stream)));
+      [](Weight const& weight, Pointer out, DataType type, Pointer stream, int first_row, int rows, int tap_channels) {
+        check(dequantize({weight, as<void>(out), type, first_row, rows, tap_channels}, as<void>(stream)));
       },
       py::arg("weight"), py::arg("out_ptr"), py::arg("type"), py::arg("stream"), py::arg("first_row") = 0, py::arg("rows") = -1,
-      "Write the values [rows, k] of the weight's rows from first_row, a multiple of 64, to out_ptr.");
+      py::arg("tap_channels") = 0,
+      "Write the values [rows, k] of the weight's rows from first_row, a multiple of 64, to out_ptr; or [rows, taps, "
+      "tap_channels], without what pads taps.");
 
   m.def(
       "quantize_flat",

@@ -75,6 +75,14 @@ void register_conv(py::module_& m) {
       "Write the result of a problem with one input channel a group, by the weight's values, fp32 [taps][n rounded up to "
       "tap_vector], on the current device.");
 
+  m.def(
+      "finish_sums",
+      [](GemmProblem const& problem, Pointer sums, Pointer stream) {
+        check(finish_sums(problem, as<void>(sums), as<void>(stream)));
+      },
+      py::arg("problem"), py::arg("sums_ptr"), py::arg("stream"),
+      "Write the epilogue of sums [m, n] of x's 16-bit type, which may lie where the result goes, on the current device.");
+
   using Pair = std::array<int, 2>;
   py::enum_<ConvOutput>(m, "ConvOutput")
       .value("int8", ConvOutput::kInt8)

@@ -2,6 +2,7 @@
 #include "cutlass_ops/experts.h"
 
 #include <algorithm>
+#include <climits>
 #include <cmath>
 #include <iterator>
 #include <string>
@@ -55,14 +56,15 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   RouteProblem const& r = p.route;
   int const hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   bool const quantizes = p.act_quant != ActQuant::kNone, gathers_first = quantizes && p.gate_up.perm;
+  int const x_slots = plan.gathers ? slots : 0;
   // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
   size_t const table_ints = size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
   at.x = align_256(table_ints * sizeof(int) + 64);
-  at.x_values = at.x + align_256(size_t(slots) * padded_k(hidden) * 2);
+  at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
   if (quantizes)
     at.x_scales += quantized_bytes(gathers_first ? slots : rounded_rows(r.tokens), hidden, p.gate_up.stack.group_size).total();
-  at.hidden = at.x_scales + (quantizes ? align_256(size_t(slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
+  at.hidden = at.x_scales + (quantizes ? align_256(size_t(x_slots) * scale_blocks(p, plan, hidden) * sizeof(float)) : 0);
   at.hidden_stride = ceil_div(intermediate, 8) * 8;
   size_t const hidden_bytes = align_256(size_t(slots) * at.hidden_stride * 2);
   at.hidden_gathered = at.hidden + hidden_bytes;
@@ -186,6 +188,15 @@ int tile_height(MoeProblem const& p, Device const& device) {
   return best;
 }
 
+// Whether rows of x are copied to their slots first: an act order differs by expert, and copies by number want whole pieces of 16
+// bytes and 32-bit numbers of these.
+bool gathers(MoeProblem const& p) {
+  bool const quantizes = p.act_quant != ActQuant::kNone;
+  bool const pieces = quantizes || (reinterpret_cast<uintptr_t>(p.x) % 16 == 0 && p.x_stride % 8 == 0);
+  int64_t const stride = quantizes ? padded_k(p.gate_up.stack.k) : p.x_stride;
+  return p.gate_up.perm || !pieces || p.gate_up.stack.k % 8 || p.route.tokens * stride > int64_t(INT_MAX) * 8;
+}
+
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
 bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, int expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
@@ -228,7 +239,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device);
+  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem);
   auto const fill_in = [&] {
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
@@ -326,34 +337,38 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
-  // x: quantised, then gathered, which is less work; but an act order differs by expert and comes first.
-  GatherProblem gather;
-  gather.x = p.x, gather.x_stride = p.x_stride, gather.perm = p.gate_up.perm, gather.k = hidden;
-  gather.out = base + at.x, gather.out_stride = padded_k(hidden);
+  // x is quantised once a token; but an act order differs by expert and comes first.
+  bool const quantizes_first = quantizes && !p.gate_up.perm;
+  gate_up.x = p.x, gate_up.x_stride = p.x_stride, gate_up.x_rows = r.tokens;
   Quantized quantized;
-  if (quantizes && !p.gate_up.perm) {
-    if (status.ok())
-      status = quantize_rows(p, plan, p.x, p.x_stride, r.tokens, hidden, p.gate_up.stack.group_size, base + at.x_values, stream,
-                             &quantized);
-    gather.x = quantized.values, gather.x_stride = padded_k(hidden);
-    if (plan.int8) gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);  // pairs of codes
-    if (quantized.scales) {
-      gather.scales = quantized.scales, gather.scale_stride = quantized.stride;
+  auto const quantize = [&](void const* x, int64_t stride, int rows) {
+    if (!status.ok()) return;
+    status =
+        quantize_rows(p, plan, x, stride, rows, hidden, p.gate_up.stack.group_size, base + at.x_values, stream, &quantized);
+    gate_up.x = quantized.values, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = quantized.scales;
+    gate_up.x_rows = quantized.stride;
+  };
+  if (quantizes_first) quantize(p.x, p.x_stride, r.tokens);
+  if (plan.gathers) {
+    GatherProblem gather;
+    gather.x = gate_up.x, gather.x_stride = gate_up.x_stride, gather.perm = p.gate_up.perm, gather.k = hidden;
+    gather.out = base + at.x, gather.out_stride = padded_k(hidden);
+    if (quantizes_first && plan.int8)  // pairs of codes
+      gather.x_stride /= 2, gather.out_stride /= 2, gather.k = int(gather.x_stride);
+    if (gate_up.x_scales) {
+      gather.scales = gate_up.x_scales, gather.scale_stride = gate_up.x_rows;
       gather.blocks = scale_blocks(p, plan, hidden);
       gather.out_scales = reinterpret_cast<float*>(base + at.x_scales), gather.out_scale_stride = slots;
     }
-  }
-  if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
-  gate_up.x = gather.out, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = gather.out_scales;
-  if (quantizes && p.gate_up.perm) {
-    if (status.ok())
-      status = quantize_rows(p, plan, gather.out, gather.out_stride, slots, hidden, p.gate_up.stack.group_size,
-                             base + at.x_values, stream, &quantized);
-    gate_up.x = quantized.values, gate_up.x_scales = quantized.scales;
+    if (status.ok()) status = launch_gather_rows(r, table, gather, slots, stream);
+    gate_up.x = gather.out, gate_up.x_stride = padded_k(hidden), gate_up.x_scales = gather.out_scales, gate_up.x_rows = slots;
+    if (quantizes && !quantizes_first) quantize(gather.out, gather.out_stride, slots);
+  } else {
+    gate_up.groups.positions = table.position, gate_up.groups.top = r.top;
   }
 
   gate_up.x_type = gate_up.out_type = down.x_type = p.x_type;
-  gate_up.rows = down.rows = slots;
+  gate_up.rows = down.rows = down.x_rows = slots;
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
   for (GroupedGemm* gemm : {&gate_up, &down}) gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count;

@@ -150,6 +150,11 @@ Status depthwise_conv(GemmProblem const& problem, float const* taps, Stream stre
   return launch_conv_depthwise(problem, taps, stream);
 }
 
+Status finish_sums(GemmProblem const& problem, void const* sums, Stream stream) {
+  if (Status status = check_finish(problem, sums); !status.ok() || problem.m == 0) return status;
+  return launch_finish_sums(problem, sums, stream);
+}
+
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
   return launch_quantize_activations(problem, stream);
@@ -209,6 +214,7 @@ DeviceGuard::~DeviceGuard() = default;
 Status mixed_gemm(GemmProblem const&, Plan const&, Workspace, Stream) { return no_cuda(); }
 Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status depthwise_conv(GemmProblem const&, float const*, Stream) { return no_cuda(); }
+Status finish_sums(GemmProblem const&, void const*, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
 Status weight_colsum(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }

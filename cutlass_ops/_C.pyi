@@ -241,7 +241,9 @@ def cpu_mixed_gemm(
     out_type: DataType,
     threads: int,
 ) -> None: ...
-def dequantize(weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = 0, rows: int = -1) -> None: ...
+def dequantize(
+    weight: PackedWeight, out_ptr: int, type: DataType, stream: int, first_row: int = 0, rows: int = -1, tap_channels: int = 0
+) -> None: ...
 def quantize_flat(
     x_ptr: int,
     type: DataType,
@@ -321,6 +323,7 @@ def mixed_conv(problem: ImageProblem, plan: Plan, workspace_ptr: int, stream: in
 tap_vector: int  # output channels
 
 def depthwise_conv(problem: ImageProblem, taps_ptr: int, stream: int) -> None: ...
+def finish_sums(problem: ImageProblem, sums_ptr: int, stream: int) -> None: ...
 
 class ConvOrder:
     by_channels: ConvOrder

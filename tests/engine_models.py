@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats
+from cutlass_ops.weights import formats
 
 HIDDEN, INNER, VOCABULARY, LAYERS, GROUP = 128, 256, 256, 2, 32
 CONFIG = {

@@ -18,9 +18,9 @@ from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, PackedWeight, load_checkpoint, load_packed, reference
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 
 RANDOM = np.random.default_rng(7)
 

@@ -15,7 +15,8 @@ from safetensors.torch import save_file
 from test_cli import model, run, run_json
 from test_hostile_directories import FILES, MODELS, write
 
-from cutlass_ops import cli, packing
+from cutlass_ops import cli
+from cutlass_ops.files import packing
 
 __all__ = ["model"]
 

@@ -15,7 +15,9 @@ from test_ops_gpu import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats, ops_library
+from cutlass_ops import _C
+from cutlass_ops.ops import gemm_library
+from cutlass_ops.weights import formats
 
 ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 
@@ -118,9 +120,9 @@ def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
     packed = small_weight()
     seen: list[int | None] = []
     for name, place in (("gemm_floats", 2), ("gemm_quantized", 1)):
-        run = getattr(ops_library, name)
+        run = getattr(gemm_library, name)
         monkeypatch.setattr(
-            ops_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
+            gemm_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
         )
     x = torch.randn(5, 256).half()
     qa = co.quantize_activations(x, 128, False)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import conv_torch
+from cutlass_ops.ops import conv_gpu, conv_torch
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 
@@ -90,6 +91,7 @@ def by_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
         raise AssertionError("no kernel took it")
 
     monkeypatch.setattr(conv_torch, "convolve", refuse)
+    monkeypatch.setattr(conv_gpu, "LEAST_TORCH_PIXELS", 2**31)
 
 
 @pytest.mark.usefixtures("by_kernels")
@@ -120,6 +122,26 @@ def test_channels_and_sizes(c: int, n: int) -> None:
         x = torch.randn(shape[0], c, *shape[1:]).half()
         check_rounded(quantized, x, Geometry(*geometry, 1), act_quant="none")
         check_rounded(quantized, x, Geometry(*geometry, 1), act_quant="block")
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize(("n", "c", "groups"), [(64, 64, 1), (17, 3, 1), (384, 160, 2)])
+def test_torch_convolves_few_channels_of_many_pixels(
+    monkeypatch: pytest.MonkeyPatch, kind: str, dtype: torch.dtype, n: int, c: int, groups: int
+) -> None:
+    by_torch = []
+    convolve = conv_torch.convolve
+    monkeypatch.setattr(conv_torch, "convolve", lambda *args, **end: by_torch.append(args) or convolve(*args, **end))
+    quantized = co.quantize(torch.randn(n, c, 3, 3) / math.sqrt(9 * c), **FORMATS[kind])
+    geometry = Geometry((1, 1), (1, 1), (1, 1), groups)
+    x = (torch.randn(2, c * groups, 33, 34) + 0.3).to(dtype)
+    bias, residual = torch.randn(n, device="cuda"), torch.randn(2, n, 33, 34, device="cuda")
+    for end in ({}, {"bias": bias}, {"activation": "silu"}, {"bias": bias, "activation": "relu6", "residual": residual}):
+        check_rounded(quantized, x, geometry, **end)
+    assert len(by_torch) == 8
+    check_rounded(quantized, x[:, :, :20], geometry)  # fewer pixels
+    assert len(by_torch) == 8
 
 
 @pytest.mark.usefixtures("by_kernels")
@@ -166,6 +188,10 @@ def test_pixels_that_are_not_finite() -> None:
 DEPTHWISE: dict[str, tuple[int, int, tuple[int, ...], tuple[int, ...], Any, Any, Any]] = {
     "3 x 3": (144, 1, (56, 56), (3, 3), (1, 1), (1, 1), (1, 1)),
     "3 x 3 with steps": (96, 1, (29, 30), (3, 3), (2, 2), (1, 1), (1, 1)),
+    "3 x 3 of many lines": (12, 1, (301, 19), (3, 3), (1, 1), (2, 0), (1, 1)),
+    "3 x 3 of many lines with steps": (12, 1, (301, 18), (3, 3), (2, 2), (0, 2), (1, 1)),
+    "3 x 3 with steps along the height": (16, 1, (29, 30), (3, 3), (2, 1), (1, 1), (1, 1)),
+    "3 x 3 of a volume's planes": (16, 1, (4, 9, 8), (1, 3, 3), (1, 1, 1), (0, 1, 1), (1, 1, 1)),
     "5 x 5 with steps": (72, 1, (28, 27), (5, 5), (2, 1), (2, 2), (1, 1)),
     "7 x 7": (192, 1, (28, 28), (7, 7), (1, 1), (3, 3), (1, 1)),
     "8 channels": (8, 1, (33, 65), (3, 3), (1, 1), (1, 1), (1, 1)),

@@ -17,7 +17,8 @@ from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8, library
+from cutlass_ops import _C
+from cutlass_ops.ops import conv_int8, library
 
 INT8 = (torch.int8, torch.uint8)
 
@@ -357,7 +358,7 @@ def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
     assert int(classes.max()) < len(table) == (most[0] + 1) ** 2 * (most[1] + 1) ** 2
     cut = table[classes].movedim(-1, 0)
     assert torch.equal(with_zeros - zero * natural.sums.view(-1, 1, 1) + zero * cut, expected)
-    monkeypatch.setattr("cutlass_ops.kept.captures", lambda weight: True)
+    monkeypatch.setattr("cutlass_ops.ops.kept.captures", lambda weight: True)
     found = conv_int8._kept_cut_sums(weight, natural, "", (), zero, geometry)
     assert (found is None) == (len(table) > _C.most_border_classes)
     assert conv_int8._kept_cut_sums(weight, natural, "", (), 0, geometry) is None
@@ -365,7 +366,7 @@ def test_cut_sums_make_zeros_outside_of_x_its_zero_point(
 
 def test_operands_are_kept_until_codes_or_zero_points_are_written(monkeypatch: pytest.MonkeyPatch) -> None:
     capturing = [False]
-    monkeypatch.setattr("cutlass_ops.kept.captures", lambda weight: capturing[0])
+    monkeypatch.setattr("cutlass_ops.ops.kept.captures", lambda weight: capturing[0])
     zeros = codes(torch.uint8, 64, seed=1)
     fit = (zeros.short()[:, None] + codes(torch.int8, 64, 48, seed=2)).clamp(0, 255).byte()
     unfit = fit.clone()

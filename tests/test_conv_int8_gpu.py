@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8, native
+from cutlass_ops import _C
+from cutlass_ops.ops import conv_int8, native
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.packed_file import packed_info
+from cutlass_ops.files.packed_file import packed_info
 
 # Parts of diffusers and what it imports warn of each other.
 with warnings.catch_warnings():

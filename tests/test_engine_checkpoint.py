@@ -11,7 +11,7 @@ from imports import import_or_skip
 
 import cutlass_ops as co
 from cutlass_ops.engines.checkpoint import described, is_checkpoint, packed_tensors
-from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.files.model_directory import reorder_model
 from cutlass_ops.vllm import checkpoint as plugin
 
 import_or_skip("transformers")

@@ -20,12 +20,13 @@ from torch.nn import functional as F
 from typer.testing import CliRunner
 
 import cutlass_ops as co
-from cutlass_ops import formats
 from cutlass_ops.cli import app
-from cutlass_ops.packed_experts import in_eights
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.verify import diff_packed, verify_packed
-from cutlass_ops.weight import rows_of
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.verify import diff_packed, verify_packed
+from cutlass_ops.ops import experts as experts_module
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.packed_experts import in_eights
+from cutlass_ops.weights.weight import rows_of
 
 FORMATS: dict[str, dict[str, Any]] = {
     "int4": {"bits": 4, "group_size": 32, "symmetric": True},
@@ -223,11 +224,11 @@ HINT = r"not while a CUDA graph is captured or under torch.compile; reorder_expe
 def test_plain_rows_are_not_converted_in_a_capture(monkeypatch: pytest.MonkeyPatch) -> None:
     gate_up, rest, expected = plain_layer()
     with monkeypatch.context() as patch:
-        patch.setattr("cutlass_ops.kept.captures", lambda _: True)
+        patch.setattr("cutlass_ops.ops.kept.captures", lambda _: True)
         with pytest.raises(RuntimeError, match=HINT):
             calls(gate_up, *rest)
     calls(gate_up, *rest)
-    monkeypatch.setattr("cutlass_ops.kept.captures", lambda _: True)
+    monkeypatch.setattr("cutlass_ops.ops.kept.captures", lambda _: True)
     y, warned = calls(gate_up, *rest)
     assert (torch.equal(y, expected), warned) == (True, [])
 
@@ -654,7 +655,7 @@ def test_the_operators_are_traced_whole() -> None:
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     for found, expected in zip(compiled(x, ids, w), layer(x, ids, w), strict=True):
         assert torch.equal(found, expected)
-    fields = co.experts._fields
+    fields = experts_module._fields
     options = (ids, w, "silu", 0.0, 0.0, "none", True, None)
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_moe, (x, *fields(gate_up), *fields(down), *options))
     routing = co.route(ids, 5)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.packed_experts import in_eights
+from cutlass_ops.weights.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
 
@@ -141,6 +141,19 @@ def test_a_layer_of_fp32_is_the_cpus(kind: str) -> None:
         found = co.mixed_moe(*[value.to("cuda") for value in (x, gate_up, down, ids, w)])  # type: ignore[arg-type]
         assert found.dtype == torch.float32
         assert bool((found.cpu() - expected).norm() <= 1e-5 * expected.norm())
+
+
+@pytest.mark.parametrize("act_quant", ["none", "token", "block"])
+@pytest.mark.parametrize("kind", ["int4", "int4 in short groups"])
+@pytest.mark.parametrize("m", [5, 100, 300, 777])
+def test_rows_of_x_are_read_wherever_they_lie(m: int, kind: str, act_quant: str) -> None:
+    gate_up, down, x, ids, w = (value.to("cuda") for value in layer(m, torch.float16, kind, "cut"))
+    expected = co.mixed_moe(x, gate_up, down, ids, w, act_quant=act_quant)
+    for before, after in ((8, 64), (0, 3), (1, 7)):  # rows that start on 16 bytes, and not
+        wide = torch.full((m, before + x.shape[1] + after), torch.nan, dtype=x.dtype, device="cuda")
+        view = wide[:, before : before + x.shape[1]]
+        view.copy_(x)
+        assert torch.equal(co.mixed_moe(view, gate_up, down, ids, w, act_quant=act_quant), expected)
 
 
 @pytest.mark.parametrize("symmetric", [True, False])

@@ -13,8 +13,8 @@ import torch
 from imports import import_or_skip
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.verify import verify_packed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")

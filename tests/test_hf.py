@@ -23,12 +23,13 @@ from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops import formats, hf
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
+from cutlass_ops.integrations import registration
+from cutlass_ops.weights import formats
 
 transformers = import_or_skip("transformers")
 
@@ -272,8 +273,8 @@ def test_experts_packed_one_by_one_are_refused(tmp_path: Path, monkeypatch: pyte
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE}))
     model.save_pretrained(tmp_path / "float")
     with monkeypatch.context() as patch:
-        patch.setattr("cutlass_ops.plan.layers_of", lambda *_: [])
-        patch.setattr("cutlass_ops.architecture.Architecture.reason_to_keep", lambda *_: "")
+        patch.setattr("cutlass_ops.files.conversion_plan.layers_of", lambda *_: [])
+        patch.setattr("cutlass_ops.nn.architecture.Architecture.reason_to_keep", lambda *_: "")
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     reasons = (
         r"packed, but not linear layers or experts of MixtralForCausalLM: "
@@ -569,8 +570,8 @@ def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_float_model_is_not_loaded_as_a_packed_one(tmp_path: Path) -> None:
-    from cutlass_ops.hf_config import PackedModelConfig
-    from cutlass_ops.packed_config import WeightFormat, quantization_config
+    from cutlass_ops.files.packed_config import WeightFormat, quantization_config
+    from cutlass_ops.integrations.hf_config import PackedModelConfig
 
     tiny().save_pretrained(tmp_path)
     config = PackedModelConfig(**quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))}))
@@ -604,11 +605,11 @@ def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.M
     tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
     for table in tables:
         monkeypatch.delitem(table, "cutlass_ops")
-    monkeypatch.setitem(sys.modules, "cutlass_ops.hf_quantizer", None)  # it does not import
+    monkeypatch.setitem(sys.modules, "cutlass_ops.integrations.hf_quantizer", None)  # it does not import
     with pytest.warns(UserWarning, match="this transformers cannot load packed models of cutlass_ops"):
-        hf.register_when_imported()
-    monkeypatch.delitem(sys.modules, "cutlass_ops.hf_quantizer")
-    hf.register_when_imported()
+        registration.register_when_imported()
+    monkeypatch.delitem(sys.modules, "cutlass_ops.integrations.hf_quantizer")
+    registration.register_when_imported()
     assert all("cutlass_ops" in table for table in tables)
 
 
@@ -625,9 +626,9 @@ def test_one_import_hook_serves_every_table_and_goes_with_the_last() -> None:
 (hook,) = (finder for finder in sys.meta_path if finder not in before)
 hook.tables &= {"huggingface_hub.hub_mixin", "transformers.quantizers.auto"}  # installed
 import huggingface_hub.hub_mixin
-assert "cutlass_ops.hub_mixin" in sys.modules and hook in sys.meta_path
+assert "cutlass_ops.integrations.hub_mixin" in sys.modules and hook in sys.meta_path
 import transformers.quantizers.auto
-assert "cutlass_ops.hf_quantizer" in sys.modules and hook not in sys.meta_path
+assert "cutlass_ops.integrations.hf_quantizer" in sys.modules and hook not in sys.meta_path
 """)
     assert done.returncode == 0, done.stderr
 

@@ -18,8 +18,9 @@ from test_hostile_directories import VALUES, paths
 from test_hostile_files import header_length, mutations, read_or_refuse
 from torch import Tensor
 
-from cutlass_ops import QuantizedWeight, formats, load_checkpoint
+from cutlass_ops import QuantizedWeight, load_checkpoint
 from cutlass_ops.reference import dequantize_weight
+from cutlass_ops.weights import formats
 
 MANY = settings(
     deadline=None, max_examples=500, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

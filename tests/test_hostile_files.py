@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save as to_safetensors
 
 from cutlass_ops import CheckpointError, PackedWeight, QuantizedWeight, load_checkpoint, load_packed, reorder, save_packed
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.verify import verify_packed
 
 FUZZ = settings(
     deadline=None, max_examples=400, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

@@ -20,7 +20,7 @@ import cutlass_ops
 from cutlass_ops import CheckpointError, QuantizedWeight, cli, load_checkpoint
 from cutlass_ops.checkpoints import Checkpoint
 from cutlass_ops.reference import dequantize_weight
-from cutlass_ops.reorder import reorder
+from cutlass_ops.weights.reorder import reorder
 
 AWQ = (0, 2, 4, 6, 1, 3, 5, 7)
 

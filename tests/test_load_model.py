@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from sizes import DECODER
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
 
 transformers = import_or_skip("transformers")
 # Python's own parts of transformers and torch warn of each other.

@@ -20,25 +20,23 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import (
-    CheckpointError,
-    PackedWeight,
-    dequantize,
-    formats,
-    load_checkpoint,
-    load_packed,
-    model_directory,
-    packing,
-    quantize,
-    reorder,
+from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize, reorder
+from cutlass_ops.checkpoints.safetensors_files import opened
+from cutlass_ops.files import model_directory, packing
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_config import GUARD, WeightFormat, quantization_config, weight_format
+from cutlass_ops.files.packed_file import is_packed, packed_info
+from cutlass_ops.files.tensor_parallel import (
+    check_heads,
+    parse_overrides,
+    slice_tensor,
+    slice_weight,
+    sliced_format,
+    split_style,
 )
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
-from cutlass_ops.packed_file import is_packed, packed_info
-from cutlass_ops.plan import Options
-from cutlass_ops.safetensors_files import opened
-from cutlass_ops.tensor_parallel import check_heads, parse_overrides, slice_tensor, slice_weight, sliced_format, split_style
-from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops.files.verify import diff_packed, verify_packed
+from cutlass_ops.weights import formats
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
 EIGHT = WeightFormat(8, -1, (("bias", torch.bfloat16), ("scales", torch.float32)))
@@ -252,8 +250,8 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 RUN = """
     import os, signal, sys
     from cutlass_ops import load_checkpoint
-    from cutlass_ops.model_directory import reorder_model
-    from cutlass_ops.plan import Options
+    from cutlass_ops.files.model_directory import reorder_model
+    from cutlass_ops.files.conversion_plan import Options
     left = int(sys.argv[3])
     def progress(name, nbytes):
         global left

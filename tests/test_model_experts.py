@@ -18,11 +18,11 @@ from typer.testing import CliRunner
 
 import cutlass_ops as co
 from cutlass_ops.cli import app
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import diff_packed, verify_packed
 
 transformers = import_or_skip("transformers")
 from test_hf import DIALECTS, Written  # noqa: E402  # imports transformers
@@ -397,7 +397,7 @@ def test_experts_as_earlier_versions_wrote_them_are_still_read(tmp_path: Path, m
     source, expected = written("compressed-tensors", tmp_path, moe_intermediate_size=64)
     checkpoint = co.load_checkpoint(source)
     with monkeypatch.context() as patch:
-        patch.setattr("cutlass_ops.plan.layers_of", lambda *_: [])
+        patch.setattr("cutlass_ops.files.conversion_plan.layers_of", lambda *_: [])
         reorder_checkpoint(checkpoint, tmp_path / "old.safetensors")
         reorder_model(checkpoint, tmp_path / "old")
     assert isinstance(co.load_packed(tmp_path / "old.safetensors")["model.layers.0.mlp.experts.3.up_proj"], co.PackedWeight)

@@ -22,7 +22,9 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats, ops, reference
+from cutlass_ops import _C, reference
+from cutlass_ops.ops import gemm
+from cutlass_ops.weights import formats
 
 pytestmark = pytest.mark.gpu
 
@@ -1298,7 +1300,7 @@ def test_never_synchronizes(activations: str) -> None:
 def test_fp32_as_it_is(bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In panels, with the epilogue of every other product, captured in a CUDA graph, and with gradients."""
     n, k = 200, 576
-    monkeypatch.setattr(ops, "_PANEL_VALUES", 70 * k)
+    monkeypatch.setattr(gemm, "_PANEL_VALUES", 70 * k)
     for perm in (False, True):
         qw = make_weight(Format(bits, kind, group_size), n, k, exact=False, bias=True, perm=perm)
         packed = co.reorder(qw)

@@ -130,7 +130,7 @@ def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("module", "category", "fails"),
     [
-        ("cutlass_ops.hf", DeprecationWarning, True),
+        ("cutlass_ops.integrations.registration", DeprecationWarning, True),
         ("test_hf", UserWarning, True),
         ("test_hf", DeprecationWarning, False),
         ("transformers.utils", UserWarning, False),

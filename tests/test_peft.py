@@ -17,8 +17,8 @@ from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
 
 transformers = import_or_skip("transformers")
 peft = import_or_skip("peft")
@@ -289,7 +289,7 @@ def test_transformers_trains_adapters_and_nothing_else(models: tuple[Any, Path])
 def test_registered_in_either_order_of_imports(imports: str) -> None:
     program = (
         f"{imports}, sys, torch\n"
-        "assert 'cutlass_ops.peft_lora' in sys.modules\n"
+        "assert 'cutlass_ops.integrations.peft_lora' in sys.modules\n"
         "layer = cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(torch.randn(64, 128))))\n"
         "model = torch.nn.Sequential(layer, torch.nn.Linear(64, 1))\n"
         "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['0']))\n"

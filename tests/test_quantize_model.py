@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -20,10 +19,11 @@ from torch.nn.utils import parametrizations, parametrize, weight_norm
 from warned import said
 
 import cutlass_ops as co
-from cutlass_ops import plan, progress
-from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.files import conversion_plan
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.nn import progress
+from cutlass_ops.nn import quantize_model as module
 
-module = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
 # Parts of transformers, torch and accelerate warn of each other.
 
 
@@ -615,7 +615,7 @@ def test_layers_stay_on_their_gpu_and_memory_is_bounded() -> None:
 
 
 def test_public_names() -> None:
-    assert co.Options is plan.Options
+    assert co.Options is conversion_plan.Options
     assert {"Options", "quantize_model"} <= set(co.__all__)
 
 
@@ -639,7 +639,7 @@ def test_output_heads_of_any_name_stay_floats(name: str, tmp_path: Path) -> None
     config.tie_word_embeddings = False
     model = getattr(transformers, name)(config)
     model.save_pretrained(tmp_path / "float")
-    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", plan.Options(4, 32))
+    reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", conversion_plan.Options(4, 32))
     reordered = getattr(transformers, name).from_pretrained(tmp_path / "packed")
     every = {n for n, m in model.named_modules() if isinstance(m, nn.Linear)}
     with said():

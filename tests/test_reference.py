@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from cutlass_ops import formats, reference
+from cutlass_ops import reference
 from cutlass_ops.reference import (
     activation_order,
     dequantize_activations,
@@ -26,7 +26,8 @@ from cutlass_ops.reference import (
     silu_mul,
 )
 from cutlass_ops.reference.activations import _sum_of_squares
-from cutlass_ops.weight import QuantizedWeight
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.weight import QuantizedWeight
 
 NAN, INF = math.nan, math.inf
 TINY = 2.0**-100

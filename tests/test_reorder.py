@@ -26,19 +26,19 @@ from cutlass_ops import (
     PackedWeight,
     QuantizedWeight,
     dequantize,
-    formats,
     load_packed,
     mixed_gemm,
-    packing,
     reorder,
     save_packed,
 )
 from cutlass_ops.checkpoints import load_checkpoint
-from cutlass_ops.packed_file import is_packed, packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import DEFAULT_EXCLUDE, sha256
-from cutlass_ops.safetensors_files import stream_safetensors
-from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops.checkpoints.safetensors_files import stream_safetensors
+from cutlass_ops.files import packing
+from cutlass_ops.files.conversion_plan import DEFAULT_EXCLUDE, sha256
+from cutlass_ops.files.packed_file import is_packed, packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import diff_packed, verify_packed
+from cutlass_ops.weights import formats
 
 PARTS = ("codes", "scales", "zeros", "offsets", "bias", "perm")
 
@@ -357,7 +357,7 @@ def test_a_killed_run_leaves_the_old_file(tmp_path: Path) -> None:
     path.write_bytes(b"old")
     code = textwrap.dedent(f"""
         import time, torch
-        from cutlass_ops.safetensors_files import stream_safetensors
+        from cutlass_ops.checkpoints.safetensors_files import stream_safetensors
         with stream_safetensors({str(path)!r}, {{"x": (torch.float32, (4,))}}, {{}}) as write:
             write("x", torch.zeros(4))
             print("written", flush=True)
@@ -694,7 +694,7 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         import torch
         from cutlass_ops import quantize, reorder
         from cutlass_ops.checkpoints import load_checkpoint
-        from cutlass_ops.packing import reorder_checkpoint
+        from cutlass_ops.files.packing import reorder_checkpoint
 
         def anonymous():
             # The pages of a mapped file are the system's to drop; what was allocated is not.

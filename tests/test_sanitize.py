@@ -22,6 +22,9 @@ def sanitize(folder: Path, printed: str, status: int) -> subprocess.CompletedPro
 
 
 COPY = "cute::SM90_BULK_COPY_G2S::copy(const void *, unsigned long *, void *, int)+0x7e40 in copy_sm90_tma.hpp:1450"
+MULTICAST = "cutlass_ops::bulk_copy_multicast(const void *, unsigned long *, unsigned short, void *, int)+0x4 in hopper.cuh:47"
+PIXELS = "void cutlass_ops::hopper::prepare_pixels<cutlass_ops::<unnamed>::Config<(int)8>>(int)+0x8 in hopper_producers.cuh:268"
+CODES = "cutlass_ops::<unnamed>::RawWeights<cutlass_ops::<unnamed>::Config<(int)8>>::load_vectors(int)+0x8 in promotion.cuh:112"
 SCALES = "cutlass_ops::hopper::StoredScales::load(const unsigned char *, cutlass_ops::DataType)+0xcd0 in hopper_tiles.cuh:310"
 OTHER = "cutlass_ops::other(int)+0x10 in other.cuh:1"
 
@@ -43,6 +46,7 @@ RACE = "========= RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)\n"
         ("3 passed, 1 skipped in 2s\n" + NOTHING, 0, "clean"),
         ("3 passed in 2s\n" + RACE, 86, "FOUND SOMETHING"),
         ("3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", SCALES)), 86, "clean"),
+        ("3 passed in 2s\n" + races((MULTICAST, "Read", CODES), (PIXELS, "Read", SCALES)), 86, "clean"),
         ("1 failed in 2s\n" + races((COPY, "Read", SCALES)), 1, "tests failed (exit status 1)"),
         ("3 passed in 2s\n" + races((COPY, "Read", SCALES), (COPY, "Read", OTHER)), 86, "FOUND SOMETHING"),
         ("3 passed in 2s\n" + races((COPY, "Write", SCALES)), 86, "FOUND SOMETHING"),

@@ -82,7 +82,7 @@ from vllm import LLM, SamplingParams
 from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.quantization import auto_awq
 from cutlass_ops.nn import MixedLinear
-from cutlass_ops.nn_experts import MixedExperts
+from cutlass_ops.nn.experts import MixedExperts
 
 # vLLM has no int4 experts for every CPU. As on a GPU, it finds some, which the plugin then replaces.
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend

@@ -13,7 +13,7 @@ import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
 from cutlass_ops.engines import layers
-from cutlass_ops.packed_config import WeightFormat, quantization_config
+from cutlass_ops.files.packed_config import WeightFormat, quantization_config
 from cutlass_ops.vllm import awq, experts, linear
 
 
@@ -161,7 +161,7 @@ def invariant(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[boo
     for module in (awq, experts, linear):
         monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
     flags: list[bool] = []
-    monkeypatch.setattr(layers.ops, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    monkeypatch.setattr(layers.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
     return flags
 
 

@@ -3,6 +3,7 @@
 
     tools/sanitize.py                                    every tool, C++ tests and Python tests
     tools/sanitize.py --tool racecheck --only python -k one_hot      some of pytest's alone
+    tools/sanitize.py --jobs 12                          the Python tests dealt among 12 processes
 
 The tools: memcheck (accesses out of bounds), racecheck (races in shared memory),
 initcheck (reads of bytes that nobody wrote) and synccheck (barriers used wrongly). initcheck runs the C++
@@ -23,7 +24,9 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -31,20 +34,25 @@ ROOT = Path(__file__).resolve().parent.parent
 TOOLS = ("memcheck", "racecheck", "initcheck", "synccheck")
 PROGRAM = "cutlass_ops_cuda_tests"
 FOUND_SOMETHING = 86  # compute-sanitizer's exit status when it reports an error
-# Not fit: torch.compile brings kernels of other compilers; torch.profiler takes the interface that the sanitizer
-# needs; the sanitizer takes memory of the GPU that a test watches; the doctor's cuda-bindings asks the driver for
-# functions that it lacks, which memcheck counts as errors.
-FIT = "not compile and not explain_tells and not workspace_is and not doctor"
+# Not fit: tests of what torch's cache says of memory, or of a GPU's memory that the sanitizer takes a part of; torch.compile
+# brings kernels of other compilers; torch.profiler takes the interface that the sanitizer needs; the doctor's cuda-bindings
+# asks the driver for functions that it lacks, which memcheck counts as errors.
+FIT = "not compile and not explain_tells and not workspace_is and not doctor and not memory_is_bounded"
 
-# racecheck reports wgmma_gemm_a16 (of matrices and of experts) and wgmma_fold16 (seen of experts) where a CTA fills a stage
-# again: the bulk copy of weights against the reads of what the stage held before. It is no race. All lanes read before the
-# warp executes wgmma and its wait, both .sync.aligned, and only then lane 0 or 1 arrives at the barrier that the copying warp
-# waits for; a read of shared memory is one instruction of the whole warp, and what it brought are operands of that wgmma. In
-# wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model, too; the compiler knows that
-# the warp is converged and leaves a NOP of it, which the tool does not see.
-KNOWN_WRITE = "cute::SM90_BULK_COPY_G2S::copy("
+# racecheck reports wgmma_gemm_a16, wgmma_gemm_a8 and wgmma_fold16, of matrices, images and experts, where a CTA fills a stage
+# again: the bulk copy of weights, or prepare_pixels()'s stores of an image's scales, against the reads of what the stage held
+# before. It is no race. A warp's reads are one instruction of all its lanes, which are converged, as the wgmma and its wait
+# around them are .sync.aligned and no branch between them depends on the lane; only then lane 0 or 1 arrives at the barrier
+# that the copying warp waits for (and prepare_pixels() waits for what that warp copies). The tool takes the arrival as one of
+# that lane alone. In wgmma_fold16 a __syncwarp() orders the lanes' reads before the arrival by PTX's memory model, too; the
+# compiler leaves a NOP of it, which the tool does not see.
+KNOWN_WRITE = re.compile(
+    r"cute::SM90_BULK_COPY_G2S::copy\(|cutlass_ops::bulk_copy_multicast\("
+    r"|void cutlass_ops::(hopper::prepare_pixels<|<unnamed>::wgmma_gemm_a8<.* in hopper_producers\.cuh:)"
+)
 KNOWN_READ = re.compile(
-    r"cutlass_ops::(load_shared\(|RowPair<.*::load\(|StoredGroup<.*::load<|hopper::StoredScales::load\(|<unnamed>::StoredWeights<)"
+    r"cutlass_ops::(load_shared\(|RowPair<.*::load\(|StoredGroup<.*::load<|hopper::StoredScales::load\("
+    r"|<unnamed>::(Stored|Raw)Weights<)"
 )
 RACE = re.compile(r"Race reported between \w+ access at (.+)((?:\n=+ +and \w+ access at .+)+)")
 ACCESS = re.compile(r"and (\w+) access at (?:void )?(.+)")
@@ -54,13 +62,14 @@ def known_races(text: str) -> tuple[int, int]:
     """Return how many races racecheck's output describes, and how many of them are known not to be any."""
     races = RACE.findall(text)
     known = [
-        write.startswith(KNOWN_WRITE)
+        KNOWN_WRITE.match(write) is not None
         and all(kind == "Read" and KNOWN_READ.match(place) for kind, place in ACCESS.findall(others))
         for write, others in races
     ]
     return len(races), sum(known)
 
 
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
 # The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 # The closing line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
@@ -77,12 +86,14 @@ class Run:
     environment: dict[str, str]
 
     def execute(self) -> Outcome:
-        """Run it, echoing what it prints, and read the counts from that."""
+        """Run it, echoing what it prints behind its name, and read the counts from that."""
         # Kernels of other libraries are not ours to check, and slow. initcheck must see who else writes.
         only_ours = [] if self.tool == "initcheck" else ["--kernel-name", "kernel_substring=cutlass_ops"]
         command = ["compute-sanitizer", "--tool", self.tool, "--error-exitcode", str(FOUND_SOMETHING)]
+        if self.tool == "memcheck":
+            command += ["--report-api-errors", "no"]  # tests ask for what CUDA refuses: a device that is not there
         command += ["--print-limit", "1000" if self.tool == "racecheck" else "20", *only_ours, *self.command]
-        print(f"\n== {self.tool}, {self.name}: {' '.join(command)}", flush=True)
+        print(f"== {self.tool}, {self.name}: {' '.join(command)}", flush=True)
         start = time.monotonic()
         text = ""
         with subprocess.Popen(
@@ -95,7 +106,7 @@ class Run:
         ) as process:
             assert process.stdout is not None
             for line in process.stdout:
-                sys.stdout.write(line)
+                sys.stdout.write(f"[{self.tool}, {self.name}] {line}")
                 text += line
         passed = sum(int(a or b) for a, b in PASSED.findall(text))
         summaries = SUMMARY.findall(text)
@@ -143,23 +154,43 @@ def cpp_program() -> Path | None:
     return built[-1] if built else None
 
 
-def runs(tool: str, only: str | None, select: str) -> list[Run]:
+def python_tests(select: str) -> list[str]:
+    """Return the identifiers of the GPU tests that pytest -k selects."""
+    command = [*PYTEST, "--collect-only", "-k", select]
+    listed = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout
+    return [line for line in listed.splitlines() if "::" in line and not line.startswith("ERROR")]
+
+
+def python_runs(tool: str, name: str, select: str, environment: dict[str, str], jobs: int, folder: Path) -> list[Run]:
+    """Return runs of pytest on the tests that -k selects, dealt among ``jobs`` processes."""
+    if jobs == 1:
+        return [Run(tool, name, [*PYTEST, "-k", select], environment)]
+    tests = python_tests(select)
+    planned = []
+    for job in range(min(jobs, len(tests))):
+        # The names of all tests are too long for a command line.
+        names = folder / f"{name}-{job}".replace(", ", "-")
+        names.write_text("\n".join(tests[job::jobs]))
+        planned.append(Run(tool, f"{name} {job + 1}/{jobs}", [*PYTEST, f"@{names}"], environment))
+    return planned
+
+
+def runs(tool: str, only: str | None, select: str, jobs: int, folder: Path) -> list[Run]:
     """Return the programs to run under a tool."""
     planned = []
     program = cpp_program()
     if only != "python" and program:
         planned.append(Run(tool, "C++", [str(program)], {}))
     if only != "cpp" and tool != "initcheck":
-        pytest = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow", "-k"]
         select = f"({select}) and {FIT}" if select else FIT
         if tool == "memcheck":
             # Without torch's cache each tensor is a separate allocation, so an access one byte out of bounds is found. A
             # CUDA graph cannot be captured that way; those tests run with the cache.
             uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            planned.append(Run(tool, "Python", [*pytest, f"{select} and not graph"], uncached))
-            planned.append(Run(tool, "Python, graphs", [*pytest, f"{select} and graph"], {}))
+            planned += python_runs(tool, "Python", f"{select} and not graph", uncached, jobs, folder)
+            planned += python_runs(tool, "Python, graphs", f"{select} and graph", {}, jobs, folder)
         else:
-            planned.append(Run(tool, "Python", [*pytest, select], {}))
+            planned += python_runs(tool, "Python", select, {}, jobs, folder)
     return planned
 
 
@@ -169,20 +200,31 @@ def main() -> int:
     parser.add_argument("--tool", action="append", choices=TOOLS, help="one of the tools; may be repeated")
     parser.add_argument("--only", choices=("cpp", "python"), help="only the C++ or only the Python tests")
     parser.add_argument("-k", default="", metavar="EXPRESSION", help="of the Python tests, those that pytest -k selects")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that the Python tests are dealt among, and that run at once"
+    )
     arguments = parser.parse_args()
+    if arguments.jobs < 1:
+        parser.error(f"--jobs is {arguments.jobs}; at least 1 is expected")
     if not shutil.which("compute-sanitizer"):
         print("compute-sanitizer is not on PATH; it comes with the CUDA toolkit", file=sys.stderr)
         return 2
-    planned = [run for tool in arguments.tool or TOOLS for run in runs(tool, arguments.only, arguments.k)]
-    if not planned:
-        print(f"nothing to run: no build/*/tests/cpp/{PROGRAM} (CUTLASS_OPS_TESTS=ON builds it)", file=sys.stderr)
-        return 2
-    outcomes = [run.execute() for run in planned]
-    print(f"\n{'tool':<11}{'tests':<16}{'executed':>8}{'findings':>10}{'seconds':>9}  verdict")
+    with tempfile.TemporaryDirectory() as folder:
+        planned = [
+            run
+            for tool in arguments.tool or TOOLS
+            for run in runs(tool, arguments.only, arguments.k, arguments.jobs, Path(folder))
+        ]
+        if not planned:
+            print(f"nothing to run: no build/*/tests/cpp/{PROGRAM} (CUTLASS_OPS_TESTS=ON builds it)", file=sys.stderr)
+            return 2
+        with ThreadPoolExecutor(arguments.jobs) as pool:
+            outcomes = list(pool.map(Run.execute, planned))
+    print(f"\n{'tool':<11}{'tests':<22}{'executed':>8}{'findings':>10}{'seconds':>9}  verdict")
     for outcome in outcomes:
         findings = "?" if outcome.findings is None else outcome.findings
         print(
-            f"{outcome.run.tool:<11}{outcome.run.name:<16}{outcome.tests:>8}{findings:>10}"
+            f"{outcome.run.tool:<11}{outcome.run.name:<22}{outcome.tests:>8}{findings:>10}"
             f"{outcome.seconds:>9.1f}  {outcome.verdict}"
         )
     return 0 if all(outcome.verdict == "clean" for outcome in outcomes) else 1

@@ -21,6 +21,25 @@ struct GroupTile {
   }
 };
 
+// The row of x of an expert's slot.
+__device__ __forceinline__ int row_of_slot(Groups const& groups, int slot) {
+  return groups.positions ? __ldg(groups.positions + slot) / groups.top : slot;
+}
+
+// x whose rows are found by their numbers, in pieces of 16 bytes.
+struct RowPieces {
+  uint8_t const* x;
+  int stride;  // pieces from a row to the next
+  int bytes;   // of a row; zeros follow
+
+  explicit RowPieces(GroupedGemm const& gemm) {
+    int const element = gemm.x_codes == ActQuant::kNone ? 2 : 1;
+    x = static_cast<uint8_t const*>(gemm.x), stride = int(gemm.x_stride * element / 16);
+    bytes = int(element == 2 ? gemm.weight.k * 2 : padded_k(gemm.weight.k));
+  }
+  RowPieces() = default;
+};
+
 // A thread's sums of a tile, those of gate's row g and up's row g + 8 two by two: activation(gate) * up takes gate's place. Each
 // choice is made once for all of them.
 template <int kSums>
@@ -61,7 +80,7 @@ __device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, Gr
 }
 
 // A warp's sums of 16 rows of an expert from `row` on, gate's and up's of eight features, and eight rows of x from `first` of the
-// tile's on, in the order of wgmma's accumulators, to 16-bit outputs. `row_scales`: of the tile's rows of x, or null.
+// tile's on, in the order of wgmma's accumulators, to 16-bit outputs. `row_scales`: of the rows of x, or null.
 __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first, int row, GroupTile const& tile,
                                              Groups const& groups, EpilogueParams const& p) {
   int const lane = threadIdx.x % 32;
@@ -69,7 +88,7 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const x_row = first + lane % 4 * 2 + i;
-      float const scale = x_row < tile.rows ? row_scales[x_row] : 0.0f;
+      float const scale = x_row < tile.rows ? row_scales[row_of_slot(groups, tile.first_row + x_row)] : 0.0f;
       v[i] *= scale, v[2 + i] *= scale;
     }
   }

@@ -160,10 +160,22 @@ __device__ __forceinline__ void store(float (&sums)[C::kSums], float* staging, C
   }
 }
 
-// Of int8 activations with a scale a row, whose codes' values were multiplied as floats.
+// Of int8 activations with a scale a row, whose codes' values were multiplied as floats. `end`: of an expert's rows of x.
 template <class C>
-__device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], Params const& p, ThreadCoord<C> const& coord, int m0) {
+__device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C::Params const& p, ThreadCoord<C> const& coord,
+                                             int m0, int end = 0) {
   if (!p.x.scales) return;
+  if constexpr (C::kGrouped) {
+    if (p.groups.positions) {
+#pragma unroll
+      for (int i = 0; i < C::kBlockM / 4; ++i) {
+        int const slot = min(m0 + i / 2 * 8 + coord.lane % 4 * 2 + i % 2, end - 1);
+        float const scale = __ldg(p.x.scales + row_of_slot(p.groups, slot));
+        sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;
+      }
+      return;
+    }
+  }
 #pragma unroll
   for (int j = 0; j < C::kBlockM / 8; ++j) {
     float2 const scale = __ldg(reinterpret_cast<float2 const*>(p.x.scales + min(m0 + 8 * j, p.x.stride - 8)) + coord.lane % 4);

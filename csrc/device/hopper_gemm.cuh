@@ -41,9 +41,11 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   auto& barriers = *reinterpret_cast<Barriers<C>*>(stages + C::kSharedBytes - 256);
   int rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
   int const preparing_warps = C::kImages && p.image.columns ? kPixelWarps : 1;
+  bool const index = by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kStages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], 2);  // the two loading threads
+      // The two loading threads; or that of the weights, and the lanes that bring rows by their numbers.
+      TransactionBarrier::init(&barriers.full[i], index ? 1 + 32 * kIndexWarps : 2);
       ClusterBarrier::init(&barriers.empty[i], C::kCluster * C::kWarpgroups * 4);
       ClusterBarrier::init(&barriers.prepared[i], 32 * preparing_warps);  // the lanes
     }
@@ -51,6 +53,7 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
   }
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
+  if (index) pdl_wait();  // tiles are those of the kernel before
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     // The same in all lanes, as the compiler can see: then a role's addresses stay in the uniform registers that copies take
@@ -58,9 +61,16 @@ __device__ __forceinline__ void run(uint8_t* stages, CUtensorMap const& map, CUt
     // concurrent MMAs.
     int warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
     if (warp == 0) produce_weights<C>(stages, barriers, p, rank);
-    if (warp == 1) produce_x_rows<C>(stages, barriers, p, map, rank);
+    if (warp == 1 && !index) produce_x_rows<C>(stages, barriers, p, map, rank);
+    if constexpr (C::kGrouped) {
+      if (index && warp % 2 == 1) produce_rows_by_index<C>(stages, barriers, p, warp / 2);
+    }
     if constexpr (C::kLoadTokenScales) {
-      if (preparing_warps == 1) {
+      if (index) {
+        if constexpr (C::kGrouped) {
+          if (warp == 2) prepare_scales_by_index<C>(stages, barriers, p);
+        }
+      } else if (preparing_warps == 1) {
         if (warp == 2) prepare_x_rows<C>(stages, barriers, p);
       } else if (warp >= 2) {
         prepare_pixels<C>(stages, barriers, p, warp - 2);
@@ -99,8 +109,8 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), G
   GemmProblem rows_of_all;
   rows_of_all.m = problem.rows, rows_of_all.weight = w, rows_of_all.weight.n = problem.n;
   rows_of_all.out = problem.out, rows_of_all.out_type = problem.out_type;
-  GroupedParams p{{w, {}, EpilogueParams(rows_of_all)}, problem.groups};
-  p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.rows;
+  GroupedParams p{{w, {}, EpilogueParams(rows_of_all)}, problem.groups, RowPieces(problem)};
+  p.x.scales = const_cast<float*>(problem.x_scales), p.x.stride = problem.x_rows;
   p.row_pairs = int(ceil_div(problem.groups.row_panels, C::kWarpgroups * C::kCluster));
   p.k_tiles = weight_tiles, p.n_pad = int(padded_rows(w.n));
   p.group_tiles = w.group_size == -1 ? weight_tiles : short_groups ? 1 : w.group_size / kKPerTile;
@@ -108,10 +118,12 @@ Status launch_grouped(void (*kernel)(CUtensorMap, CUtensorMap, GroupedParams), G
   p.scale_bytes = size_of(w.scale_type), p.offset_bytes = size_of(w.offset_type);
   p.half_x_rows = C::kBlockM / C::kCluster, p.clusters = plan.grid_x / C::kCluster;
   EpilogueParams const& e = p.epilogue;
-  CUtensorMap map, out_map;
+  CUtensorMap map = {}, out_map;
   bool const codes = problem.x_codes != ActQuant::kNone;
   int const columns = codes ? int(padded_k(w.k)) : w.k, x_bytes = codes ? 1 : 2;
-  Status status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes, p.half_x_rows, &map);
+  Status status;
+  if (!problem.groups.positions)
+    status = encode_x_rows(problem.x, x_bytes, problem.rows, columns, problem.x_stride * x_bytes, p.half_x_rows, &map);
   if (status.ok() && problem.groups.gated) status = encode_gated_rows(e.out, e.m, e.n, &out_map);
   if (status.ok() && !problem.groups.gated)
     status = encode_x_rows(e.out, 2, e.m, e.n, int64_t(e.n) * 2, C::kXBoxRows, &out_map);

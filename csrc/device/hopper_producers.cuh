@@ -173,6 +173,26 @@ __device__ __forceinline__ void produce_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
+// Those of experts' rows that are brought by their numbers, by one of kIndexWarps warps. run() has waited for the kernels before.
+template <class C>
+__device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p,
+                                                      int warp) {
+  uint32_t const first = cute::cast_smem_ptr_to_uint(stages) + C::kActivations;
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p);
+    RowsByIndex<C::kBlockM, C::kColumnPanels, C::kPanelBytes, kIndexWarps> const rows(p.groups, p.rows, work.first_x_row,
+                                                                                      work.end_x_row, warp);
+#pragma unroll 1
+    for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
+      ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);
+      rows.copy(p.rows, k * C::kColumnPanels * C::kSwizzleBytes, first + ring.stage * C::kStageBytes,
+                &barriers.full[ring.stage]);
+    }
+  }
+}
+
 // The scales of a stage's weights as fp32 numbers, times C::kUnit, in their place.
 template <class C>
 __device__ __forceinline__ void prepare_weight_scales(uint8_t* stage, Params const& p, int lane) {
@@ -226,6 +246,13 @@ __device__ __forceinline__ void prepare_x_rows(uint8_t* stages, Barriers<C>& bar
   }
 }
 
+// The scale of a tile's row of x to its place in that order.
+template <class C>
+__device__ __forceinline__ void store_factor(float* factors, int row, float scale) {
+  int const place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
+  if (row < C::kBlockM) factors[row / 16 * 16 + place] = scale;
+}
+
 // The same for an image, by kPixelWarps warps: the scales of the pixels under a tile's tap, from where they lie in memory; those
 // of the next tile are in flight while one's are stored.
 constexpr int kPixelWarps = 2;
@@ -263,14 +290,43 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
       TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
       auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) {
-        int const row = first + i * kStep, place = row % 8 / 2 * 4 + row % 16 / 8 * 2 + row % 2;
-        if (row < C::kBlockM) factors[row / 16 * 16 + place] = scales[i];
-      }
+      for (int i = 0; i < kEach; ++i) store_factor<C>(factors, first + i * kStep, scales[i]);
       if (k + 1 < end) load(false);
       if constexpr (C::kPrepareScales) {
         if (warp == 0) prepare_weight_scales<C>(stage, p, lane);
       }
+      ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
+    }
+  }
+}
+
+// The same for experts' rows that are brought by their numbers, by one warp.
+template <class C>
+__device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barriers<C>& barriers, typename C::Params const& p) {
+  constexpr int kEach = (C::kBlockM + 31) / 32;
+  Ring<C::kStages> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p), lane = threadIdx.x % 32;
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p);
+    int rows[kEach];
+    float scales[kEach];
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
+    auto const load = [&](int k) {
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) scales[i] = __ldg(p.x.scales + int64_t(k) * p.x.stride + rows[i]);
+    };
+    int k = work.first_k(p);
+    load(k);
+#pragma unroll 1
+    for (int const end = work.end_k(p); k < end; ++k, ring.advance()) {
+      uint8_t* stage = stages + ring.stage * C::kStageBytes;
+      TransactionBarrier::wait(&barriers.full[ring.stage], ring.phase);
+      auto* factors = reinterpret_cast<float*>(stage + C::kTokenFactors);
+#pragma unroll
+      for (int i = 0; i < kEach; ++i) store_factor<C>(factors, i * 32 + lane, scales[i]);
+      if (k + 1 < end) load(k + 1);
+      if constexpr (C::kPrepareScales) prepare_weight_scales<C>(stage, p, lane);
       ClusterBarrier::arrive(&barriers.prepared[ring.stage]);
     }
   }

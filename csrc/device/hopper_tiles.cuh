@@ -117,6 +117,7 @@ struct CompensatedParams : Params {
 // Of experts' rows and weights; row_pairs are of one expert.
 struct GroupedParams : Params {
   Groups groups;
+  RowPieces rows;  // of x, where groups.positions names them
 };
 
 // Where stage k of K lies among windows of kWindowTiles tiles, of which the last may be short.
@@ -270,6 +271,17 @@ __device__ __forceinline__ int rows_of_weight(typename C::Params const& p) {
     return p.groups.row_panels * kRowsPerPanel;
   } else {
     return p.n_pad;
+  }
+}
+
+// Whether the rows of x of a tile are brought by their numbers, by so many warps.
+constexpr int kIndexWarps = 2;
+template <class C>
+__device__ __forceinline__ bool by_index(typename C::Params const& p) {
+  if constexpr (C::kGrouped) {
+    return p.groups.positions != nullptr;
+  } else {
+    return false;
   }
 }
 

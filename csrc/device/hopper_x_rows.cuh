@@ -4,8 +4,11 @@
 //   matrix   rows [m][k]: a box of the tensor map
 //   image    the pixels under one tap of a kernel, since a tile of K has one tap: TMA's im2col mode collects them in the order of
 //            the result's pixels, with zeros where there are none
+//   by index experts' rows, each wherever it lies: TMA has no such copy on Hopper, so lanes copy 16 bytes each by its address into
+//            the swizzle. These copies are of the CTA alone: it brings all rows of its tile itself
 #pragma once
 
+#include "device/grouped.cuh"
 #include "device/hopper.cuh"
 #include "device/image_tiles.cuh"
 
@@ -51,6 +54,50 @@ class XRows {
       }
     }
     tap_.advance(image_, kColumns);
+  }
+};
+
+// Of a tile of kBlockM rows, for kWarps warps together; kPanels: of 128 bytes of a row, kPanelBytes apart in shared memory.
+template <int kBlockM, int kPanels, int kPanelBytes, int kWarps>
+class RowsByIndex {
+  static constexpr int kHeld = (kBlockM + 31) / 32, kStep = 4 * kWarps;
+  static_assert(kBlockM % kStep == 0);
+  int first_[kHeld];  // pieces of rows `lane`, `lane` + 32 and so on of the tile; -1: no row
+  int row_;           // of a step's rows, this lane's
+
+ public:
+  // Slots from `slot` to `end`, as many as a tile has.
+  __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int slot, int end, int warp) {
+    int const lane = threadIdx.x % 32;
+    row_ = warp * 4 + lane / 8;
+#pragma unroll
+    for (int i = 0; i < kHeld; ++i) {
+      int const mine = slot + i * 32 + lane;
+      first_[i] = mine < end ? row_of_slot(groups, mine) * rows.stride : -1;
+    }
+  }
+
+  // The panels from byte `byte` of the rows on, to `panels` in shared memory. They have come when `full` has had an arrival from
+  // every lane. Where there is no row, zeros come.
+  __device__ __forceinline__ void copy(RowPieces const& rows, int byte, uint32_t panels, uint64_t* full) const {
+    int const piece = threadIdx.x % 8;
+    uint32_t const to = panels + row_ * 128 + ((piece ^ row_ % 8) << 4);
+    uint8_t const* from = rows.x + byte + piece * 16;
+    asm volatile("" : "+l"(from));  // one instruction then adds a row's offset
+#pragma unroll
+    for (int first = 0; first < kBlockM; first += kStep) {
+      int const piece_of_row = __shfl_sync(~0u, first_[first / 32], first % 32 + row_);
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        bool const exists = piece_of_row >= 0 && byte + panel * 128 + piece * 16 < rows.bytes;
+        // Every other step of four rows begins in the middle of an atom of the swizzle.
+        asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"((to ^ first % 8 * 16) + first * 128 +
+                                                                                    panel * kPanelBytes),
+                     "l"(from + int64_t(piece_of_row) * 16 + panel * 128), "r"(exists ? 16 : 0)
+                     : "memory");
+      }
+    }
+    cutlass::arch::cpasync_barrier_arrive_noinc(full);
   }
 };
 

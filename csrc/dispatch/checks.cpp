@@ -250,6 +250,20 @@ Status check_depthwise(GemmProblem const& problem, float const* taps) {
   return {};
 }
 
+Status check_finish(GemmProblem const& problem, void const* sums) {
+  if (problem.m < 0 || problem.m > kMaxM || problem.weight.n < 1) {
+    return invalid("the sums are [" + std::to_string(problem.m) + ", " + std::to_string(problem.weight.n) + "]; 0 to " +
+                   std::to_string(kMaxM) + " rows of at least 1 column are supported");
+  }
+  if (problem.x_type != DataType::kFloat16 && problem.x_type != DataType::kBFloat16)
+    return unsupported("the sums have a type that is not fp16 or bf16");
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  return check_addresses(
+      {{"the sums", sums, 2, problem.m > 0}, {"out", problem.out, bytes_of(problem.out_type), problem.m > 0}});
+}
+
 Status check_quantize(QuantizeProblem const& p) {
   if (!is_float(p.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
   if (p.m < 0 || p.m > kMaxM || p.k < 1) {
@@ -305,6 +319,11 @@ Status check_dequantize(DequantizeProblem const& p) {
                    std::to_string(p.weight.n) + "; the first must be a multiple of " + std::to_string(kRowsPerPanel));
   }
   if (!is_float(p.out_type)) return unsupported("out_type is not fp16, bf16 or fp32");
+  if (p.tap_channels < 0 || (p.tap_channels && (p.weight.perm || p.weight.k % padded_k(p.tap_channels)))) {
+    return invalid("tap_channels is " + std::to_string(p.tap_channels) + ", with k = " + std::to_string(p.weight.k) +
+                   "; the channels of taps that are padded to a multiple of " + std::to_string(kKPerTile) +
+                   ", and no perm, are expected");
+  }
   return check_addresses({{"out", p.out, bytes_of(p.out_type)}});
 }
 

@@ -41,6 +41,7 @@ Status check_gemm(GemmProblem const& problem, Device const& device);
 // What a plan does not say: the result's memory and the workspace, of one row or more.
 Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace workspace);
 Status check_depthwise(GemmProblem const& problem, float const* taps);
+Status check_finish(GemmProblem const& problem, void const* sums);
 Status check_quantize(QuantizeProblem const& problem);
 Status check_sums(PackedWeight const& weight, void const* colsums);
 Status check_dequantize(DequantizeProblem const& problem);

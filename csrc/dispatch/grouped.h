@@ -44,8 +44,10 @@ struct GatherProblem {
 // Of a product.
 struct Groups {
   StoredTile const* tiles = nullptr;
-  int const* count = nullptr;  // of tiles
-  int row_panels = 0;          // of one expert, of 64 features
+  int const* count = nullptr;      // of tiles
+  int const* positions = nullptr;  // of slots: a slot's row of x is its position / top; null: x is in slots itself
+  int top = 1;
+  int row_panels = 0;  // of one expert, of 64 features
   // Whether an expert's features are gate's and up's, eight and eight: then the output is activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
@@ -58,12 +60,12 @@ struct Groups {
 struct GroupedGemm {
   PackedWeight weight;  // of all experts, one after another
   int experts = 0;
-  void const* x = nullptr;  // [rows][weight.k] of x_type, rows x_stride elements apart
+  void const* x = nullptr;  // [x_rows][weight.k] of x_type, rows x_stride elements apart
   DataType x_type = DataType::kFloat16;
   int64_t x_stride = 0;
-  ActQuant x_codes = ActQuant::kNone;  // otherwise x is codes instead, [rows][padded_k(weight.k)]
-  float const* x_scales = nullptr;     // [rows], of blocks [k tiles][rows]: of codes, or of their values as floats; or null
-  int rows = 0;                        // a multiple of 16
+  ActQuant x_codes = ActQuant::kNone;  // otherwise x is codes instead, [x_rows][padded_k(weight.k)]
+  float const* x_scales = nullptr;     // [x_rows], of blocks [k tiles][x_rows]: of codes, or of their values as floats; or null
+  int x_rows = 0, rows = 0;            // of x, or those that its scales have place for, and of slots: multiples of 16
   void* out = nullptr;                 // [rows][n] of out_type
   DataType out_type = DataType::kFloat16;
   int n = 0;

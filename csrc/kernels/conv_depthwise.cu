@@ -12,6 +12,10 @@
 //     |  +---------------+  |                  w0 w1 w2
 //     +---------------------+                     w0 w1 w2
 //
+// Strips, kernels of 3 x 3 taps and x of 16 bits: a thread has four places of some lines, of four channels, and shared memory
+// nothing. A line of x is read once for all lines of the result that it is under: their sums are in registers until the last of
+// their lines of x, and the next lines of x are on their way meanwhile.
+//
 // Where stride and dilation along the width are 1, a pixel is read from shared memory once for all taps of a line. Where far
 // more pixels lie under the tile than its taps read (large dilations and strides), or more than shared memory holds, threads
 // read global memory instead.
@@ -280,6 +284,169 @@ __global__ void __launch_bounds__(kThreads, 4) conv_depthwise(__grid_constant__ 
   }
 }
 
+// ---- strips
+
+struct StripParams {
+  ImageTiles image;  // axes: width, height, depth
+  EpilogueParams epilogue;
+  void const* x;         // [pixels][channels]
+  float const* weights;  // [taps][weight_pitch]
+  int channels, weight_pitch, images;
+  int quads, segments, strips;  // of channels; of a line's places; of an image's lines
+  int lines;                    // of a strip
+};
+
+// kStride along both axes.
+template <class T, int kStride>
+struct Strip {
+  static constexpr int kSize = 3, kQuad = 4;
+  static constexpr int kColumns = (kPlaces - 1) * kStride + kSize;
+  // Lines of the result whose sums are in registers at once; and of x, on their way.
+  static constexpr int kSets = (kSize + kStride - 1) / kStride, kAhead = kStride == 1 ? 3 : 2;
+  static_assert(kSets * kStride % kAhead == 0);
+
+  char const* line;              // of x: the strip's channels of the pixel under its first place and tap
+  int64_t pitch;                 // from a line to the next
+  unsigned pixel_bytes, inside;  // inside: a bit for each column
+  int y, height;
+
+  __device__ __forceinline__ void load(uint2 (&pixels)[kColumns]) {
+    unsigned const there = unsigned(y) < unsigned(height) ? inside : 0;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k)
+      pixels[k] = there >> k & 1 ? __ldg(reinterpret_cast<uint2 const*>(line + k * pixel_bytes)) : make_uint2(0, 0);
+    ++y, line += pitch;
+    asm("" : "+l"(line));  // one addition, and not as many as there were lines
+  }
+
+  static __device__ __forceinline__ void run(StripParams const& p) {
+    unsigned const index = blockIdx.x * unsigned(kThreads) + threadIdx.x;
+    unsigned const segment = index / unsigned(p.quads), strip = segment / unsigned(p.segments);
+    int const image = int(strip / unsigned(p.strips));
+    if (image >= p.images) return;
+    ImageTiles const& sizes = p.image;
+    int const n = int(index - segment * p.quads) * kQuad, column = int(segment - strip * p.segments) * kPlaces;
+    int const first = int(strip - image * unsigned(p.strips)) * p.lines, count = min(p.lines, sizes.out[1] - first);
+    int const x = column * kStride - sizes.padding[0];
+    Strip from;
+    from.y = first * kStride - sizes.padding[1];
+    // Lines behind the strip's last tap are not loaded ahead.
+    from.height = min(sizes.size[1], max(from.y + (count - 1) * kStride + kSize, 0));
+    from.pixel_bytes = p.channels * unsigned(sizeof(T)), from.pitch = int64_t(sizes.size[0]) * from.pixel_bytes;
+    from.line = static_cast<char const*>(p.x) + (int64_t(image) * sizes.size[1] + from.y) * from.pitch +
+                int64_t(x) * from.pixel_bytes + n * int(sizeof(T));
+    from.inside = 0;
+#pragma unroll
+    for (int k = 0; k < kColumns; ++k) from.inside |= unsigned(unsigned(x + k) < unsigned(sizes.size[0])) << k;
+    uint2 ahead[kAhead][kColumns];
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) from.load(ahead[i]);
+    float taps[kSize][kSize][kQuad], bias[kQuad] = {};
+#pragma unroll
+    for (int i = 0; i < kSize * kSize; ++i) {
+      float4 const v = __ldg(reinterpret_cast<float4 const*>(p.weights + int64_t(i) * p.weight_pitch + n));
+      float (&tap)[kQuad] = taps[i / kSize][i % kSize];
+      tap[0] = v.x, tap[1] = v.y, tap[2] = v.z, tap[3] = v.w;
+    }
+    if (p.epilogue.bias) {
+#pragma unroll
+      for (int c = 0; c < kQuad; ++c) bias[c] = load_float(p.epilogue.bias, p.epilogue.bias_type, n + c);
+    }
+    // Line `step` begins in its step, in sums[step % kSets], and ends kSets - 1 steps later.
+    float sums[kSets][kPlaces][kQuad];
+    int place = (image * sizes.out[1] + first) * sizes.out[0] + column;
+#pragma unroll 1
+    for (int begin = 0; begin - (kSets - 1) < count; begin += kSets) {
+#pragma unroll
+      for (int phase = 0; phase < kSets; ++phase) {
+        int const ended = begin + phase - (kSets - 1);
+        if (ended >= count) break;
+#pragma unroll
+        for (int q = 0; q < kPlaces; ++q) {
+#pragma unroll
+          for (int c = 0; c < kQuad; ++c) sums[phase][q][c] = 0;
+        }
+#pragma unroll
+        for (int s = 0; s < kStride; ++s) {
+          uint2(&pixels)[kColumns] = ahead[(phase * kStride + s) % kAhead];
+          float values[kColumns][kQuad];
+#pragma unroll
+          for (int k = 0; k < kColumns; ++k) {
+            values[k][0] = unpack_half<T>(pixels[k].x, 0), values[k][1] = unpack_half<T>(pixels[k].x, 1);
+            values[k][2] = unpack_half<T>(pixels[k].y, 0), values[k][3] = unpack_half<T>(pixels[k].y, 1);
+          }
+          from.load(pixels);
+#pragma unroll
+          for (int k = 0; s + k * kStride < kSize; ++k) {
+            float (&sum)[kPlaces][kQuad] = sums[(phase - k + kSets) % kSets];
+#pragma unroll
+            for (int j = 0; j < kSize; ++j) {
+#pragma unroll
+              for (int q = 0; q < kPlaces; ++q) {
+#pragma unroll
+                for (int c = 0; c < kQuad; ++c)
+                  sum[q][c] = fmaf(values[q * kStride + j][c], taps[s + k * kStride][j][c], sum[q][c]);
+              }
+            }
+          }
+        }
+        if (ended < 0) continue;
+        float (&sum)[kPlaces][kQuad] = sums[(phase + 1) % kSets];
+#pragma unroll
+        for (int q = 0; q < kPlaces; ++q) {
+          if (column + q >= sizes.out[0]) break;
+#pragma unroll
+          for (int c = 0; c < kQuad; ++c) sum[q][c] = nan_unless_finite(sum[q][c]) + bias[c];
+          finish_biased(sum[q], place + q, n, p.epilogue);
+          store_finished(sum[q], place + q, n, p.epilogue);
+        }
+        place += sizes.out[0];
+      }
+    }
+  }
+};
+
+constexpr int kStripCtas = 2;  // of an SM
+template <class T, int kStride>
+__global__ void __launch_bounds__(kThreads, kStripCtas) conv_depthwise_strips(__grid_constant__ StripParams const p) {
+  pdl_wait_and_launch_dependents();
+  Strip<T, kStride>::run(p);
+}
+
+bool fits_strips(Params const& p) {
+  ImageTiles const& image = p.image;
+  auto const along = [&](int axis, int taps) { return image.taps[axis] == taps && image.dilation[axis] == 1; };
+  bool const plane = along(2, 1) && image.stride[2] == 1 && image.padding[2] == 0;
+  bool const steps = image.stride[0] == image.stride[1] && image.stride[0] <= 2;
+  return along(0, 3) && along(1, 3) && plane && steps && p.multiplier == 1 && p.channels % 4 == 0 &&
+         reinterpret_cast<uintptr_t>(p.x) % sizeof(uint2) == 0;
+}
+
+// Lines of a strip. Longer strips read fewer lines of x twice; with shorter ones more SMs have work.
+template <class T>
+Status launch_strips(Params const& all, int planes, Stream stream) {
+  ImageTiles const& image = all.image;
+  StripParams p{image, all.epilogue, all.x, all.weights, all.channels, all.vectors * kChannels, planes};
+  p.quads = all.channels / 4, p.segments = int(ceil_div(image.out[0], kPlaces));
+  Device device;
+  if (Status status = current_device(&device); !status.ok()) return status;
+  auto const ctas = [&](int lines) {
+    return ceil_div(planes * ceil_div(image.out[1], lines) * p.segments * p.quads, int64_t(kThreads));
+  };
+  // Instructions of a line of x, of a line of the result, and of a strip's begin, not fitted.
+  constexpr int kRead = 30, kLine = 200, kBegin = 300;
+  int64_t least = std::numeric_limits<int64_t>::max();
+  for (int strips = 1; strips <= image.out[1]; ++strips) {
+    int const lines = int(ceil_div(image.out[1], strips));
+    int64_t const waves = ceil_div(ctas(lines), int64_t(device.multiprocessors) * kStripCtas);
+    int64_t const read = int64_t(lines - 1) * image.stride[1] + image.taps[1];
+    int64_t const instructions = waves * (read * kRead + lines * kLine + kBegin);
+    if (instructions < least) least = instructions, p.lines = lines, p.strips = int(ceil_div(image.out[1], lines));
+  }
+  auto const kernel = image.stride[0] == 1 ? conv_depthwise_strips<T, 1> : conv_depthwise_strips<T, 2>;
+  return launch(kernel, dim3(unsigned(ctas(p.lines))), kThreads, 0, stream, p);
+}
+
 // ---- the choice of a tile
 
 // The tile that takes the least time by its copies and products, if shared memory holds it. `words`: of eight channels.
@@ -346,6 +513,9 @@ auto choose_kernel(ImageTiles const& image, bool shared) {
 
 template <class T>
 Status launch_typed(Params& p, int planes, Stream stream) {
+  if constexpr (sizeof(T) == 2) {
+    if (fits_strips(p)) return launch_strips<T>(p, planes, stream);
+  }
   Device device;
   if (Status status = current_device(&device); !status.ok()) return status;
   ImageTiles const& image = p.image;

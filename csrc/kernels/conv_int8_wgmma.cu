@@ -181,11 +181,20 @@ struct Multiplier {
 
 // ---- store
 
-// 16 rows of a warp whose outputs are bytes in whole vectors.
-template <class C>
+// 16 rows of a warp whose outputs are bytes in whole vectors. kCuts: the zero point of x is put back for taps outside of x;
+// `number` is the border class of row lane / 2.
+template <class C, bool kCuts>
 __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], ChannelVectors const* vectors, Params const& p,
-                                              Tile<C> const& tile, int first_row) {
+                                              Tile<C> const& tile, int first_row, int number) {
   int const t = threadIdx.x % 4, row = first_row + threadIdx.x % 32 / 4, n = tile.first_n + t * 8;
+  int cuts[2];  // where the sums of those taps' codes are; negative: nowhere
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (!kCuts) break;
+    int const own = __shfl_sync(~0u, number, int(threadIdx.x) % 32 / 4 * 2 + half * 16);
+    int const group_n = tile.end_n - p.problem.weight.n / p.problem.groups;
+    cuts[half] = own ? cut_sums_at(p, own, tile.group) + tile.first_n - group_n + t * 2 : -1;
+  }
   uint8_t* const out = static_cast<uint8_t*>(p.problem.out) + int64_t(row) * p.problem.weight.n + n;
   uint32_t const shared = cute::cast_smem_ptr_to_uint(vectors + t * 2);
 #pragma unroll
@@ -198,7 +207,15 @@ __device__ __forceinline__ void store_vectors(uint32_t (&sums)[C::kSums], Channe
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         uint32_t const* const own = sums + (j + i) * 4 + half * 2;
-        int2 const acc = make_int2(int(own[0] + v[1]), int(own[1] + v[3]));
+        int2 acc = make_int2(int(own[0] + v[1]), int(own[1] + v[3]));
+        if (kCuts && cuts[half] >= 0 && tile.first_n + (j + i) * 8 < tile.end_n) {
+          int2 outside;  // volatile: loaded ahead, they would take the registers of the sums
+          asm volatile("ld.global.nc.v2.s32 {%0, %1}, [%2];"
+                       : "=r"(outside.x), "=r"(outside.y)
+                       : "l"(p.problem.weight.cut_sums + cuts[half] + (j + i) * 8));
+          acc.x = wrapping_add(acc.x, wrapping_multiply(p.problem.x_zero_point, outside.x));
+          acc.y = wrapping_add(acc.y, wrapping_multiply(p.problem.x_zero_point, outside.y));
+        }
         int const first = requantize(p, acc.x, __uint_as_float(v[0]));
         int const second = requantize(p, acc.y, __uint_as_float(v[2]));
         pairs[half][i] = __byte_perm(first, second, 0x0040);
@@ -273,8 +290,10 @@ __device__ __forceinline__ void store(uint32_t (&sums)[C::kSums], ChannelVectors
                                       Tile<C> const& tile) {
   int const warp = threadIdx.x / 32, first_row = tile.first_pixel + warp * 16;
   int const number = p.cuts_taps ? border_class(p, min(first_row + int(threadIdx.x) % 32 / 2, p.pixels - 1)) : 0;
-  if (p.whole_vectors && !__any_sync(~0u, number != 0)) {
-    store_vectors<C>(sums, vectors, p, tile, first_row);
+  if (p.whole_vectors && __any_sync(~0u, number != 0)) {
+    store_vectors<C, true>(sums, vectors, p, tile, first_row, number);
+  } else if (p.whole_vectors) {
+    store_vectors<C, false>(sums, vectors, p, tile, first_row, number);
   } else {
     store_any<C>(sums, vectors, staging + warp * C::Tile::kStagedInts, p, tile, first_row, number);
   }

@@ -24,9 +24,10 @@ struct Params {
   VectorRows rows;  // of the group vectors
   int log_group;    // of the columns a row covers in a tile of K
   int k_tiles;
-  int n_pad;           // of the whole weight, as group vectors have it
-  int columns;         // warps side by side
-  bool vector_stores;  // rows of the output start on 16 bytes, and columns keep their order
+  int n_pad;                     // of the whole weight, as group vectors have it
+  int columns;                   // warps side by side
+  bool vector_stores;            // rows of the output start on 16 bytes, and columns keep their order
+  int tap_columns, out_columns;  // of a tap, in the weight; 0: none are left out. Of the output
 };
 
 // The 16-byte record of a lane, in words that each hold pairs of two times eight neighbouring columns, becomes the lane's share
@@ -79,10 +80,11 @@ struct Factors {
   }
 };
 
-// Eight codes of a row, centred, from column k on, whose row begins at `row` in the output.
+// Eight codes of a row, centred, from column k on, that go to `row`, where the row begins in the output, plus `to`; `count` of
+// them are wanted.
 template <class Format>
-__device__ __forceinline__ void finish(Params const& p, float const* book, Factors const& factors, int64_t row, int k,
-                                       int const (&codes)[8]) {
+__device__ __forceinline__ void finish(Params const& p, float const* book, Factors const& factors, int64_t row, int k, int to,
+                                       int count, int const (&codes)[8]) {
   PackedWeight const& w = p.problem.weight;
   float v[8];
 #pragma unroll
@@ -92,11 +94,11 @@ __device__ __forceinline__ void finish(Params const& p, float const* book, Facto
     for (float& x : v) x = __fadd_rn(x, factors.offset);
   }
   if (p.vector_stores) {
-    store_eight(p.problem.out, p.problem.out_type, row + k, v);
+    store_eight(p.problem.out, p.problem.out_type, row + to, v);
   } else {
 #pragma unroll
     for (int e = 0; e < 8; ++e)
-      if (k + e < w.k) store_float(p.problem.out, p.problem.out_type, row + (w.perm ? w.perm[k + e] : k + e), v[e]);
+      if (e < count) store_float(p.problem.out, p.problem.out_type, row + (w.perm ? w.perm[k + e] : to + e), v[e]);
   }
 }
 
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
     for (int half = 0; half < 2; ++half) {  // row g or g + 8
       int n = row0 + g + 8 * half;
       if (n >= w.n) break;
-      int64_t row = int64_t(n) * w.k;
+      int64_t row = int64_t(n) * p.out_columns;
       Factors factors(p, n, column);
 #pragma unroll
       for (int further = 0; further < 8 / kBits; ++further) {
@@ -151,7 +153,13 @@ __global__ void __launch_bounds__(kThreads, 4) dequantize_units(__grid_constant_
         }
         int k = column + further * 32 + 8 * t;
         if (further && p.log_group == 5) factors = Factors(p, n, column + 32);
-        if (k < w.k) finish<Format>(p, book, factors, row, k, codes);
+        if (k >= w.k) continue;
+        int to = k, count = w.k - k;
+        if (p.tap_columns) {
+          int const tap = k / p.tap_columns, channel = k - tap * p.tap_columns;
+          to = tap * p.problem.tap_channels + channel, count = p.problem.tap_channels - channel;
+        }
+        if (count > 0) finish<Format>(p, book, factors, row, k, to, count, codes);
       }
     }
   }
@@ -169,10 +177,13 @@ Status launch_dequantize(DequantizeProblem const& problem, Stream stream) {
   if (w.zeros) w.zeros += first;
   if (w.offsets) w.offsets = static_cast<uint8_t const*>(w.offsets) + int64_t(first) * size_of(w.offset_type);
   w.n = problem.rows < 0 ? whole.n - first : problem.rows;
-  bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 && w.k % 8 == 0;
+  int const tap_columns = problem.tap_channels ? int(padded_k(problem.tap_channels)) : 0;
+  int const out_columns = tap_columns ? w.k / tap_columns * problem.tap_channels : w.k;
+  bool aligned = reinterpret_cast<uintptr_t>(problem.out) % 16 == 0 && (tap_columns ? problem.tap_channels : w.k) % 8 == 0;
   VectorRows rows(w.group_size);
   int columns = (k_tiles * w.bits / 2 + kUnits - 1) / kUnits;
-  Params p{panel, rows, rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm};
+  Params p{panel,       rows,       rows.count == 4 ? 5 : rows.count == 2 ? 6 : 7, k_tiles, n_pad, columns, aligned && !w.perm,
+           tap_columns, out_columns};
   dim3 grid(unsigned((int64_t(columns) * (padded_rows(w.n) / kRowsPerBlock) + kThreads / 32 - 1) / (kThreads / 32)));
   auto const kernel = w.book        ? dequantize_units<formats::Codebook>
                       : w.e4m3      ? dequantize_units<formats::E4m3>

@@ -115,6 +115,9 @@ Status launch_upcast_activations(GemmProblem const& problem, Stream stream);
 // conv_depthwise.cu: as depthwise_conv()
 Status launch_conv_depthwise(GemmProblem const& problem, float const* taps, Stream stream);
 
+// finish_sums.cu: as finish_sums()
+Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
+
 // route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to
 // their slots, `rows` at most; and the weighted sums of rows [slots][n] to y.
 Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);

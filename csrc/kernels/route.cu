@@ -132,28 +132,31 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
   }
 }
 
-// ---- sum_experts: a thread adds up 16 bytes' columns of a row of y
+// ---- sum_experts: a warp adds up 512 bytes' columns of all of a token's rows
 
 struct SumParams {
   RouteProblem route;
   int const* of_position;
   void const* rows;  // [slots][n] of fp32, or of row_type; n is a multiple of 8
   DataType row_type;
-  int n;
+  int n, slices;  // slices: of a row, of a warp each
   void const* weights;
   DataType weight_type;
   void* out;
   DataType out_type;
 };
 
-constexpr int kSumThreads = 128;
+constexpr int kSumWarps = 4;
 
 template <bool kFloatRows>
-__global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ SumParams const p) {
-  constexpr int kColumns = kFloatRows ? 4 : 8;
+__global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ SumParams const p) {
+  constexpr int kColumns = kFloatRows ? 4 : 8;  // of a lane: 16 bytes
   pdl_wait_and_launch_dependents();
-  int const token = blockIdx.x, column = (blockIdx.y * kSumThreads + threadIdx.x) * kColumns, top = p.route.top;
-  if (column >= p.n) return;
+  // A token's slices follow each other, so that whole rows are in flight together, not a piece of a row on each page of DRAM.
+  int const unit = blockIdx.x * kSumWarps + threadIdx.x / 32, lane = threadIdx.x % 32, top = p.route.top;
+  int const token = unit / p.slices, column = ((unit - token * p.slices) * 32 + lane) * kColumns;
+  if (token >= p.route.tokens || column >= p.n) return;
+  auto const* const rows = static_cast<uint4 const*>(p.rows) + column / kColumns;
   bool const half_rows = p.row_type == DataType::kFloat16;
   float sums[kColumns] = {};
   int first = 0;
@@ -168,8 +171,7 @@ __global__ void __launch_bounds__(kSumThreads) sum_experts(__grid_constant__ Sum
 #pragma unroll
     for (int j = 0; j < kCount; ++j) slots[j] = p.of_position[position + j];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j)
-      values[j] = static_cast<uint4 const*>(p.rows)[(int64_t(max(slots[j], 0)) * p.n + column) / kColumns];
+    for (int j = 0; j < kCount; ++j) values[j] = __ldcs(rows + int64_t(max(slots[j], 0)) * (p.n / kColumns));
     // The branch by their type stands once before all of them.
     auto const load_weights = [&](DataType type) {
 #pragma unroll
@@ -237,9 +239,10 @@ Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, Gath
 Status launch_sum_experts(RouteProblem const& route, RowSlots const& slots, void const* rows, DataType row_type, int n,
                           void const* weights, DataType weight_type, void* out, DataType out_type, Stream stream) {
   bool const float_rows = row_type == DataType::kFloat32;
-  dim3 const grid(unsigned(route.tokens), unsigned(ceil_div(n, kSumThreads * (float_rows ? 4 : 8))));
-  return launch(float_rows ? sum_experts<true> : sum_experts<false>, grid, kSumThreads, 0, stream,
-                SumParams{route, slots.of_position, rows, row_type, n, weights, weight_type, out, out_type});
+  int const slices = int(ceil_div(n, 32 * (float_rows ? 4 : 8)));
+  dim3 const grid(unsigned(ceil_div(int64_t(route.tokens) * slices, kSumWarps)));
+  return launch(float_rows ? sum_experts<true> : sum_experts<false>, grid, 32 * kSumWarps, 0, stream,
+                SumParams{route, slots.of_position, rows, row_type, n, slices, weights, weight_type, out, out_type});
 }
 
 }  // namespace cutlass_ops

@@ -296,7 +296,7 @@ struct FeaturesOfRow {
   int x_row, feature;  // from the piece's first
   float sums[4];
 
-  __device__ __forceinline__ FeaturesOfRow(float (&v)[4], float const* row_scales, int m_block, int x_rows) {
+  __device__ __forceinline__ FeaturesOfRow(float (&v)[4], int m_block) {
     int const lane = threadIdx.x % 32, i = lane / 4 % 4;
     bool const high = i & 2, odd = i & 1;
     float w[2][2];
@@ -312,15 +312,17 @@ struct FeaturesOfRow {
     }
     x_row = m_block * 8 + lane % 4 * 2 + odd;
     feature = i / 2 * 8 + lane / 16 * 4;
-    if (row_scales && x_row < x_rows) {
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
 #pragma unroll
-      for (float& sum : sums) sum *= row_scales[x_row];
-    }
+    for (float& sum : sums) sum *= factor;
   }
 };
 
 __device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales, EpilogueParams const& p) {
-  FeaturesOfRow at(v, row_scales, m_block, p.m);
+  FeaturesOfRow at(v, m_block);
+  if (row_scales && at.x_row < p.m) at.scale(row_scales[at.x_row]);
   n += at.feature;
   if (at.x_row >= p.m || n >= p.n) return;
   store_outputs(at.sums, at.x_row, n, p);
@@ -331,6 +333,7 @@ template <class C>
 __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
+  if (C::kGrouped && p.groups.positions) pdl_wait();  // tiles are those of the kernel before
   Part part = [&] {
     if constexpr (C::kGrouped) {
       return Part::of_group(p);
@@ -350,7 +353,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
-      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : 1);
+      TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : C::kGrouped ? 1 + 32 : 1);
       TransactionBarrier::init(&barriers.raw[i], 1);
       ClusterBarrier::init(&barriers.empty[i], C::kReaders * (p.shape.sets > 1 ? 1 : min(C::kWarpgroups, part.row_panels)));
     }
@@ -360,7 +363,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   }
   __syncthreads();
   if (warp == C::kWarps) {
-    if (cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
+    if (C::kGrouped || cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
     __syncwarp();
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
@@ -415,11 +418,12 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     int const n = part.first_row_panel * kRowsPerPanel + row;
     if constexpr (C::kGrouped) {
       if (part.group.rows <= x_rows * 8) continue;
-      float const* row_scales = p.token_scales ? p.token_scales + part.group.first_row : nullptr;
       if (p.groups.gated) {
-        finish_gated(v, row_scales, x_rows * 8, n, part.group, p.groups, p.epilogue);
+        finish_gated(v, p.token_scales, x_rows * 8, n, part.group, p.groups, p.epilogue);
       } else {
-        FeaturesOfRow at(v, row_scales, x_rows, part.group.rows);
+        FeaturesOfRow at(v, x_rows);
+        if (p.token_scales && at.x_row < part.group.rows)
+          at.scale(p.token_scales[row_of_slot(p.groups, part.group.first_row + at.x_row)]);
         finish_group(at.sums, at.x_row, n + at.feature, part.group, p.groups, p.epilogue);
       }
     } else {
@@ -506,6 +510,7 @@ Status launch_config(GemmProblem const& problem, Plan const& plan, Stream stream
            k_tiles,
            n_pad,
            log_cluster,
+           {},
            {}};
   if constexpr (C::kFolds) {
     return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
@@ -520,14 +525,11 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
   PackedWeight const& w = problem.weight;
   WgmmaDecodeShape const& shape = plan.wgmma_decode;
   Groups const& groups = problem.groups;
-  Maps maps;
-  constexpr int kBoxRows = 8;
-  Status status = hopper::encode_x_rows(problem.x, 2, problem.rows, w.k, problem.x_stride * 2, kBoxRows, &maps.x_rows);
-  if (!status.ok()) return status;
+  Maps maps = {};
   int64_t const k_pad = padded_k(w.k);
   int const k_tiles = int(k_pad / kKPerTile), n_pad = int(padded_rows(w.n));
   VectorRows const rows(w.group_size);
-  status = encode_weights<C>(w, shape, &maps);
+  Status status = encode_weights<C>(w, shape, &maps);
   if (!status.ok()) return status;
   int log_cluster = 0;
   while (1 << log_cluster < shape.cluster) ++log_cluster;
@@ -550,7 +552,8 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  k_tiles,
                  n_pad,
                  log_cluster,
-                 groups};
+                 groups,
+                 RowPieces(problem)};
   return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
 }
 

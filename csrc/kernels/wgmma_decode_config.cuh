@@ -7,6 +7,7 @@
 #include "device/even_partition.cuh"
 #include "device/fold.cuh"
 #include "device/grouped.cuh"
+#include "device/hopper_x_rows.cuh"
 #include "device/quantize.cuh"
 #include "device/tensor_map.cuh"
 #include "device/tile.cuh"
@@ -106,6 +107,7 @@ struct Params {
   EvenPartition units, tiles;  // of the clusters, and of a cluster's blocks
   int k_tiles, n_pad, log_cluster;
   Groups groups;
+  RowPieces rows;  // of experts' x
 };
 
 constexpr int kCodeRun = 2048;  // bytes of codes that are a dimension of their map, whose boxes are of 256 words at most

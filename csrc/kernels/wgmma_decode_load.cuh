@@ -18,9 +18,8 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   if constexpr (C::kGrouped) {
     int const row_panel = part.group.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
-    TransactionBarrier::arrive_and_expect_tx(full, C::kXBytes / (part.group.rows > 8 ? 1 : 2) +
-                                                       p.shape.most_row_panels * C::kChunk +
-                                                       p.weight_rows.count * features * bytes);
+    TransactionBarrier::arrive_and_expect_tx(full,
+                                             p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
     Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
                row_panel);
     Copy::copy(&maps.scales, full, kKeep, to + p.shape.scales, 0, row_panel, group);
@@ -54,21 +53,11 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
 
 template <class C>
 __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uint64_t* full, CUtensorMap const& map,
-                                            Params const& p, Part const& part, int tile) {
-  if constexpr (C::kGrouped) {
-    // Boxes of eight rows: most experts have fewer.
+                                            Params const& p, int tile) {
 #pragma unroll
-    for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
-      for (int row = 0; row < part.group.rows; row += 8)
-        cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST),
-                                     to + panel * C::kPanelBytes + row * 128, tile * kKPerTile + panel * (kKPerTile / 2),
-                                     part.group.first_row + row);
-  } else {
-#pragma unroll
-    for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
-      cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
-                                   tile * kKPerTile + panel * (kKPerTile / 2), 0);
-  }
+  for (int panel = 0; panel < C::kXBytes / C::kPanelBytes; ++panel)
+    cute::SM90_TMA_LOAD_2D::copy(&map, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_LAST), to + panel * C::kPanelBytes,
+                                 tile * kKPerTile + panel * (kKPerTile / 2), 0);
   if (C::kInt8 && !C::kQuantizes) {
     int64_t const at = int64_t(tile) * p.x_row_stride;
     cute::SM90_BULK_COPY_G2S::copy(p.token_scales + at, full, to_scales, C::kTokenScaleBytes);
@@ -77,23 +66,38 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
   }
 }
 
-// By one thread.
+// By one thread or, of experts, by a warp, whose lanes copy rows of x.
 template <class C>
 __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
                                         Part const& part) {
   uint8_t* const first_weights = shared + p.shape.weights;
+  bool const leader = !C::kGrouped || cute::elect_one_sync();
   auto weights = [&](int i, int stage) {
+    if (!leader) return;
     copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, part, part.first_tile + i);
-  };
-  auto x_rows = [&](int i, int stage) {
-    uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
-    if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-    copy_x_rows<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
-                   maps.x_rows, p, part, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
   pdl_wait();
+  using Rows = hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>;
+  [[maybe_unused]] std::conditional_t<C::kGrouped, Rows, int> rows_by_index = [&] {
+    if constexpr (C::kGrouped) {
+      return Rows(p.groups, p.rows, part.group.first_row, part.group.first_row + part.group.rows, 0);
+    } else {
+      return 0;
+    }
+  }();
+  auto x_rows = [&](int i, int stage) {
+    if constexpr (C::kGrouped) {
+      rows_by_index.copy(p.rows, (part.first_tile + i) * kKPerTile * 2,
+                         cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage]);
+    } else {
+      uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
+      if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
+      copy_x_rows<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+                     maps.x_rows, p, part.first_tile + i);
+    }
+  };
   for (int i = 0; i < ahead; ++i) x_rows(i, i);
   int stage = 0;
   uint32_t phase = 0;

@@ -160,6 +160,26 @@ __device__ __forceinline__ void produce_panels(uint8_t* shared, Barriers<C>& bar
   }
 }
 
+// The same rows by their numbers, by one of kIndexWarps warps.
+template <class C>
+__device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barriers<C>& barriers, typename C::Params const& p,
+                                                        int warp) {
+  uint32_t const first = cute::cast_smem_ptr_to_uint(shared);
+  hopper::Ring<C::kPanels> ring;
+  int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
+  for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
+    typename C::Work const work(index, p, C::kBand);
+    hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(p.groups, p.rows, work.first_x_row,
+                                                                                       work.end_x_row, warp);
+    int const end = work.end_k(p) * C::kSteps;
+#pragma unroll 1
+    for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {
+      ClusterBarrier::wait(&barriers.empty_panels[ring.stage], ring.phase ^ 1);
+      rows.copy(p.rows, step * 128, first + ring.stage * C::kPanelBytes, &barriers.full_panels[ring.stage]);
+    }
+  }
+}
+
 // Rows of x that no copy brings become zeros once: products with zeros take less power, and so less time, than with stale data.
 template <class C>
 __device__ __forceinline__ void clear_missing_rows(uint8_t* shared, typename C::Params const& p) {
@@ -268,10 +288,11 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers<C>& barriers, 
     fence(a[C::kSteps - 1]);
     fence_registers(sums);
     release(last_panel);
-    hopper::scale_x_rows<C>(sums, p, coord, m0);
     if constexpr (C::kGrouped) {
+      hopper::scale_x_rows<C>(sums, p, coord, m0, work.end_x_row);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
     } else {
+      hopper::scale_x_rows<C>(sums, p, coord, m0);
       hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);
     }
   }
@@ -286,9 +307,10 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   static_assert(sizeof(Barriers<C>) <= C::kBarrierBytes);
   auto& barriers = *reinterpret_cast<Barriers<C>*>(shared + C::kSharedBytes - C::kBarrierBytes);
   int const rank = int(cute::block_rank_in_cluster()), warpgroup = threadIdx.x / 128;
+  bool const index = hopper::by_index<C>(p);
   if (threadIdx.x == 0) {
     for (int i = 0; i < C::kPanels; ++i) {
-      TransactionBarrier::init(&barriers.full_panels[i], 1);
+      TransactionBarrier::init(&barriers.full_panels[i], index ? 32 * hopper::kIndexWarps : 1);
       ClusterBarrier::init(&barriers.empty_panels[i], C::kCluster * C::kWarpgroups * 4);
     }
     for (int i = 0; i < C::kChunks; ++i) {
@@ -299,11 +321,15 @@ __global__ void __launch_bounds__(C::kThreads, 1)
   }
   cute::cluster_arrive_relaxed();
   cute::cluster_wait();
+  if (index) pdl_wait();  // tiles are those of the kernel before
   if (warpgroup == 0) {
     cutlass::arch::warpgroup_reg_dealloc<C::kLoadingRegisters>();
     int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // uniform, as in hopper::run
     if (warp == 0) produce_weights<C>(shared, barriers, p, rank);
-    if (warp == 1) produce_panels<C>(shared, barriers, p, map, rank);
+    if (warp == 1 && !index) produce_panels<C>(shared, barriers, p, map, rank);
+    if constexpr (C::kGrouped) {
+      if (index && warp % 2 == 1) produce_panels_by_index<C>(shared, barriers, p, warp / 2);
+    }
   } else {
     cutlass::arch::warpgroup_reg_alloc<C::kRegisters>();
     clear_missing_rows<C>(shared, p);

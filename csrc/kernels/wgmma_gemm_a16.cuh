@@ -241,7 +241,7 @@ __device__ __forceinline__ void Config<Element, kBits, kBlockM, kZeros, Scale, k
       }
     }
     if constexpr (C::kGrouped) {
-      hopper::scale_x_rows<C>(sums, p, coord, m0);
+      hopper::scale_x_rows<C>(sums, p, coord, m0, work.end_x_row);
       hopper::store_group<C>(sums, staging, out_map, p, coord, work, row0);
     } else {
       hopper::store<C>(sums, staging, out_map, p, coord, index, row0, m0);

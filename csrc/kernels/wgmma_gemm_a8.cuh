@@ -48,7 +48,12 @@ __device__ __forceinline__ void Config<kBits, kBlockM, kPromotion, kZeros, kAsym
 #pragma unroll
     for (int i = 0; i * 128 < C::kEndScales; ++i) {
       // All pixels of an image have one.
-      int x_row = C::kImages && p.image.columns ? 0 : min(m0 + coord.warp * 32 + coord.lane + i * 128, p.x.stride - 1);
+      int x_row = C::kImages && p.image.columns ? 0 : m0 + coord.warp * 32 + coord.lane + i * 128;
+      if constexpr (kGrouped) {
+        x_row = row_of_slot(p.groups, min(x_row, work.end_x_row - 1));
+      } else {
+        x_row = min(x_row, p.x.stride - 1);
+      }
       end_scale[i] = __ldg(p.x.scales + x_row);
       if (kAsymmetric) end_zero[i] = uint32_t(uint8_t(__ldg(p.x.zeros + x_row))) * 0x01010101;
     }

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import Checkpoint
-from ..explain import explain
-from ..packed_file import PACKED_DTYPES, PackedInfo, empty_packed
-from ..packed_weight import PackedWeight
-from ..safetensors_files import spec_bytes
+from ..checkpoints.safetensors_files import spec_bytes
+from ..files.packed_file import PackedInfo
+from ..ops.explain import explain
+from ..weights.packed_weight import PackedWeight
+from ..weights.specs import PACKED_DTYPES, empty_packed
 from .common import dtype_name
 
 

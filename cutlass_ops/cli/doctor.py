@@ -12,11 +12,12 @@ import torch
 import typer
 from rich.markup import escape
 
-from .. import _C, ops, reference
-from ..explain import explain
-from ..quantize import quantize
-from ..reorder import reorder
+from .. import _C, reference
+from ..ops import gemm
+from ..ops.explain import explain
+from ..ops.quantize import quantize
 from ..version import __version__
+from ..weights.reorder import reorder
 from .common import FAILED, JsonOption, app, make_console, print_json, size_text
 
 
@@ -153,7 +154,7 @@ def _self_test(device: str) -> dict[str, str]:
         expected = reference.mixed_gemm(x, quantized, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
         try:
             packed = reorder(quantized).to(device)
-            y = ops.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
+            y = gemm.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
         except (ValueError, RuntimeError) as error:
             results[name] = f"failed: {error}"
             continue

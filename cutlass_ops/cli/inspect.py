@@ -16,7 +16,7 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from .. import _C
-from ..packed_file import is_packed, packed_info
+from ..files.packed_file import is_packed, packed_info
 from .common import JsonOption, ZeroOffset, app, make_console, print_json, read_checkpoint, reported, shape_text, size_text
 from .describe import TOKENS, add_kernels, describe_checkpoint, describe_packed
 

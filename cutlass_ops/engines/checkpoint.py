@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..checkpoint_experts import StackedWeight
 from ..checkpoints import Checkpoint
-from ..model_directory import plan_model, write_description
-from ..packed_config import QUANT_METHOD
-from ..plan import Options
-from ..reorder import reorder
-from ..safetensors_files import json_object
+from ..checkpoints.safetensors_files import json_object
+from ..files.checkpoint_experts import StackedWeight
+from ..files.conversion_plan import Options
+from ..files.model_directory import plan_model, write_description
+from ..files.packed_config import QUANT_METHOD
 from ..version import __version__
+from ..weights.reorder import reorder
 
 
 def is_checkpoint(path: Path) -> bool:

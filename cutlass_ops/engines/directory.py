@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _C
+from ..files.packed_config import QUANT_METHOD, WeightFormat, weight_format
+from ..files.packed_file import packed_problem
+from ..files.tensor_parallel import ACT_ORDER, sliced_format
 from ..nn import MixedLinear
-from ..packed_config import QUANT_METHOD, WeightFormat, weight_format
-from ..packed_file import packed_problem, packed_specs
-from ..reorder import reorder
-from ..tensor_parallel import ACT_ORDER, sliced_format
+from ..weights.reorder import reorder
+from ..weights.specs import packed_specs
 from .layers import MODULE, Engine, product
 from .shards import LayerPart, Shards, part_of
 

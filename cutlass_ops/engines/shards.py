@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import formats
-from ..packed_file import packed_specs
-from ..packed_weight import PackedWeight
-from ..weight import PARTS
+from ..weights import formats
+from ..weights.packed_weight import PackedWeight
+from ..weights.specs import packed_specs
+from ..weights.weight import PARTS
 from .layers import Engine
 from .slices import cut
 

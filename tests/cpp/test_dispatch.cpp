@@ -1501,6 +1501,25 @@ TEST(Experts, MultiplyCodesWhereBothProductsCan) {
   }
 }
 
+TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
+  auto const gathers = [](std::function<void(MoeProblem&)> const& change) {
+    MoeProblem p = experts(1024, 8, 2, 4096, 1024);
+    p.x = reinterpret_cast<void const*>(uintptr_t(4096)), p.x_stride = 4096;
+    change(p);
+    MoePlan chosen;
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    return chosen.gathers;
+  };
+  EXPECT_FALSE(gathers([](MoeProblem&) {}));
+  EXPECT_FALSE(gathers([](MoeProblem& p) { p.x_stride = 4104; }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = 4100; }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x = reinterpret_cast<void const*>(uintptr_t(4104)); }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = int64_t(1) << 30; }));
+  // Quantised rows lie in the workspace.
+  EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
+}
+
 TEST(Experts, HaveTilesForAnyNumberOfRows) {
   for (int experts_of_layer : {1, 2, 8, 128, 8192})
     for (int tokens : {1, 2, 17, 300, 5000, 1 << 20})
@@ -1552,6 +1571,28 @@ TEST(WithoutCuda, EveryOperatorSaysSo) {
 #endif
 
 }  // namespace
+TEST(Checks, LeavesOutWhatPadsTaps) {
+  DequantizeProblem problem;
+  problem.weight = cutlass_ops::problem(1, 64, 2 * 256).weight, problem.out = &some_byte;
+  for (int channels : {0, 129, 256}) {
+    problem.tap_channels = channels;
+    EXPECT_TRUE(check_dequantize(problem).ok()) << channels;
+  }
+  for (int channels : {-1, 257, 1000}) {
+    problem.tap_channels = channels;
+    EXPECT_EQ(check_dequantize(problem).code, Status::kInvalid) << channels;
+  }
+}
+
+TEST(Checks, FinishesSumsOf16Bits) {
+  GemmProblem problem = cutlass_ops::problem(5, 64, 256);
+  problem.out = &some_byte;
+  EXPECT_TRUE(check_finish(problem, &some_byte).ok());
+  EXPECT_EQ(check_finish(problem, nullptr).code, Status::kInvalid);
+  problem.x_type = DataType::kFloat32;
+  EXPECT_EQ(check_finish(problem, &some_byte).code, Status::kUnsupported);
+}
+
 TEST(Checks, DequantizesRowsFromAWholePanelOn) {
   DequantizeProblem problem;
   problem.weight = cutlass_ops::problem(1, 200, 128).weight, problem.out = &some_byte;

@@ -67,9 +67,10 @@ struct MoeProblem {
 struct MoePlan {
   char const* kernel = nullptr;
   int block_m = 0;
-  int slots = 0;      // rows of x sorted by expert, each expert's padded to 16
-  int tiles = 0;      // of block_m rows, at most
-  bool int8 = false;  // products are of int8 codes, not of their values as 16-bit floats
+  int slots = 0;         // rows of x sorted by expert, each expert's padded to 16
+  int tiles = 0;         // of block_m rows, at most
+  bool int8 = false;     // products are of int8 codes, not of their values as 16-bit floats
+  bool gathers = false;  // rows of x are copied to their slots, not read by their numbers
   Plan gate_up, down;
   size_t workspace = 0;
 };

@@ -61,6 +61,9 @@ Status mixed_gemm(GemmProblem const& problem, Workspace workspace, Stream stream
 constexpr int kTapVector = 8;
 Status depthwise_conv(GemmProblem const& problem, float const* taps, Stream stream);
 
+// y = epilogue(sums) of sums [m][weight.n] that were made elsewhere and rounded to x_type, fp16 or bf16; they may be in `out`.
+Status finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
+
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 

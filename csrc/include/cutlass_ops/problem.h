@@ -144,6 +144,8 @@ struct DequantizeProblem {
   DataType out_type = DataType::kFloat16;
   int first_row = 0;  // of the weight; a multiple of 64
   int rows = -1;      // -1: all from there on
+  // Of a convolution's weight: channels of a tap, whose padding is left out, so that out is [rows][taps][tap_channels]; 0: none is.
+  int tap_channels = 0;
 };
 
 // Floats and their 4-bit codes in flat blocks, bitsandbytes' storage: value = book[code] * absmax[element / blocksize]. Floats
