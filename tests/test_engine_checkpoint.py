@@ -1,6 +1,7 @@
 """Checkpoints that are packed while an engine loads them: the description and the tensors that the engine gets."""
 
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -111,3 +112,9 @@ def test_a_loader_without_a_checkpoint_says_so(files: Path) -> None:
     loader.load_config = SimpleNamespace(model_loader_extra_config={})
     with pytest.raises(ValueError, match=r"checkpoints on this machine that are not packed; this is some/model"):
         loader.load_weights(None, SimpleNamespace(model="some/model"))
+
+
+@pytest.mark.skipif(find_spec("vllm") is not None, reason="vllm is installed")
+def test_a_vllm_without_the_interface_keeps_its_arguments(caplog: pytest.LogCaptureFixture) -> None:
+    plugin.take_checkpoints()
+    assert "cutlass_ops packs no checkpoints in this version of vLLM: No module named 'vllm'" in caplog.text
