@@ -434,6 +434,17 @@ def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tenso
         transformers.AutoModelForCausalLM.from_pretrained(folder, **on_disk, offload_folder=tmp_path / "offload")
 
 
+@pytest.mark.parametrize("quantised", [True, False], ids=["packed", "on load"])
+def test_a_tensor_parallel_plan_is_refused(quantised: bool, act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order, fuse=False)
+    (model if quantised else model.dequantize()).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)  # as from_pretrained(tp_size=2) has it
+    options = {} if quantised else {"quantization_config": co.CutlassOpsConfig(bits=4, group_size=32)}
+    with pytest.raises(ValueError, match="tp_plan and tp_size split parameters"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, **options)
+
+
 def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None:
     model = co.load_model(act_order, fuse=False)
     model.save_pretrained(tmp_path / "saved")

@@ -34,6 +34,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
         "register_quantization_config": lambda name: lambda config: config,
         "PlatformEnum": SimpleNamespace(CUDA="cuda", CPU="cpu"),
         "take_experts": lambda: None,
+        "take_checkpoints": lambda: None,
     }.items():
         monkeypatch.setattr(plugin, name, value, raising=False)
     return lists

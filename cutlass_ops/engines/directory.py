@@ -82,8 +82,8 @@ class PackedConfig:
         names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
         if any(name not in named or weight_format(self.fields, name) for name in names):
             raise ValueError(
-                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint that the directory "
-                "was made from, or one that was reordered with --exclude experts, which keeps them as floats"
+                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint itself, if it can "
+                "read it, or a directory of cutlass-ops reorder --exclude experts, which keeps them as floats"
             )
 
 

@@ -39,7 +39,7 @@ from ..checkpoints.safetensors_files import INDEX, SETTINGS, errors_name, is_wri
 from ..nn.architecture import Architecture, architecture_of
 from ..weights.specs import Spec
 from ..weights.weight import CheckpointError
-from .conversion_plan import Options, Progress, misfits, plan
+from .conversion_plan import Options, Plan, Progress, misfits, plan
 from .model_card import CARD, model_card
 from .packed_config import GUARD, GUARD_KEY, WeightFormat, model_dtype, plain_config, quantization_config
 from .packed_file import Slices
@@ -111,7 +111,7 @@ def reorder_model(
     for name, number in (("ranks", ranks), ("jobs", jobs), ("shard_bytes", shard_bytes)):
         if type(number) is not int or number < 1:
             raise ValueError(f"{name} is {number!r}; integers of at least 1 are accepted")
-    stated = checkpoint.activations or ("none", True)
+    stated = _activations(checkpoint)
     act_quant = stated[0] if act_quant is None else act_quant
     act_symmetric = stated[1] if act_symmetric is None else act_symmetric
     if act_quant not in _ACT_QUANT:
@@ -120,12 +120,7 @@ def reorder_model(
     source = checkpoint.files[0].parent
     if path.exists() and path.samefile(source):
         raise ValueError(f"{path} is the directory of the checkpoint itself; give the packed model another")
-    if checkpoint.config_problem:
-        raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
-    architecture = architecture_of(checkpoint.config)
-    planned = plan(checkpoint, options, architecture, dtype=model_dtype(checkpoint.config))
-    if problems := misfits(architecture, (name for step in planned.steps for name in step.tensors)):
-        raise CheckpointError(checkpoint.path, "; ".join(problems))
+    architecture, planned = plan_model(checkpoint, options)
     items = items_of(checkpoint, planned.steps, ranks, splits)
     summary = summary_of(checkpoint, items, planned)
     shards = _shards(items, shard_bytes)
@@ -139,7 +134,7 @@ def reorder_model(
     )
     if dry_run:
         return replace(result, copied=tuple(_small_files(checkpoint, ranks)))
-    small_files, problem = _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
+    small_files, problem = _files_beside(checkpoint, ranks)
     result = replace(result, copied=tuple(small_files), warnings=(*result.warnings, *([problem] if problem else [])))
     path.mkdir(exist_ok=True)
     with _locked(path):
@@ -165,14 +160,49 @@ def reorder_model(
                 for item in shard:
                     progress(item.step.name, item.step.entry.nbytes)
         for rank, (directory, part) in enumerate(zip(directories, slices, strict=True)):
-            for name, small in small_files.items():
-                _replace(directory / name, small.read_bytes() if isinstance(small, Path) else small)
+            _write_files(directory, small_files)
             if len(shards) > 1:
                 _replace(directory / INDEX, _json(_index(names, [content[rank][0] for content in contents])))
             if part is None:
                 _replace(directory / CARD, model_card(checkpoint, summary["weights"], act_quant).encode())
             _replace(directory / "config.json", _json(_config(checkpoint, items, architecture, act_quant, act_symmetric, part)))
     return replace(result, packed_bytes=sum(file.stat().st_size for file in result.files), found=ranks * sum(finished))
+
+
+def plan_model(checkpoint: Checkpoint, options: Options) -> tuple[Architecture, Plan]:
+    """The model of a checkpoint, and what becomes of each tensor.
+
+    Raises:
+        CheckpointError, ValueError: as in :func:`reorder_model`.
+    """
+    if checkpoint.config_problem:
+        raise CheckpointError(checkpoint.path, f"cannot become a model directory: {checkpoint.config_problem}")
+    architecture = architecture_of(checkpoint.config)
+    planned = plan(checkpoint, options, architecture, dtype=model_dtype(checkpoint.config))
+    if problems := misfits(architecture, (name for step in planned.steps for name in step.tensors)):
+        raise CheckpointError(checkpoint.path, "; ".join(problems))
+    return architecture, planned
+
+
+def write_description(checkpoint: Checkpoint, directory: Path) -> list[str]:
+    """Write what :func:`reorder_model` writes of a quantised checkpoint, without weights and card; what a user should know.
+
+    Raises:
+        CheckpointError, ValueError, OSError: as in :func:`reorder_model`.
+    """
+    architecture, planned = plan_model(checkpoint, Options())
+    items = items_of(checkpoint, planned.steps)
+    files, problem = _files_beside(checkpoint, 1)
+    _write_files(directory, files)
+    _replace(directory / "config.json", _json(_config(checkpoint, items, architecture, *_activations(checkpoint), None)))
+    rounded = {step.entry.rounded: step.name for step in planned.steps if step.weight is not None and step.entry.rounded}
+    lines = [f"{how} ({name} and others alike)" for how, name in rounded.items()]
+    return [*checkpoint.warnings, *lines, *([problem] if problem else [])]
+
+
+def _activations(checkpoint: Checkpoint) -> tuple[str, bool]:
+    """The ``act_quant`` and ``act_symmetric`` that the checkpoint was made for."""
+    return checkpoint.activations or ("none", True)
 
 
 def _shards(items: Sequence[Item], shard_bytes: int) -> list[list[Item]]:
@@ -266,6 +296,16 @@ def _index(names: Sequence[str], shards: Sequence[Mapping[str, Spec]]) -> dict[s
     total = sum(spec_bytes(spec) for shard in shards for spec in shard.values())
     places = {tensor: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
     return {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
+
+
+def _files_beside(checkpoint: Checkpoint, ranks: int) -> tuple[Mapping[str, Path | bytes], str]:
+    """The files of a model besides weights, configuration and card, by name; and why its tokenizer is missing or differs."""
+    return _gguf_files(checkpoint) if checkpoint.dialect == "gguf" else (_small_files(checkpoint, ranks), "")
+
+
+def _write_files(directory: Path, files: Mapping[str, Path | bytes]) -> None:
+    for name, content in files.items():
+        _replace(directory / name, content.read_bytes() if isinstance(content, Path) else content)
 
 
 def _small_files(checkpoint: Checkpoint, ranks: int) -> dict[str, Path]:

@@ -209,6 +209,11 @@ class CutlassOpsQuantizer(HfQuantizer):
         return config
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> Any:
+        if (getattr(getattr(model.config, "distributed_config", None), "tp_size", None) or 1) > 1:
+            raise ValueError(
+                "tp_plan and tp_size split parameters, and packed weights are buffers in the order of the kernels, which "
+                "transformers cannot split: spread layers over GPUs with device_map, or serve the model in vLLM or SGLang"
+            )
         if (on_load := self._on_load) is not None:
             self._early = OnLoad(model, on_load)
             self._keep_sizes(model)
