@@ -14,8 +14,9 @@ struct GroupTile {
 
   GroupTile() = default;
   __device__ __forceinline__ GroupTile(Groups const& groups, int index, int height) {
-    if (index >= __ldg(groups.count)) return;
-    int4 const stored = __ldg(reinterpret_cast<int4 const*>(groups.tiles) + index);
+    // No __ldg(): the compiler may move one before pdl_wait(), and the kernel before writes these.
+    if (index >= *groups.count) return;
+    int4 const stored = reinterpret_cast<int4 const*>(groups.tiles)[index];
     int const before = (index - stored.w) * height;
     expert = stored.x, first_row = stored.y + before, rows = min(height, stored.z - before);
   }
@@ -23,7 +24,7 @@ struct GroupTile {
 
 // The row of x of an expert's slot.
 __device__ __forceinline__ int row_of_slot(Groups const& groups, int slot) {
-  return groups.positions ? __ldg(groups.positions + slot) / groups.top : slot;
+  return groups.positions ? groups.positions[slot] / groups.top : slot;
 }
 
 // x whose rows are found by their numbers, in pieces of 16 bytes.

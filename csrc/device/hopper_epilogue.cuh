@@ -170,7 +170,7 @@ __device__ __forceinline__ void scale_x_rows(float (&sums)[C::kSums], typename C
 #pragma unroll
       for (int i = 0; i < C::kBlockM / 4; ++i) {
         int const slot = min(m0 + i / 2 * 8 + coord.lane % 4 * 2 + i % 2, end - 1);
-        float const scale = __ldg(p.x.scales + row_of_slot(p.groups, slot));
+        float const scale = p.x.scales[row_of_slot(p.groups, slot)];
         sums[i / 2 * 4 + i % 2] *= scale, sums[i / 2 * 4 + i % 2 + 2] *= scale;
       }
       return;

@@ -279,7 +279,7 @@ __device__ __forceinline__ void prepare_pixels(uint8_t* stages, Barriers<C>& bar
 #pragma unroll
       for (int i = 0; i < kEach; ++i) {
         int const pixel = pixels[i].under(image, tap);
-        scales[i] = pixel < 0 ? 0.0f : __ldg(from + pixel);
+        scales[i] = pixel < 0 ? 0.0f : from[pixel];
       }
       tap.advance(image, kKPerTile);
     };
@@ -314,7 +314,7 @@ __device__ __forceinline__ void prepare_scales_by_index(uint8_t* stages, Barrier
     for (int i = 0; i < kEach; ++i) rows[i] = row_of_slot(p.groups, min(work.first_x_row + i * 32 + lane, work.end_x_row - 1));
     auto const load = [&](int k) {
 #pragma unroll
-      for (int i = 0; i < kEach; ++i) scales[i] = __ldg(p.x.scales + int64_t(k) * p.x.stride + rows[i]);
+      for (int i = 0; i < kEach; ++i) scales[i] = p.x.scales[int64_t(k) * p.x.stride + rows[i]];
     };
     int k = work.first_k(p);
     load(k);

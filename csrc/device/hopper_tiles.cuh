@@ -243,7 +243,8 @@ struct GroupedWork {
   using Part = hopper::Part;
   int expert, pair, first_x_row, end_x_row;
   __device__ __forceinline__ GroupedWork(int index, GroupedParams const& p, int const band_tiles = 16) {
-    int4 const stored = __ldg(reinterpret_cast<int4 const*>(p.groups.tiles) + index / p.row_pairs);
+    // No __ldg(), which the compiler may move before pdl_wait().
+    int4 const stored = reinterpret_cast<int4 const*>(p.groups.tiles)[index / p.row_pairs];
     int const rows = uniform(stored.z);
     expert = uniform(stored.x), first_x_row = uniform(stored.y), end_x_row = first_x_row + rows;
     index -= uniform(stored.w) * p.row_pairs;
@@ -253,7 +254,7 @@ struct GroupedWork {
     pair = inside / height;
     first_x_row += (band * band_tiles + inside - pair * height) * kBlockM;
   }
-  static __device__ __forceinline__ int count(GroupedParams const& p) { return uniform(__ldg(p.groups.count)) * p.row_pairs; }
+  static __device__ __forceinline__ int count(GroupedParams const& p) { return uniform(*p.groups.count) * p.row_pairs; }
   __device__ __forceinline__ bool empty() const { return false; }
   __device__ __forceinline__ int first_k(Params const&) const { return 0; }
   __device__ __forceinline__ int end_k(Params const& p) const { return p.k_tiles; }

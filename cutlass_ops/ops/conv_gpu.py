@@ -22,11 +22,11 @@ from . import gemm, kept, native
 _VECTOR = 16
 #: Channels, of a tap or of the result, that tiles of the kernels are filled up to.
 _TILE_CHANNELS = 128
-#: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.2
-#: of its time for fp16 weights, with 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
+#: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.3
+#: of its time for fp16 weights, with 3 or 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
 _LEAST_SHARE = 0.8
-#: With fewer pixels of the result, reading the weight takes most of the time.
-LEAST_TORCH_PIXELS = 2048
+#: With fewer products in the tiles, they take less time than torch's convolution and the launches around it.
+LEAST_TORCH_PRODUCTS = 8 * 10**9
 
 
 def convolve(
@@ -68,10 +68,10 @@ def convolve(
 def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
     """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
     channels, n = weight.k // weight.taps, weight.n // geometry.groups
-    share = 1.0
+    own, tiles = pixels * geometry.groups * weight.taps, pixels * geometry.groups * weight.taps
     for count in (channels, n):
-        share *= count / (-(-count // _TILE_CHANNELS) * _TILE_CHANNELS)
-    return channels > 1 and weight.taps > 1 and share < _LEAST_SHARE and pixels >= LEAST_TORCH_PIXELS
+        own, tiles = own * count, tiles * -(-count // _TILE_CHANNELS) * _TILE_CHANNELS
+    return min(channels, weight.taps) > 1 and own < _LEAST_SHARE * tiles and tiles >= LEAST_TORCH_PRODUCTS
 
 
 def finish(

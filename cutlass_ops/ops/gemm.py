@@ -469,7 +469,8 @@ def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop
         return rows.view(rows.shape[0], *weight.kernel_size, -1)[..., :channels].movedim(-1, 1)
     count = (weight.n if stop is None else stop) - start
     taps = torch.empty(count, *weight.kernel_size, channels, dtype=dtype, device=weight.device)
-    end = (taps.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, count, channels)
+    padded = channels if weight.taps > 1 else 0  # one tap is the whole row
+    end = (taps.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, count, padded)
     with on_device(weight.device):
         _C.dequantize(weight.matrix.native, *end)
     return taps.movedim(-1, 1)
