@@ -333,16 +333,31 @@ template <class C>
 __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
-  if (C::kGrouped && p.groups.positions) pdl_wait();  // tiles are those of the kernel before
+  __shared__ SlotTile tile;  // of experts
+  int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      return Part::of_group(p);
+      if (p.groups.top) pdl_wait();  // what `route` or another kernel before this one wrote
+      int const index = (blockIdx.x >> p.log_cluster) / p.shape.clusters;
+      if (warp == C::kWarps) {
+        if (p.groups.tiles) {
+          tile.load(p.groups, index);
+        } else {
+          static_assert(C::kXBytes + C::kChunk >= kMostExperts);
+          tile.find(p.groups.route, index, shared);
+          cutlass::arch::fence_view_async_shared();  // before copies to the same memory
+        }
+      }
+      __syncthreads();
+      Part of_tile = Part::of_tile(p, index);
+      of_tile.expert = tile.expert;
+      return of_tile;
     } else {
       return Part(p, WgmmaDecodeShape::unit(C::kOneCta));
     }
   }();
   if constexpr (C::kGrouped) {
-    if (part.group.rows == 0) return pdl_wait();  // the grid is for as many tiles as there may be
+    if (tile.rows == 0) return pdl_wait();  // the grid is for as many tiles as there may be
   }
   if constexpr (C::kCodebook) C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
@@ -350,7 +365,6 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       for (int i = 0; i < p.shape.stages; ++i) store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
     cutlass::arch::fence_view_async_shared();
   }
-  int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : C::kGrouped ? 1 + 32 : 1);
@@ -363,7 +377,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   }
   __syncthreads();
   if (warp == C::kWarps) {
-    if (C::kGrouped || cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
+    if (C::kGrouped || cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part, tile);
     __syncwarp();
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
@@ -417,14 +431,13 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     total(i, v);
     int const n = part.first_row_panel * kRowsPerPanel + row;
     if constexpr (C::kGrouped) {
-      if (part.group.rows <= x_rows * 8) continue;
+      if (tile.rows <= x_rows * 8) continue;
       if (p.groups.gated) {
-        finish_gated(v, p.token_scales, x_rows * 8, n, part.group, p.groups, p.epilogue);
+        finish_gated(v, p.token_scales, x_rows * 8, n, tile, p.groups, p.epilogue);
       } else {
         FeaturesOfRow at(v, x_rows);
-        if (p.token_scales && at.x_row < part.group.rows)
-          at.scale(p.token_scales[row_of_slot(p.groups, part.group.first_row + at.x_row)]);
-        finish_group(at.sums, at.x_row, n + at.feature, part.group, p.groups, p.epilogue);
+        if (p.token_scales && at.x_row < tile.rows) at.scale(p.token_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
+        finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
       }
     } else {
       finish(v, n, x_rows, C::kFolds ? p.token_scales : nullptr, p.epilogue);

@@ -122,7 +122,7 @@ struct Barriers {
 // first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  GroupTile group;  // of experts
+  int expert = 0;
 
   __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
@@ -138,12 +138,11 @@ struct Part {
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // Clusters of one tile of rows after another.
-  static __device__ __forceinline__ Part of_group(Params const& p) {
+  // Of experts: clusters of one tile of rows after another.
+  static __device__ __forceinline__ Part of_tile(Params const& p, int tile) {
     Part part;
-    int const index = blockIdx.x >> p.log_cluster, tile = index / p.shape.clusters, share = index - tile * p.shape.clusters;
+    int const share = (blockIdx.x >> p.log_cluster) - tile * p.shape.clusters;
     part.rank = blockIdx.x & (p.shape.cluster - 1);
-    part.group = GroupTile(p.groups, tile, WgmmaDecodeShape::kBlockM);
     part.first_row_panel = p.units.first(share), part.row_panels = p.units.count(share);
     part.begin = 0, part.end = part.row_panels * kRowsPerPanel;
     part.first_tile = p.tiles.first(part.rank), part.tiles = p.tiles.count(part.rank);

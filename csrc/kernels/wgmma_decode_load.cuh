@@ -16,7 +16,7 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   int const features = p.shape.most_row_panels * kRowsPerPanel, group = p.weight_rows.first(tile);
   bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
   if constexpr (C::kGrouped) {
-    int const row_panel = part.group.expert * p.groups.row_panels + part.first_row_panel;
+    int const row_panel = part.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
     TransactionBarrier::arrive_and_expect_tx(full,
                                              p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
@@ -69,7 +69,7 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
 // By one thread or, of experts, by a warp, whose lanes copy rows of x.
 template <class C>
 __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
-                                        Part const& part) {
+                                        Part const& part, SlotTile const& tile) {
   uint8_t* const first_weights = shared + p.shape.weights;
   bool const leader = !C::kGrouped || cute::elect_one_sync();
   auto weights = [&](int i, int stage) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Map
   using Rows = hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>;
   [[maybe_unused]] std::conditional_t<C::kGrouped, Rows, int> rows_by_index = [&] {
     if constexpr (C::kGrouped) {
-      return Rows(p.groups, p.rows, part.group.first_row, part.group.first_row + part.group.rows, 0);
+      return Rows(p.groups, p.rows, 0, [&](int row) { return row < tile.rows ? tile.slots[row] : -1; });
     } else {
       return 0;
     }
