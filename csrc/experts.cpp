@@ -198,18 +198,18 @@ bool gathers(MoeProblem const& p) {
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, int expected, Plan* plan) {
+bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, double expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
   int const height = moe.block_m, tiles = moe.tiles;
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
     plan->kernel = "wgmma_decode_fold16";
-    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected);
+    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected, tiles);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
-    plan->grid_x = tiles * shape.clusters * shape.cluster;
+    plan->grid_x = (shape.dealt ? 1 : tiles) * shape.clusters * shape.cluster;
     plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
@@ -245,11 +245,11 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
-    // With more experts than positions nearly every position has a different expert.
-    int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-    int const expected = int(std::min<int64_t>(plan->tiles, touched));
-    return plan_product(product_of(problem.gate_up, true), device, *plan, expected, &plan->gate_up) &&
-           plan_product(product_of(problem.down, false), device, *plan, expected, &plan->down);
+    double const expected = expected_tiles(r, plan->block_m);
+    GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
+    gate_up.x_type = down.x_type = problem.x_type;
+    return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
+           plan_product(down, device, *plan, expected, &plan->down);
   };
   if (!fill_in()) {
     plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room

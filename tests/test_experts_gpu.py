@@ -313,6 +313,33 @@ def test_a_token_may_have_any_number_of_experts(top: int) -> None:
             check(co.mixed_moe(*on_gpu), expected, torch.float16)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("kind", FORMATS)
+def test_row_panels_that_are_dealt_to_all_ctas(kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def packed(n: int, k: int, gated: bool) -> co.PackedExperts:
+        weights = [(torch.randn(n, k, generator=random) / k**0.5).half() for _ in range(4)]
+        return co.reorder_experts([co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated)
+
+    gate_up, down = packed(512, 512, True), packed(512, 256, False)  # 96 experts
+    weights = gate_up.to("cuda"), down.to("cuda")
+    for m in (32, 100):  # 256 positions, whose rows CTAs find, and more
+        x, w = torch.randn(m, 512, generator=random).half(), torch.rand(m, 8, generator=random)
+        ids = torch.zeros(m, 8, dtype=torch.int64, device="cuda")
+        on_gpu = x.cuda(), *weights, ids, w.cuda()
+        co.mixed_moe(*on_gpu)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = co.mixed_moe(*on_gpu)
+        of_one = torch.randint(7, 8, ids.shape)
+        for routing in (torch.randint(-1, 96, ids.shape, generator=random), of_one, -of_one, of_one.cumsum(1) + 30):
+            ids.copy_(routing)
+            expected, found = co.mixed_moe(x, gate_up, down, routing.clamp(min=-1), w), co.mixed_moe(*on_gpu)
+            check(found, expected, torch.float16)
+            graph.replay()
+            assert torch.equal(captured, found)
+
+
 @pytest.mark.parametrize(
     ("kind", "act_quant"),
     [("int4", "none"), ("nf4", "none"), ("int8 with zero points", "token"), ("int4 in short groups", "block")],

@@ -39,57 +39,78 @@ __device__ __forceinline__ int expert_of(RouteProblem const& p, int position) {
   return expert[0];
 }
 
-// A tile of at most kSlotRows rows of an expert, in shared memory; without rows, if its index is beyond the last.
+// A tile of at most kSlotRows rows of an expert, in shared memory.
 struct SlotTile {
   int expert, rows;
   int slots[kSlotRows];
 
   // One that `route` stored, by a warp.
   __device__ __forceinline__ void load(Groups const& groups, int index) {
-    int4 stored = make_int4(0, 0, 0, index);  // no rows
-    if (index < __ldg(groups.count)) stored = __ldg(reinterpret_cast<int4 const*>(groups.tiles) + index);
+    int4 const stored = __ldg(reinterpret_cast<int4 const*>(groups.tiles) + index);
     int const lane = threadIdx.x % 32, before = (index - stored.w) * kSlotRows;
     if (lane < kSlotRows) slots[lane] = stored.y + before + lane;
     if (lane == 0) expert = stored.x, rows = min(kSlotRows, stored.z - before);
   }
+};
 
-  // By a warp, from the ids of at most kMostFoundPositions positions, which are slots then. Tiles are in the order of the
-  // positions of their first rows, and rows in that of theirs. `counts`: room for a byte an expert, in whole 16.
-  __device__ __forceinline__ void find(RouteProblem const& route, int index, uint8_t* counts) {
-    constexpr int kRounds = kMostFoundPositions / 32;
-    int const lane = threadIdx.x % 32, positions = route.positions();
+// The tiles of at most kMostFoundPositions positions, which are slots then, found by a warp from their ids: in the order of the
+// positions of their first rows, and rows in that of theirs.
+class FoundTiles {
+  static constexpr int kRounds = kMostFoundPositions / 32;
+
+  int positions_, none_, experts_[kRounds], ranks_[kRounds];  // ranks: among the expert's rows
+  int count_ = 0;
+
+  // Whether this lane's position of a round is the first of a tile.
+  __device__ __forceinline__ bool starts(int round) const { return experts_[round] < none_ && ranks_[round] % kSlotRows == 0; }
+
+ public:
+  // `counts`: room for a byte an expert, in whole 16.
+  __device__ __forceinline__ FoundTiles(RouteProblem const& route, uint8_t* counts)
+      : positions_(route.positions()), none_(route.experts) {
+    int const lane = threadIdx.x % 32;
     unsigned const lanes_before = (1u << lane) - 1;
-    int experts[kRounds], ranks[kRounds];  // ranks: among the expert's rows
-    load_experts<32>(route, lane, positions, experts);
+    load_experts<32>(route, lane, positions_, experts_);
     for (int i = lane * 16; i < route.experts; i += 32 * 16) *reinterpret_cast<uint4*>(counts + i) = make_uint4(0, 0, 0, 0);
     __syncwarp();
-    int tiles = 0, found = -1, first = 0;  // found: the expert; first: the rank of its tile's first row
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      if (i * 32 >= positions) break;
-      bool const exists = experts[i] < route.experts;
-      unsigned const same = __match_any_sync(~0u, experts[i]);
-      int const earlier = exists ? counts[experts[i]] : 0;  // those of all rounds need not fit in a byte: nobody reads them
-      ranks[i] = earlier + __popc(same & lanes_before);
+      if (i * 32 >= positions_) break;
+      bool const exists = experts_[i] < none_;
+      unsigned const same = __match_any_sync(~0u, experts_[i]);
+      int const earlier = exists ? counts[experts_[i]] : 0;  // those of all rounds need not fit in a byte: nobody reads them
+      ranks_[i] = earlier + __popc(same & lanes_before);
       __syncwarp();
-      if (exists && !(same & lanes_before)) counts[experts[i]] = uint8_t(earlier + __popc(same));
+      if (exists && !(same & lanes_before)) counts[experts_[i]] = uint8_t(earlier + __popc(same));
       __syncwarp();
-      bool const starts = exists && ranks[i] % kSlotRows == 0;
-      unsigned const starting = __ballot_sync(~0u, starts);
-      unsigned const here = __ballot_sync(~0u, starts && tiles + __popc(starting & lanes_before) == index);
+      count_ += __popc(__ballot_sync(~0u, starts(i)));
+    }
+  }
+
+  __device__ __forceinline__ int count() const { return count_; }
+
+  __device__ __forceinline__ void store(int index, SlotTile& tile) const {
+    int const lane = threadIdx.x % 32;
+    int tiles = 0, expert = -1, first = 0;  // first: the rank of the tile's first row
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i * 32 >= positions_) break;
+      unsigned const starting = __ballot_sync(~0u, starts(i));
+      int const lanes_before = __popc(starting & ((1u << lane) - 1));
+      unsigned const here = __ballot_sync(~0u, starts(i) && tiles + lanes_before == index);
       tiles += __popc(starting);
-      if (here) found = __shfl_sync(~0u, experts[i], __ffs(here) - 1), first = __shfl_sync(~0u, ranks[i], __ffs(here) - 1);
+      if (here) expert = __shfl_sync(~0u, experts_[i], __ffs(here) - 1), first = __shfl_sync(~0u, ranks_[i], __ffs(here) - 1);
     }
-    int count = 0;
+    int rows = 0;
 #pragma unroll
     for (int i = 0; i < kRounds; ++i) {
-      if (i * 32 >= positions) break;
-      int const row = ranks[i] - first;
-      bool const mine = experts[i] == found && row >= 0 && row < kSlotRows;
-      if (mine) slots[row] = i * 32 + lane;
-      count += __popc(__ballot_sync(~0u, mine));
+      if (i * 32 >= positions_) break;
+      int const row = ranks_[i] - first;
+      bool const mine = experts_[i] == expert && row >= 0 && row < kSlotRows;
+      if (mine) tile.slots[row] = i * 32 + lane;
+      rows += __popc(__ballot_sync(~0u, mine));
     }
-    if (lane == 0) expert = found, rows = count;
+    if (lane == 0) tile.expert = expert, tile.rows = rows;
   }
 };
 

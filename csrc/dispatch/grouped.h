@@ -76,8 +76,8 @@ struct GroupedGemm {
   Groups groups;
 };
 
-// How a cluster of wgmma_decode_fold16 shares a tile of an expert's rows; cluster is 0 if none fits. `tiles`: that are
-// expected.
-WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, int tiles);
+// How clusters of wgmma_decode_fold16 share tiles of experts' rows; cluster is 0 if none fits. `tiles`: that are expected, and
+// the most.
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, double tiles, int most_tiles);
 
 }  // namespace cutlass_ops

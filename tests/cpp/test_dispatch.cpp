@@ -1469,6 +1469,33 @@ TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
   }
 }
 
+TEST(Experts, AreDealtToAllCtasWhereEachGetsSeveralRowPanels) {
+  MoePlan chosen;
+  auto const dealt = [&](MoeProblem const& p) {
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
+    if (!shape.dealt) return false;
+    EXPECT_EQ(shape.cluster, 1);
+    EXPECT_EQ(shape.sets, 1);
+    EXPECT_EQ(chosen.gate_up.grid_x, 2 * kHopper.multiprocessors);
+    EXPECT_LE(shape.most_row_panels, 9);
+    EXPECT_GE(shape.stages, 3);
+    return true;
+  };
+  auto const experts = [](auto... sizes) {
+    MoeProblem p = cutlass_ops::experts(sizes...);
+    p.x_type = DataType::kFloat16;
+    return p;
+  };
+  EXPECT_TRUE(dealt(experts(32, 128, 8, 2048, 768)));
+  EXPECT_TRUE(dealt(experts(128, 128, 8, 2048, 768)));
+  EXPECT_FALSE(dealt(experts(1, 128, 8, 2048, 768)));
+  EXPECT_FALSE(dealt(experts(4096, 8192, 8, 512, 32)));  // a CTA would have parts of too many tiles
+  MoeProblem p = experts(32, 128, 8, 2048, 768);
+  p.gate_up.stack.scale_type = DataType::kFloat32;  // which the kernel keeps in registers
+  EXPECT_FALSE(dealt(p));
+}
+
 TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {
   auto const kernels = [](std::function<void(PackedWeight&)> const& change) {
     MoeProblem p = experts(1024, 8, 2, 4096, 1024);
