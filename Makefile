@@ -119,12 +119,12 @@ oldest: build
 	$(PY) -c "$$BOUNDS" > $(VENV)/oldest.txt
 	$(PY) -m pip install -q --no-deps --target build/oldest -r $(VENV)/oldest.txt
 	PYTHONPATH=$(abspath build/oldest) $(PYTEST) -q -m "not slow and not gpu" \
-	  tests/test_cli.py tests/test_reorder.py tests/test_ops.py
+	  tests/test_cli.py tests/test_reorder.py tests/test_reorder_checkpoint.py tests/test_ops.py
 	grep -vxFf constraints.txt constraints-oldest.txt > $(VENV)/oldest.txt
 	$(PY) -m pip install -q --no-deps --target build/oldest-hf -r $(VENV)/oldest.txt
 	PYTHONPATH=$(abspath build/oldest-hf) $(PYTEST) -q -m "not slow and not gpu" \
-	  tests/test_gguf_models.py tests/test_hf.py tests/test_hf_config.py tests/test_load_model.py tests/test_packed_state.py \
-	  tests/test_peft.py tests/test_quantize_model.py
+	  tests/test_gguf_models.py tests/test_hf.py tests/test_hf_config.py tests/test_hf_dialects.py tests/test_load_model.py \
+	  tests/test_packed_state.py tests/test_peft.py tests/test_quantize_hf_model.py tests/test_quantize_model.py tests/test_registration.py
 
 # Every test without constraints, in a new environment. pytest says which versions are others than in constraints.txt.
 newest:

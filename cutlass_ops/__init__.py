@@ -7,32 +7,33 @@ A checkpoint is read into :class:`QuantizedWeight`, reordered once into :class:`
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import gradients as gradients  # the gradient of mixed_gemm
-from . import gradients_conv as gradients_conv  # and that of mixed convolutions
-from .activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from .checkpoints import load_checkpoint
-from .conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
-from .conv_int8 import conv2d_int8, linear_int8
-from .drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
-from .embedding import embedding
-from .experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
-from .explain import Explanation, explain
-from .hf import load_model, register_when_imported
-from .nn import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
-from .nn_conv import replace_convs
-from .ops import dequantize, mixed_gemm
-from .packed_experts import PackedExperts
-from .packed_file import load_packed, save_packed
-from .packed_weight import PackedWeight
-from .plan import Options
-from .quantize import quantize
-from .quantize_model import quantize_model
-from .reorder import reorder
+from .files.conversion_plan import Options
+from .files.packed_file import load_packed, save_packed
+from .integrations.hf import load_model
+from .integrations.registration import register_when_imported
+from .nn.conv import replace_convs
+from .nn.linear import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
+from .nn.quantize_model import quantize_model
+from .ops import gradients as gradients  # the gradient of mixed_gemm
+from .ops import gradients_conv as gradients_conv  # and that of mixed convolutions
+from .ops.activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
+from .ops.conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
+from .ops.conv_int8 import conv2d_int8, linear_int8
+from .ops.drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
+from .ops.embedding import embedding
+from .ops.experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
+from .ops.explain import Explanation, explain
+from .ops.gemm import dequantize, mixed_gemm
+from .ops.quantize import quantize
 from .version import __version__ as __version__
-from .weight import CheckpointError, QuantizedWeight
+from .weights.packed_experts import PackedExperts
+from .weights.packed_weight import PackedWeight
+from .weights.reorder import reorder
+from .weights.weight import CheckpointError, QuantizedWeight
 
 if TYPE_CHECKING:
-    from .hf_config import CutlassOpsConfig as CutlassOpsConfig
+    from .integrations.hf_config import CutlassOpsConfig as CutlassOpsConfig
 
 __all__ = [
     "CheckpointError",
@@ -87,6 +88,6 @@ def __getattr__(name: str) -> Any:
     if name != "CutlassOpsConfig":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return import_module(f"{__name__}.hf_config").CutlassOpsConfig
+        return import_module(f"{__name__}.integrations.hf_config").CutlassOpsConfig
     except ModuleNotFoundError as error:
         raise ModuleNotFoundError(f"{error}; {name} needs it: pip install 'cutlass_ops[hf]'") from error

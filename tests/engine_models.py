@@ -7,10 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops.weights import formats
 
 HIDDEN, INNER, VOCABULARY, LAYERS, GROUP = 128, 256, 256, 2, 32
 CONFIG = {
@@ -184,6 +185,95 @@ def write_mixed(folder: Path, source: Path) -> None:
             packed[name] = co.reorder(co.QuantizedWeight(weight.codes, scales, weight.zeros, bits=bits, group_size=group_size))
     co.replace_linears(model, packed)
     model.save_pretrained(folder / "directory")
+    model.dequantize().save_pretrained(folder / "dense")
+
+
+#: Names in a GGUF file, and the types of its matrices.
+GGUF_NAMES = {
+    "self_attn.q_proj": ("attn_q", "Q4_0"),
+    "self_attn.k_proj": ("attn_k", "Q8_0"),
+    "self_attn.v_proj": ("attn_v", "Q8_0"),
+    "self_attn.o_proj": ("attn_output", "Q4_0"),
+    "mlp.gate_proj": ("ffn_gate", "Q4_0"),
+    "mlp.up_proj": ("ffn_up", "Q4_0"),
+    "mlp.down_proj": ("ffn_down", "Q8_0"),
+}
+
+
+def write_gguf(folder: Path, tied: bool) -> None:
+    """A GGUF file that mixes types, its embedding quantised too and perhaps tied to the head; and the same, dequantised."""
+    import gguf
+
+    generator = torch.Generator().manual_seed(3)
+    folder.mkdir()
+    writer = gguf.GGUFWriter(folder / "model.gguf", "qwen3")
+    for add, value in (
+        (writer.add_block_count, LAYERS),
+        (writer.add_context_length, 256),
+        (writer.add_embedding_length, HIDDEN),
+        (writer.add_feed_forward_length, INNER),
+        (writer.add_head_count, 4),
+        (writer.add_head_count_kv, 2),
+        (writer.add_key_length, 32),
+        (writer.add_value_length, 32),
+        (writer.add_layer_norm_rms_eps, 1e-6),
+        (writer.add_rope_freq_base, 10000.0),
+    ):
+        add(value)
+
+    def matrix(name: str, kind: str, n: int, k: int) -> None:
+        most = 8 if kind == "Q4_0" else 127
+        codes = torch.randint(1 - most, most, (n, k), generator=generator)
+        # The scales are then powers of two, and the values exact in bf16.
+        codes[:, ::32] = most * (2 * torch.randint(2, (n, k // 32), generator=generator) - 1)
+        values = codes / (64 if kind == "Q4_0" else 1024)
+        number = gguf.GGMLQuantizationType[kind]
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(values.numpy(), number), raw_dtype=number)
+
+    def vector(name: str, size: int) -> None:
+        writer.add_tensor(f"{name}.weight", torch.ones(size).numpy())
+
+    matrix("token_embd", "Q8_0", VOCABULARY, HIDDEN)
+    if not tied:
+        matrix("output", "Q8_0", VOCABULARY, HIDDEN)
+    vector("output_norm", HIDDEN)
+    for i in range(LAYERS):
+        for name, size in (("attn_norm", HIDDEN), ("ffn_norm", HIDDEN), ("attn_q_norm", 32), ("attn_k_norm", 32)):
+            vector(f"blk.{i}.{name}", size)
+        for name, shape in LINEARS.items():
+            matrix(f"blk.{i}.{GGUF_NAMES[name][0]}", GGUF_NAMES[name][1], *shape)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    model: Any = co.load_model(folder / "model.gguf", dtype=torch.bfloat16, fuse=False)
+    model.dequantize().save_pretrained(folder / "dense")
+
+
+def write_bitsandbytes(folder: Path, dense: Path) -> None:
+    """A directory of bitsandbytes, NF4 and LLM.int8, of another's floats; and the same, dequantised."""
+    tensors = load_file(dense / "model.safetensors")
+    book = torch.tensor(formats.CODE_BOOKS["nf4"]).bfloat16().float()
+    generator = torch.Generator().manual_seed(4)
+    for i in range(LAYERS):
+        for name, (n, k) in LINEARS.items():
+            weight = f"model.layers.{i}.{name}.weight"
+            if "mlp" in name:
+                tensors[weight] = torch.randint(-127, 128, (n, k), generator=generator, dtype=torch.int8)
+                tensors[weight.removesuffix("weight") + "SCB"] = torch.full((n,), 127 / 1024)
+                continue
+            state = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [n, k]}
+            tensors[weight] = torch.randint(0, 256, (n * k // 2, 1), generator=generator, dtype=torch.uint8)
+            tensors[f"{weight}.quant_map"] = book.clone()
+            tensors[f"{weight}.absmax"] = 2.0 ** -torch.randint(2, 4, (n * k // 64,), generator=generator)
+            tensors[f"{weight}.quant_state.bitsandbytes__nf4"] = torch.tensor(
+                list(json.dumps(state).encode()), dtype=torch.uint8
+            )
+    (folder / "quantised").mkdir(parents=True)
+    save_file(tensors, folder / "quantised" / "model.safetensors", {"format": "pt"})
+    quantization = {"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}
+    (folder / "quantised" / "config.json").write_text(json.dumps(CONFIG | {"quantization_config": quantization}))
+    model: Any = co.load_model(folder / "quantised", dtype=torch.bfloat16, fuse=False)
     model.dequantize().save_pretrained(folder / "dense")
 
 

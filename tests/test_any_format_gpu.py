@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import (
+from gpu_cases import (
     BFLOAT,
     FLOAT,
     GPU,
@@ -28,7 +28,7 @@ from test_ops_gpu import (
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats
+from cutlass_ops.weights import formats
 
 pytestmark = pytest.mark.gpu
 

@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.architecture import architecture_of
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
+from cutlass_ops.nn.architecture import architecture_of
 
 transformers = import_or_skip("transformers")
 

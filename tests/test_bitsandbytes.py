@@ -12,9 +12,10 @@ from imports import import_or_skip
 from safetensors.torch import save_file
 from torch import Tensor
 
-from cutlass_ops import CheckpointError, formats, load_checkpoint, load_packed, reference
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
+from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
+from cutlass_ops.weights import formats
 
 RANDOM = torch.Generator().manual_seed(5)
 

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runs import run, run_json
+from hostile_cases import gguf_file, header_length, packed_file, tensor
+from model_directories import OPTIONS, float_tensors, save_model
 from safetensors.torch import load_file, save_file
-from test_cli import run, run_json
-from test_hostile_files import gguf_file, header_length, packed_file, tensor
-from test_model_directory import OPTIONS, float_tensors, save_model
 
 from cutlass_ops import (
     CheckpointError,
@@ -23,12 +23,12 @@ from cutlass_ops import (
     reorder,
     save_packed,
 )
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_config import quantization_config, weight_format
-from cutlass_ops.packed_file import is_packed, packed_info, weights_metadata
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.safetensors_files import is_written, stream_safetensors
-from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops.checkpoints.safetensors_files import is_written, stream_safetensors
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_config import quantization_config, weight_format
+from cutlass_ops.files.packed_file import is_packed, packed_info, weights_metadata
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import diff_packed, verify_packed
 
 
 def is_sound(path: Path) -> bool:
@@ -165,7 +165,7 @@ def test_both_versions_in_a_config() -> None:
 
 
 def weight_format_of(packed: PackedWeight):  # type: ignore[no-untyped-def]
-    from cutlass_ops.packed_config import WeightFormat
+    from cutlass_ops.files.packed_config import WeightFormat
 
     dtypes = sorted((part, value.dtype) for part, value in packed.tensors().items() if part != "codes")
     return WeightFormat(packed.bits, packed.group_size, tuple(dtypes))

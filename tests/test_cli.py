@@ -10,36 +10,12 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
-from typer.testing import CliRunner, Result
+from cli_runs import model, run, run_json
 
 import cutlass_ops
 from cutlass_ops import _C, cli, load_packed
 
-
-def run(*args: object) -> Result:
-    return CliRunner().invoke(cli.app, [str(arg) for arg in args])
-
-
-def run_json(*args: object) -> Any:
-    result = run(*args, "--json")
-    assert result.exit_code == 0, result.output
-    return json.loads(result.stdout)
-
-
-@pytest.fixture
-def model(tmp_path: Path) -> Path:
-    path = tmp_path / "m.safetensors"
-    random = torch.Generator().manual_seed(0)
-    tensors = {
-        "model.embed_tokens.weight": torch.randn(8, 64, generator=random),
-        "model.layers.0.mlp.up_proj.weight": torch.randn(48, 64, generator=random),
-        "model.layers.0.mlp.down_proj.weight": torch.randn(64, 48, generator=random),
-        "model.norm.weight": torch.ones(64),
-    }
-    save_file(tensors, path)
-    return path
-
+__all__ = ["model"]
 
 UP, DOWN = "model.layers.0.mlp.up_proj", "model.layers.0.mlp.down_proj"
 
@@ -304,8 +280,8 @@ def test_doctor_multiplies_on_the_gpu() -> None:
 
 
 def test_doctor_fails_when_a_product_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = cli.doctor.ops.mixed_gemm
-    monkeypatch.setattr(cli.doctor.ops, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001)
+    right = cli.doctor.gemm.mixed_gemm
+    monkeypatch.setattr(cli.doctor.gemm, "mixed_gemm", lambda *args, **options: right(*args, **options) * 1.001)
     result = run("doctor")
     assert result.exit_code == 1
     assert "wrong: relative error 0.001" in result.stdout

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runs import model, run, run_json
+from hostile_directories import FILES, MODELS, write
 from rich.console import Console
 from safetensors import SafetensorError
 from safetensors.torch import save_file
-from test_cli import model, run, run_json
-from test_hostile_directories import FILES, MODELS, write
 
-from cutlass_ops import cli, packing
+from cutlass_ops import cli
+from cutlass_ops.files import packing
 
 __all__ = ["model"]
 

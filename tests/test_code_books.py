@@ -12,7 +12,9 @@ from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, library, reference
+from cutlass_ops import reference
+from cutlass_ops.ops import library
+from cutlass_ops.weights import formats
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 DTYPES = (HALF, BFLOAT, FLOAT)

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, reference
+from cutlass_ops import reference
+from cutlass_ops.weights import formats
 
 pytestmark = pytest.mark.gpu
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
-#: Every kernel's and tile's tokens.
+#: Rows of x for every kernel and tile.
 MS = (1, 3, 8, 9, 16, 17, 32, 33, 64, 65, 150, 600)
 SHAPES = [(1000, 576), (64, 128), (70, 200), (2048, 4096), (512, 8256), (4096, 2048)]
 

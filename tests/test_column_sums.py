@@ -11,11 +11,13 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import BFLOAT, FLOAT, GPU, HALF, Format, corrects, make_floats, make_weight, same_bits
+from gpu_cases import BFLOAT, FLOAT, GPU, HALF, Format, compensates, make_floats, make_weight, same_bits
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats, ops_library
+from cutlass_ops import _C
+from cutlass_ops.ops import gemm_library
+from cutlass_ops.weights import formats
 
 ASYMMETRIC: dict[str, Any] = {"act_quant": "block", "act_symmetric": False}
 
@@ -63,7 +65,7 @@ def test_a_weight_on_a_cpu_keeps_no_sums() -> None:
     assert reads(packed) is None
 
 
-def test_sums_are_kept_once_asked_for(made: list[int]) -> None:
+def test_sums_are_kept_once_they_are_needed(made: list[int]) -> None:
     packed = small_weight()
     x = torch.randn(200, 256).half()
     co.mixed_gemm(x, packed, **ASYMMETRIC)
@@ -118,9 +120,9 @@ def test_compiled_products_read_what_is_kept_of_the_values_as_they_are(
     packed = small_weight()
     seen: list[int | None] = []
     for name, place in (("gemm_floats", 2), ("gemm_quantized", 1)):
-        run = getattr(ops_library, name)
+        run = getattr(gemm_library, name)
         monkeypatch.setattr(
-            ops_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
+            gemm_library, name, lambda *args, run=run, place=place: [seen.append(seen_by_kernels(args[place])), run(*args)][1]
         )
     x = torch.randn(5, 256).half()
     qa = co.quantize_activations(x, 128, False)
@@ -279,7 +281,7 @@ def test_results_do_not_tell_where_sums_come_from(fmt: Format, act_quant: str) -
     options: dict[str, Any] = {"act_quant": act_quant, "act_symmetric": False}
     kept = co.reorder(qw)
     kept.sum_codes()
-    assert corrects(m, kept, act_quant) == (act_quant == "block" or fmt.group_size != -1)
+    assert compensates(m, kept, act_quant) == (act_quant == "block" or fmt.group_size != -1)
     y = co.mixed_gemm(x, kept, **options)
     qa = co.quantize_activations(x, -1 if act_quant == "token" else 128, False)
     fresh = co.reorder(qw)

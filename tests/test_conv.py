@@ -12,7 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, library
+from cutlass_ops.ops import library
+from cutlass_ops.weights import formats
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 MIXED: dict[int, Callable[..., Tensor]] = {1: co.mixed_conv1d, 2: co.mixed_conv2d, 3: co.mixed_conv3d}

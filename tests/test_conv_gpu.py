@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import conv_gpu, conv_torch
+from cutlass_ops.ops import conv_gpu, conv_torch
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8, native
+from cutlass_ops import _C
+from cutlass_ops.ops import conv_int8, native
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 
@@ -282,7 +283,7 @@ def test_graphs_with_zero_points(fits: bool, warm: bool) -> None:
         assert torch.equal(y, after)
 
 
-def test_zero_points_are_of_the_weight_that_has_them() -> None:
+def test_zero_points_of_one_weight_do_not_change_another() -> None:
     """Weights may share their codes, and none waits once its operand is kept."""
     weight = packed(codes(torch.int8, 64, 48), torch.ones(64, device="cuda"), zeros=codes(torch.uint8, 64, seed=30))
     assert weight.zeros is not None

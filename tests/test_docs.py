@@ -33,8 +33,8 @@ def test_python_runs_as_printed(name: str, tmp_path: Path, monkeypatch: pytest.M
 def test_lines_for_users_of_other_libraries_run_as_printed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for package in ("transformers", "gguf"):
         import_or_skip(package)
-    from test_gguf_models import write_model
-    from test_hf import tiny, write_dialect
+    from gguf_model_files import write_model
+    from hf_models import tiny, write_dialect
 
     tiny().save_pretrained(tmp_path / "model-float")
     for name, dialect in (("bnb", "bitsandbytes nf4"), ("awq", "awq"), ("gptq", "gptq")):

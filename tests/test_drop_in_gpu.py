@@ -11,7 +11,8 @@ from imports import import_or_skip
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import formats, reference
+from cutlass_ops import reference
+from cutlass_ops.weights import formats
 
 pytestmark = pytest.mark.gpu
 

@@ -230,7 +230,7 @@ def test_compiled_whole(tied: bool) -> None:
 
 
 def test_the_operator_has_a_schema_and_shapes() -> None:
-    from cutlass_ops.library import weight_fields
+    from cutlass_ops.ops.library import weight_fields
 
     args = (ids(2, 3), *weight_fields(packed(kind="zeros")), torch.bfloat16)
     torch.library.opcheck(torch.ops.cutlass_ops.embedding.default, args)

@@ -12,7 +12,7 @@ import cutlass_ops as co
 from cutlass_ops.engines.directory import PackedLinear
 from cutlass_ops.engines.fused import FusedLinear
 from cutlass_ops.engines.layers import Engine
-from cutlass_ops.packed_config import WeightFormat
+from cutlass_ops.files.packed_config import WeightFormat
 
 K = 128
 HEADS = {"q": 128, "k": 64, "v": 64}

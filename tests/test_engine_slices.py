@@ -7,8 +7,8 @@ import cutlass_ops as co
 from cutlass_ops.engines.layers import stored_weight
 from cutlass_ops.engines.shards import LayerPart, Shards
 from cutlass_ops.engines.slices import cut
-from cutlass_ops.packed_file import packed_specs
-from cutlass_ops.tensor_parallel import slice_weight, sliced_format
+from cutlass_ops.files.tensor_parallel import slice_weight, sliced_format
+from cutlass_ops.weights.specs import packed_specs
 
 PARTS = ("codes", "scales", "zeros", "offsets")
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)

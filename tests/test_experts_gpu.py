@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.packed_experts import in_eights
+from cutlass_ops.weights.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
 

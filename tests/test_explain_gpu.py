@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_ops_gpu import Format, make_weight
+from gpu_cases import Format, make_weight
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 

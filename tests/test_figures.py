@@ -46,10 +46,10 @@ def test_the_numbers_of_the_readme_are_the_files() -> None:
         assert f">humming {theirs:.1f}<" in picture
 
 
-def test_the_pictures_are_those_of_the_results() -> None:
+def test_the_pictures_are_those_of_the_results(figures: ModuleType) -> None:
     picture = (ROOT / "results/h200.svg").read_text()
     for row in RESULT["rows"]:
-        if row["m"]:
+        if row["m"] in figures.plot.TICKS:
             assert f">{row['us']:.0f}<" in picture or f">{row['us']:.3g}<" in picture
     models = json.loads((ROOT / "results/accuracy.json").read_text())["models"]
     for model in models:
@@ -83,6 +83,24 @@ def test_the_site_draws_its_pictures(figures: ModuleType, tmp_path: Path, monkey
     monkeypatch.delitem(figures.PICTURES, "h200.svg")  # takes seconds
     (tmp_path / "results").mkdir()
     figures.on_post_build(config={"site_dir": str(tmp_path)})
-    for name in ("one_row.svg", "accuracy.svg"):
+    for name in figures.PICTURES:
         drawn, kept = (folder / "results" / name for folder in (tmp_path, ROOT))
         assert re.findall(r"<text[^>]*>([^<]+)", drawn.read_text()) == re.findall(r"<text[^>]*>([^<]+)", kept.read_text())
+
+
+def test_a_slower_cell_of_a_heat_map_is_framed_and_every_cell_has_its_number(figures: ModuleType, tmp_path: Path) -> None:
+    figures.heatmap.draw(["1", "16"], [("a", [0.5, 1.25]), ("b", [1.004, None])], tmp_path / "map.svg")
+    picture = (tmp_path / "map.svg").read_text()
+    assert re.findall(r">([\d.]+)</text>", picture) == ["1", "16", "0.50", "1.25", "1.00"]
+    assert picture.count("stroke=") == picture.count("bold") == 1
+
+
+def test_heat_maps_are_those_of_the_results() -> None:
+    """Read here without the tool's help, for one cell of each."""
+    experts = json.loads((ROOT / "results/experts_h200.json").read_text())["rows"]
+    us = {row["peer"]: row["us"] for row in experts if (row["shape"], row["m"]) == ("mixtral-8x7b", 1024)}
+    ours = us.pop("ours")
+    assert f">{ours / min(us.values()):.2f}<" in (ROOT / "results/heat_experts.svg").read_text()
+    (stem,) = (r for r in json.loads((ROOT / "results/h100-conv.json").read_text())["mixed"] if r["layer"] == "sdxl 640")
+    ratio = stem["us"]["W4A16"] / stem["torch_fp16_us"]
+    assert f">{ratio:.2f}<" in (ROOT / "results/heat_convolutions.svg").read_text()

@@ -15,7 +15,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import cutlass_ops as co
-from cutlass_ops import CheckpointError, cli, formats, reference
+from cutlass_ops import CheckpointError, cli, reference
+from cutlass_ops.weights import formats
 
 HALF, BFLOAT, FLOAT, E4M3 = torch.float16, torch.bfloat16, torch.float32, torch.float8_e4m3fn
 #: Every code but the two that are no numbers.

@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from cutlass_ops import verify
+from cutlass_ops.files import verify
 
 ROOT = Path(__file__).parent.parent
 

@@ -13,8 +13,8 @@ import torch
 from imports import import_or_skip
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.verify import verify_packed
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -118,7 +118,7 @@ def test_keys_that_contradict_the_parts_are_refused(tmp_path: Path, keys: dict[s
         co.load_checkpoint(write(tmp_path / "m-00001-of-00002.gguf", 0, 2, **keys))
 
 
-def test_a_directory_of_several_models_asks_for_a_name(tmp_path: Path) -> None:
+def test_a_directory_of_several_models_needs_a_name(tmp_path: Path) -> None:
     split(tmp_path, 2)
     write(tmp_path / "other.gguf")
     with pytest.raises(co.CheckpointError, match=r"holds 2 GGUF models; name one of them: m-00001-of-00002\.gguf, other\.gguf"):

@@ -1,57 +1,32 @@
-"""Models of transformers: packed directories through from_pretrained, every dialect through both doors."""
+"""Packed models through transformers and load_model: loaded, saved, refused."""
 
 from __future__ import annotations
 
 import copy
 import json
-import os
 import shutil
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from hf_models import FAMILIES, MOE, SIZES, TOKENS, assert_same_logits, imported, linears, logits, mixed, tiny
 from imports import import_or_skip
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops import formats, hf
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.verify import verify_packed
 
 transformers = import_or_skip("transformers")
-
-TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
-SIZES = {**DECODER, "vocab_size": 160, "initializer_range": 0.2}
-FAMILIES = {"llama": "LlamaConfig", "mistral": "MistralConfig", "qwen2": "Qwen2Config", "qwen3": "Qwen3Config"}
-
-
-def tiny(family: str = "llama", **options: Any) -> Any:
-    """A random model whose every parameter matters: norms that are not 1, biases that are not 0."""
-    config = getattr(transformers, FAMILIES[family])(**{**SIZES, **options})
-    torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(config).eval()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.dim() == 1:
-                parameter.copy_(torch.rand_like(parameter) + 0.5 * name.endswith("norm.weight"))
-    return model
-
-
-def linears(model: nn.Module) -> dict[str, nn.Linear]:
-    """The layers that are packed: all but the head."""
-    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name != "lm_head"}
 
 
 def dequantised(model: Any, weights: dict[str, co.QuantizedWeight]) -> Any:
@@ -63,25 +38,10 @@ def dequantised(model: Any, weights: dict[str, co.QuantizedWeight]) -> Any:
     return model
 
 
-def logits(model: Any) -> Tensor:
-    with torch.inference_mode():
-        result: Tensor = model(input_ids=TOKENS).logits.float()
-    return result
-
-
-def assert_same_logits(found: Any, expected: Any) -> None:
-    a, b = logits(found), logits(expected)
-    assert (a - b).abs().max() <= 2e-5 * b.square().mean().sqrt()
-
-
 def assert_same_text(found: Any, expected: Any) -> None:
     """Token by token, with a cache."""
     options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     assert torch.equal(found.generate(TOKENS, **options), expected.generate(TOKENS, **options))
-
-
-def mixed(model: nn.Module) -> dict[str, co.MixedLinear]:
-    return {name: module for name, module in model.named_modules() if isinstance(module, co.MixedLinear)}
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -264,16 +224,13 @@ def test_directories_written_before_the_guard_still_load(act_order: Path, tmp_pa
         assert_same_logits(model, co.load_model(act_order))
 
 
-MOE = {"num_local_experts": 2, "num_experts_per_tok": 1, "num_hidden_layers": 1}
-
-
 def test_experts_packed_one_by_one_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """As earlier versions wrote them: transformers has no linear layers of these names."""
     model = transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE}))
     model.save_pretrained(tmp_path / "float")
     with monkeypatch.context() as patch:
-        patch.setattr("cutlass_ops.plan.layers_of", lambda *_: [])
-        patch.setattr("cutlass_ops.architecture.Architecture.reason_to_keep", lambda *_: "")
+        patch.setattr("cutlass_ops.files.conversion_plan.layers_of", lambda *_: [])
+        patch.setattr("cutlass_ops.nn.architecture.Architecture.reason_to_keep", lambda *_: "")
         reorder_model(co.load_checkpoint(tmp_path / "float"), tmp_path / "packed", Options(8, 32))
     reasons = (
         r"packed, but not linear layers or experts of MixtralForCausalLM: "
@@ -477,6 +434,17 @@ def test_files_that_lie(act_order: Path, tmp_path: Path, change: dict[str, Tenso
         transformers.AutoModelForCausalLM.from_pretrained(folder, **on_disk, offload_folder=tmp_path / "offload")
 
 
+@pytest.mark.parametrize("quantised", [True, False], ids=["packed", "on load"])
+def test_a_tensor_parallel_plan_is_refused(quantised: bool, act_order: Path, tmp_path: Path) -> None:
+    model = co.load_model(act_order, fuse=False)
+    (model if quantised else model.dequantize()).save_pretrained(tmp_path)
+    config = transformers.AutoConfig.from_pretrained(tmp_path)
+    config.distributed_config = transformers.distributed.DistributedConfig(tp_size=2)  # as from_pretrained(tp_size=2) has it
+    options = {} if quantised else {"quantization_config": co.CutlassOpsConfig(bits=4, group_size=32)}
+    with pytest.raises(ValueError, match="tp_plan and tp_size split parameters"):
+        transformers.AutoModelForCausalLM.from_pretrained(tmp_path, config=config, **options)
+
+
 def test_other_models_files_are_refused(act_order: Path, tmp_path: Path) -> None:
     model = co.load_model(act_order, fuse=False)
     model.save_pretrained(tmp_path / "saved")
@@ -558,8 +526,8 @@ def test_one_rank_of_a_split_model_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_float_model_is_not_loaded_as_a_packed_one(tmp_path: Path) -> None:
-    from cutlass_ops.hf_config import PackedModelConfig
-    from cutlass_ops.packed_config import WeightFormat, quantization_config
+    from cutlass_ops.files.packed_config import WeightFormat, quantization_config
+    from cutlass_ops.integrations.hf_config import PackedModelConfig
 
     tiny().save_pretrained(tmp_path)
     config = PackedModelConfig(**quantization_config({"a": WeightFormat(4, 32, (("scales", torch.float32),))}))
@@ -575,52 +543,6 @@ def test_compiles_into_one_graph(act_order: Path) -> None:
     assert (found - logits(model)).abs().max() <= 1e-5 * logits(model).square().mean().sqrt()
 
 
-def test_registered_once_transformers_is_imported() -> None:
-    code = """
-        import sys, cutlass_ops
-        assert "transformers" not in sys.modules
-        import transformers.quantizers.auto as tables
-        assert "cutlass_ops" in tables.AUTO_QUANTIZER_MAPPING and "cutlass_ops" in tables.AUTO_QUANTIZATION_CONFIG_MAPPING
-    """
-    command = [sys.executable, "-c", "\n".join(line.strip() for line in code.splitlines())]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-
-
-def test_registered_where_transformers_is_imported_already(monkeypatch: pytest.MonkeyPatch) -> None:
-    from transformers.quantizers import auto
-
-    tables = (auto.AUTO_QUANTIZER_MAPPING, auto.AUTO_QUANTIZATION_CONFIG_MAPPING)
-    for table in tables:
-        monkeypatch.delitem(table, "cutlass_ops")
-    monkeypatch.setitem(sys.modules, "cutlass_ops.hf_quantizer", None)  # it does not import
-    with pytest.warns(UserWarning, match="this transformers cannot load packed models of cutlass_ops"):
-        hf.register_when_imported()
-    monkeypatch.delitem(sys.modules, "cutlass_ops.hf_quantizer")
-    hf.register_when_imported()
-    assert all("cutlass_ops" in table for table in tables)
-
-
-def imported(code: str, hooks: str | None = None) -> subprocess.CompletedProcess[str]:
-    environment = {name: value for name, value in os.environ.items() if name != "CUTLASS_OPS_IMPORT_HOOKS"}
-    if hooks is not None:
-        environment["CUTLASS_OPS_IMPORT_HOOKS"] = hooks
-    command = [sys.executable, "-W", "ignore", "-c", "import sys\nbefore = list(sys.meta_path)\nimport cutlass_ops\n" + code]
-    return subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
-
-
-def test_one_import_hook_serves_every_table_and_goes_with_the_last() -> None:
-    done = imported("""
-(hook,) = (finder for finder in sys.meta_path if finder not in before)
-hook.tables &= {"huggingface_hub.hub_mixin", "transformers.quantizers.auto"}  # installed
-import huggingface_hub.hub_mixin
-assert "cutlass_ops.hub_mixin" in sys.modules and hook in sys.meta_path
-import transformers.quantizers.auto
-assert "cutlass_ops.hf_quantizer" in sys.modules and hook not in sys.meta_path
-""")
-    assert done.returncode == 0, done.stderr
-
-
 def test_import_hooks_are_left_out_on_request(act_order: Path) -> None:
     done = imported(
         f"""
@@ -633,231 +555,6 @@ assert "cutlass_ops" in tables.AUTO_QUANTIZER_MAPPING
         hooks="0",
     )
     assert done.returncode == 0, done.stderr
-
-
-def test_an_unknown_choice_of_import_hooks_is_refused() -> None:
-    done = imported("", hooks="off")
-    assert "ValueError: CUTLASS_OPS_IMPORT_HOOKS is 'off' in the environment; it must be 0 or 1" in done.stderr
-
-
-# ---- every dialect, written by hand: a module's tensors and the values that the dialect gives them
-
-Written = tuple[dict[str, Tensor], Tensor]
-PERM = torch.randperm(96, generator=torch.Generator().manual_seed(3))
-
-
-def words(codes: Tensor, order: tuple[int, ...] = tuple(range(8))) -> Tensor:
-    """Codes of 4 bits ``[R, C]`` as int32 ``[R, C / 8]``."""
-    eights = codes.long().view(codes.shape[0], -1, 8)[..., list(order)]
-    packed = (eights << torch.arange(0, 32, 4)).sum(-1)
-    return torch.where(packed >= 2**31, packed - 2**32, packed).to(torch.int32)
-
-
-def rounded(weight: Tensor, symmetric: bool = False) -> co.QuantizedWeight:
-    return co.quantize(weight.half(), 4, 32, symmetric)
-
-
-def awq(weight: Tensor) -> Written:
-    qw = rounded(weight)
-    assert qw.zeros is not None
-    order = (0, 2, 4, 6, 1, 3, 5, 7)
-    tensors = {"qweight": words(qw.codes.t(), order), "qzeros": words(qw.zeros.t(), order), "scales": qw.scales.t()}
-    return tensors, co.dequantize(qw, torch.float32)
-
-
-def gptq(weight: Tensor) -> Written:
-    """Act order: column i of x belongs to the group where it stands in a permuted order."""
-    k = weight.shape[1]
-    perm = PERM[k > PERM]
-    qw = rounded(weight[:, perm])
-    assert qw.zeros is not None
-    place = torch.argsort(perm)
-    tensors = {
-        "qweight": words(qw.codes[:, place]).t(),
-        "qzeros": words((qw.zeros.long() - 1).t() & 15),
-        "scales": qw.scales.t(),
-        "g_idx": (place // 32).to(torch.int32),
-    }
-    return tensors, co.dequantize(qw, torch.float32)[:, place]
-
-
-def compressed_tensors(weight: Tensor) -> Written:
-    qw = rounded(weight, symmetric=True)
-    tensors = {"weight_packed": words(qw.codes), "weight_scale": qw.scales, "weight_shape": torch.tensor(weight.shape)}
-    return tensors, co.dequantize(qw, torch.float32)
-
-
-def compressed_tensors_int8(weight: Tensor) -> Written:
-    qw = co.quantize(weight, 8, -1)
-    tensors = {"weight": (qw.codes.int() - 128).to(torch.int8), "weight_scale": qw.scales}
-    return tensors, co.dequantize(qw, torch.float32)
-
-
-def bitsandbytes(weight: Tensor) -> Written:
-    codes, absmax = co.quantize_4bit(weight, blocksize=32, quant_type="nf4")
-    described = {"quant_type": "nf4", "blocksize": 32, "dtype": "float32", "shape": list(weight.shape)}
-    tensors = {
-        "weight": codes.view(-1, 1),
-        "weight.absmax": absmax,
-        "weight.quant_map": torch.tensor(formats.NF4),
-        "weight.quant_state.bitsandbytes__nf4": torch.tensor(list(json.dumps(described).encode()), dtype=torch.uint8),
-    }
-    return tensors, co.dequantize_4bit(codes, absmax, weight.shape, blocksize=32, quant_type="nf4", dtype=torch.float32)
-
-
-def bitsandbytes_int8(weight: Tensor) -> Written:
-    absmax = weight.abs().amax(1)
-    codes = (weight * 127 / absmax[:, None]).round().to(torch.int8)
-    tensors = {"weight": codes, "SCB": absmax, "weight_format": torch.tensor(0, dtype=torch.uint8)}
-    return tensors, codes * (absmax / 127)[:, None]
-
-
-def hqq(weight: Tensor) -> Written:
-    qw = co.quantize(weight, 4, 32, False)
-    assert qw.zeros is not None
-    rows = qw.codes.view(-1, 32)
-    high, low = rows.chunk(2)
-    zeros = qw.zeros.view(-1, 1) + 0.25  # real ones
-    numbers = {"nbits": 4, "group_size": 32, "axis": 1}
-    flags = {"view_as_float": 0, "quant_scale": 0, "encoded_state_dict": 1}
-    tensors = {
-        "W_q": high << 4 | low,
-        "scale": qw.scales.view(-1, 1),
-        "zero": zeros,
-        "shape": torch.tensor(weight.shape),
-        "packing": torch.tensor(list(b"4bit_u8"), dtype=torch.uint8),
-        **{name: torch.tensor(value, dtype=torch.int32) for name, value in numbers.items()},
-        **{name: torch.tensor(value, dtype=torch.uint8) for name, value in flags.items()},
-    }
-    return tensors, ((rows - zeros) * qw.scales.view(-1, 1)).view(weight.shape)
-
-
-CT = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group", "group_size": 32}
-CT8 = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
-
-
-def ct_config(form: str, weights: dict[str, Any]) -> dict[str, Any]:
-    groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-    return {"quant_method": "compressed-tensors", "format": form, "ignore": ["lm_head"], "config_groups": groups}
-
-
-DIALECTS: dict[str, tuple[Callable[[Tensor], Written], dict[str, Any]]] = {
-    "awq": (awq, {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}),
-    "gptq": (gptq, {"quant_method": "gptq", "bits": 4, "group_size": 32, "desc_act": True, "sym": False}),
-    "compressed-tensors": (compressed_tensors, ct_config("pack-quantized", CT)),
-    "compressed-tensors int8": (compressed_tensors_int8, ct_config("int-quantized", CT8)),
-    "bitsandbytes nf4": (bitsandbytes, {"quant_method": "bitsandbytes", "load_in_4bit": True}),
-    "bitsandbytes int8": (bitsandbytes_int8, {"quant_method": "bitsandbytes", "load_in_8bit": True}),
-    "hqq": (hqq, {"quant_method": "hqq"}),
-}
-
-
-def assert_loads(source: Path, scratch: Path, expected: Any) -> None:
-    """Both doors give the model of the dequantised weights: load_model, and from_pretrained once it is reordered."""
-    model = co.load_model(source, dtype=torch.float32)
-    assert_same_logits(model, expected)
-    assert any(name.endswith("qkv_proj") for name in mixed(model))
-    reorder_model(co.load_checkpoint(source), scratch)
-    model = transformers.AutoModelForCausalLM.from_pretrained(scratch, dtype=torch.float32)
-    assert mixed(model).keys() == linears(expected).keys()
-    assert_same_logits(model, expected)
-
-
-def write_dialect(folder: Path, dialect: str) -> Any:
-    """A checkpoint of a random model; the model that has the checkpoint's values."""
-    write, quantization = DIALECTS[dialect]
-    model = tiny("qwen2" if dialect == "awq" else "llama")
-    layers = linears(model)
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if name.removesuffix(".weight") not in layers}
-    with torch.no_grad():
-        for name, linear in layers.items():
-            written, values = write(linear.weight.detach())
-            tensors.update({f"{name}.{part}": tensor.contiguous() for part, tensor in written.items()})
-            linear.weight.copy_(values)
-    folder.mkdir()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
-    config = {**model.config.to_dict(), "quantization_config": quantization}
-    (folder / "config.json").write_text(json.dumps(config))
-    return model
-
-
-@pytest.mark.parametrize("dialect", DIALECTS)
-def test_every_dialect(dialect: str, tmp_path: Path) -> None:
-    model = write_dialect(tmp_path / "source", dialect)
-    assert_loads(tmp_path / "source", tmp_path / "packed", model)
-
-
-def test_quantised_routers_become_their_values(tmp_path: Path) -> None:
-    """A checkpoint of quantised experts and routers: transformers has stacked and bare parameters for them."""
-    torch.manual_seed(0)
-    transformers.MixtralForCausalLM(transformers.MixtralConfig(**{**SIZES, **MOE})).save_pretrained(tmp_path / "values")
-    values = load_file(tmp_path / "values" / "model.safetensors")
-    tensors: dict[str, Tensor] = {}
-    for name, value in values.items():
-        module = name.removesuffix(".weight")
-        if value.dim() == 2 and module not in ("lm_head", "model.embed_tokens"):
-            parts, values[name] = compressed_tensors_int8(value)
-            tensors.update({f"{module}.{part}": tensor for part, tensor in parts.items()})
-        else:
-            tensors[name] = value
-    save_file(values, tmp_path / "values" / "model.safetensors", metadata={"format": "pt"})
-    expected = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "values")
-    (tmp_path / "source").mkdir()
-    save_file(tensors, tmp_path / "source" / "model.safetensors", metadata={"format": "pt"})
-    config = {**expected.config.to_dict(), "quantization_config": ct_config("int-quantized", CT8)}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    assert_loads(tmp_path / "source", tmp_path / "packed", expected)
-    # A file of weights, which other engines read, has the router packed; load_model takes its values.
-    reorder_checkpoint(co.load_checkpoint(tmp_path / "source"), tmp_path / "packed.safetensors")
-    assert isinstance(co.load_packed(tmp_path / "packed.safetensors")["model.layers.0.block_sparse_moe.gate"], co.PackedWeight)
-    assert_same_logits(co.load_model(tmp_path / "packed.safetensors", config=expected.config), expected)
-
-
-def test_both_doors_quantise_the_activations_that_a_checkpoint_was_made_for(tmp_path: Path) -> None:
-    model = tiny(num_hidden_layers=1)
-    tensors = dict(model.state_dict())
-    for name, linear in linears(model).items():
-        parts, _ = compressed_tensors_int8(linear.weight.detach())
-        del tensors[f"{name}.weight"]
-        tensors.update({f"{name}.{part}": tensor for part, tensor in parts.items()})
-    source = tmp_path / "source"
-    source.mkdir()
-    save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    quantization = ct_config("int-quantized", CT8)
-    tokens = {"num_bits": 8, "type": "int", "symmetric": False, "strategy": "token", "dynamic": True}
-    quantization["config_groups"]["group_0"]["input_activations"] = tokens
-    (source / "config.json").write_text(json.dumps({**model.config.to_dict(), "quantization_config": quantization}))
-    checkpoint = co.load_checkpoint(source)
-    assert checkpoint.activations == ("token", False)
-    reorder_model(checkpoint, tmp_path / "packed")
-    reorder_checkpoint(checkpoint, tmp_path / "packed.safetensors")
-    doors = [co.load_model(path, fuse=False, config=model.config) for path in (source, tmp_path / "packed.safetensors")]
-    doors += [co.load_model(tmp_path / "packed", fuse=False)]
-    for found in doors:
-        assert {(layer.act_quant, layer.act_symmetric) for layer in mixed(found).values()} == {("token", False)}
-        assert torch.equal(logits(found), logits(doors[0]))
-    assert {layer.act_quant for layer in mixed(co.load_model(source, act_quant="none")).values()} == {"none"}
-
-
-def test_torchao(tmp_path: Path) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torchao = import_or_skip("torchao.quantization")
-        from torchao.prototype.safetensors.safetensors_support import flatten_tensor_state_dict
-    model = tiny()
-    source = copy.deepcopy(model)
-    form = torchao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=torchao.PerGroup(32))
-    torchao.quantize_(source, form, lambda module, name: name in linears(model))
-    with torch.no_grad():
-        for name, linear in linears(model).items():
-            linear.weight.copy_(source.get_submodule(name).weight.dequantize())
-    flat, metadata = flatten_tensor_state_dict(source.state_dict())
-    (tmp_path / "source").mkdir()
-    flat = {name: tensor.contiguous() for name, tensor in flat.items()}
-    save_file(flat, tmp_path / "source" / "model.safetensors", metadata={"format": "pt", **metadata})
-    config = {**model.config.to_dict(), "quantization_config": {"quant_method": "torchao"}}
-    (tmp_path / "source" / "config.json").write_text(json.dumps(config))
-    assert_loads(tmp_path / "source", tmp_path / "packed", model)
 
 
 @pytest.mark.gpu

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 import warnings
 from pathlib import Path
@@ -15,11 +14,11 @@ from safetensors.torch import save_file
 from sizes import DECODER as LLAMA
 
 import cutlass_ops as co
+from cutlass_ops.nn import quantize_model
 
 transformers = import_or_skip("transformers")
-quantize_model = importlib.import_module("cutlass_ops.quantize_model")  # the package gives its name to the function
-hf_on_load = importlib.import_module("cutlass_ops.hf_on_load")
-hf_quantizer = importlib.import_module("cutlass_ops.hf_quantizer")
+hf_on_load = import_or_skip("cutlass_ops.integrations.hf_on_load")
+hf_quantizer = import_or_skip("cutlass_ops.integrations.hf_quantizer")
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [5, 3, 5, 8, 9, 7, 9, 3]])
 COMMON = {"vocab_size": 96, "bos_token_id": 0, "eos_token_id": 0}
@@ -270,7 +269,7 @@ def test_a_model_becomes_float_again(tmp_path: Path) -> None:
 
 
 def test_without_transformers_the_class_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delitem(sys.modules, "cutlass_ops.hf_config")
+    monkeypatch.delitem(sys.modules, "cutlass_ops.integrations.hf_config")
     monkeypatch.setitem(sys.modules, "transformers.utils.quantization_config", None)
     with pytest.raises(ModuleNotFoundError, match=r"CutlassOpsConfig needs it: pip install 'cutlass_ops\[hf\]'"):
         _ = co.CutlassOpsConfig

@@ -12,8 +12,8 @@ from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 
 
 @pytest.fixture(scope="module")

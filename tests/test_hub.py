@@ -9,7 +9,7 @@ import torch
 from imports import import_or_skip
 
 import cutlass_ops as co
-from cutlass_ops.hub import local_path
+from cutlass_ops.checkpoints.hub import local_path
 
 constants = import_or_skip("huggingface_hub.constants")
 

@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cutlass_ops import _C, formats
-from cutlass_ops.packed_weight import group_vector_positions
+from cutlass_ops import _C
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.packed_weight import group_vector_positions
 
 Codes = npt.NDArray[np.uint8]
 

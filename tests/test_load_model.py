@@ -15,8 +15,8 @@ from safetensors.torch import save_file
 from sizes import DECODER
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
 
 transformers = import_or_skip("transformers")
 # Python's own parts of transformers and torch warn of each other.
@@ -125,7 +125,7 @@ def custom(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_code_of_a_checkpoint_is_neither_run_nor_asked_for(custom: Path) -> None:
+def test_code_of_a_checkpoint_is_not_run_and_no_prompt_is_shown(custom: Path) -> None:
     code = f"import cutlass_ops as co; co.load_model({str(custom)!r}, options=co.Options(8, 32))"
     run = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True)
     assert run.returncode == 1

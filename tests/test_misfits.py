@@ -12,11 +12,11 @@ from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 import cutlass_ops as co
-from cutlass_ops.architecture import Architecture
 from cutlass_ops.cli import app
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.verify import verify_packed
+from cutlass_ops.nn.architecture import Architecture
 
 # transformers' own parts warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

@@ -6,12 +6,12 @@ import json
 from pathlib import Path
 from typing import Any
 
+import hostile_dialects as dialects
+import hostile_directories as directories
 import pytest
-import test_hostile_dialects as dialects
-import test_hostile_directories as directories
 import torch
-from test_hostile_files import raw_safetensors
-from test_llm_checkpoints import ct_config, ct_weights, gptq, gptq_config, randint, randn, words
+from hostile_cases import header_length, raw_safetensors
+from llm_checkpoints import ct_config, ct_weights, gptq, gptq_config, randint, randn, words
 
 from cutlass_ops import CheckpointError, load_checkpoint
 
@@ -123,7 +123,7 @@ def test_a_state_that_promises_nested_scales(tmp_path: Path) -> None:
 def test_parts_that_torchao_names(tmp_path: Path) -> None:
     def saved(names: list[str], tensors: dict[str, Any]) -> Path:
         content = dialects.saved("torchao", {k: v for k, v in tensors.items() if v is not None})
-        length = dialects.header_length(content)
+        length = header_length(content)
         header = json.loads(content[8 : 8 + length])
         described = json.loads(header["__metadata__"]["x.weight"]) | {"_tensor_data_names": names}
         header["__metadata__"]["x.weight"] = json.dumps(described)

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 
 RANDOM = torch.Generator().manual_seed(9)
 

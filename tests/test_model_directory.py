@@ -1,46 +1,33 @@
-"""Whole model directories: what is written, what is read back, interrupted and split."""
+"""Whole model directories: what is written and read back, of every dialect, and interrupted."""
 
 from __future__ import annotations
 
-import errno
 import json
-import os
-import re
 import signal
-import struct
 import subprocess
 import sys
 import textwrap
 import threading
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from model_directories import CONFIG, DOWN0, OPTIONS, float_tensors, listing, save_model, source
 from safetensors.torch import load_file, save_file
 
-from cutlass_ops import (
-    CheckpointError,
-    PackedWeight,
-    dequantize,
-    formats,
-    load_checkpoint,
-    load_packed,
-    model_directory,
-    packing,
-    quantize,
-    reorder,
-)
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_config import GUARD, WeightFormat, quantization_config, weight_format
-from cutlass_ops.packed_file import is_packed, packed_info
-from cutlass_ops.plan import Options
-from cutlass_ops.safetensors_files import opened
-from cutlass_ops.tensor_parallel import check_heads, parse_overrides, slice_tensor, slice_weight, sliced_format, split_style
-from cutlass_ops.verify import diff_packed, verify_packed
+from cutlass_ops import CheckpointError, PackedWeight, dequantize, load_checkpoint, load_packed, quantize
+from cutlass_ops.files import packing
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_config import GUARD, WeightFormat, quantization_config, weight_format
+from cutlass_ops.files.packed_file import is_packed, packed_info
+from cutlass_ops.files.verify import verify_packed
+
+__all__ = ["source"]
 
 FOUR = WeightFormat(4, 128, (("scales", torch.float16), ("zeros", torch.int8)))
+
 EIGHT = WeightFormat(8, -1, (("bias", torch.bfloat16), ("scales", torch.float32)))
 
 
@@ -71,65 +58,6 @@ def test_a_config_that_means_nothing(change: dict[str, object], match: str) -> N
 
 
 # ---- a directory
-
-LINEARS = {
-    "self_attn.q_proj": (128, 128),
-    "self_attn.k_proj": (64, 128),
-    "self_attn.v_proj": (64, 128),
-    "self_attn.o_proj": (128, 128),
-    "mlp.gate_proj": (192, 128),
-    "mlp.up_proj": (192, 128),
-    "mlp.down_proj": (128, 192),
-}
-CONFIG = {
-    "architectures": ["ToyForCausalLM"],  # of which transformers knows no tensors
-    "model_type": "llama",
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "quantization_config": {},
-}
-
-
-def float_tensors(layers: int = 2, bias: bool = True) -> dict[str, torch.Tensor]:
-    random = torch.Generator().manual_seed(3)
-    tensors = {"model.embed_tokens.weight": torch.randn(96, 128, generator=random).half()}
-    for layer in range(layers):
-        prefix = f"model.layers.{layer}"
-        tensors[f"{prefix}.input_layernorm.weight"] = torch.randn(128, generator=random).half()
-        for name, shape in LINEARS.items():
-            tensors[f"{prefix}.{name}.weight"] = torch.randn(*shape, generator=random).half()
-            if bias and name in ("self_attn.q_proj", "self_attn.o_proj"):
-                tensors[f"{prefix}.{name}.bias"] = torch.randn(shape[0], generator=random).half()
-    return tensors
-
-
-def save_model(path: Path, tensors: dict[str, torch.Tensor]) -> Path:
-    """A model's directory in two shards, with what usually lies beside them."""
-    path.mkdir()
-    names = sorted(tensors)
-    halves = {"model-00001-of-00002.safetensors": names[: len(names) // 2]}
-    halves["model-00002-of-00002.safetensors"] = names[len(names) // 2 :]
-    for file, part in halves.items():
-        save_file({name: tensors[name] for name in part}, path / file)
-    weight_map = {name: file for file, part in halves.items() for name in part}
-    (path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
-    (path / "config.json").write_text(json.dumps(CONFIG))
-    for name in ("tokenizer.json", "generation_config.json", "quantize_config.json", "pytorch_model.bin", ".hidden"):
-        (path / name).write_text("{}")
-    (path / "original").mkdir()
-    return path
-
-
-@pytest.fixture
-def source(tmp_path: Path) -> Path:
-    return save_model(tmp_path / "source", float_tensors())
-
-
-OPTIONS = Options(bits=4, group_size=32, symmetric=False, exclude="layers.1.*up_proj")
-
-
-def listing(path: Path) -> list[str]:
-    return sorted(str(file.relative_to(path)) for file in path.rglob("*") if file.is_file())
 
 
 def test_a_model_becomes_a_directory(source: Path, tmp_path: Path) -> None:
@@ -249,11 +177,12 @@ def test_a_dry_run_writes_nothing(source: Path, tmp_path: Path) -> None:
 
 # ---- complete or absent
 
+
 RUN = """
     import os, signal, sys
     from cutlass_ops import load_checkpoint
-    from cutlass_ops.model_directory import reorder_model
-    from cutlass_ops.plan import Options
+    from cutlass_ops.files.model_directory import reorder_model
+    from cutlass_ops.files.conversion_plan import Options
     left = int(sys.argv[3])
     def progress(name, nbytes):
         global left
@@ -416,349 +345,6 @@ def test_slices_that_mean_nothing(tmp_path: Path, value: str, match: str) -> Non
         packed_info(path)
 
 
-# ---- verify and diff
-
-
-def flip(path: Path, tensor: str, position: int = 0) -> None:
-    """Flip the lowest bit of one byte of a tensor."""
-    content = bytearray(path.read_bytes())
-    (length,) = struct.unpack("<Q", content[:8])
-    begin = json.loads(content[8 : 8 + length])[tensor]["data_offsets"][0]
-    content[8 + length + begin + position] ^= 1
-    path.write_bytes(content)
-
-
-Q0, DOWN0 = "model.layers.0.self_attn.q_proj", "model.layers.0.mlp.down_proj"
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_verify_and_diff_see_one_flipped_bit(source: Path, tmp_path: Path, ranks: int) -> None:
-    checkpoint, out, same = load_checkpoint(source), tmp_path / "out", tmp_path / "same"
-    for path, shard_bytes in ((out, 60_000), (same, 10**9)):
-        reorder_model(checkpoint, path, OPTIONS, ranks=ranks, shard_bytes=shard_bytes)
-    assert verify_packed(out, checkpoint).problems == []
-    rank, prefix = (out, "") if ranks == 1 else (out / "rank-1-of-2", "rank-1-of-2: ")
-    other = same if ranks == 1 else same / "rank-1-of-2"
-    info = packed_info(rank)
-    equal = diff_packed(rank, other)
-    assert (equal.same, equal.only_first, equal.only_second, equal.changed) == (len(info.names), [], [], {})
-    # Byte 0 holds rows 0 and 8 of column 0, row 0 in its low half; scales are fp16.
-    for tensor, position, part, difference in (
-        (f"{DOWN0}.codes", 0, "codes", r"codes: 1 of \d+ differ, the first at [0, 0]"),
-        (f"{DOWN0}.scales", 3, "scales", "scales: 1 of"),
-        ("model.layers.0.input_layernorm.weight", 9, "", "values: 1 of 128 differ, the first at [4]"),
-    ):
-        name = tensor.removesuffix(f".{part}") if part else tensor
-        place = info.places[tensor]
-        flip(place, tensor, position)
-        found = verify_packed(out, checkpoint)
-        assert found.problems == [
-            f"{prefix}{name}: {part or 'the tensor'} does not have its checksum",
-            f"{prefix}{name}: {f'{part} ' if part else ''}differs from the checkpoint's",
-        ]
-        assert found.same_source
-        changed = diff_packed(rank, other).changed
-        assert changed.keys() == {name}
-        words = difference.split(r"\d+")
-        assert changed[name][0].startswith(words[0])
-        assert words[-1] in changed[name][0]
-        flip(place, tensor, position)
-    assert verify_packed(out, checkpoint).problems == []
-
-
-def test_verify_knows_groups_that_the_ranks_made_shorter(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    reorder_model(checkpoint, out, Options(bits=4, group_size=64), ranks=2)
-    down = load_packed(out / "rank-1-of-2")[DOWN0]
-    assert isinstance(down, PackedWeight)
-    assert (down.k, down.group_size) == (96, 32)
-    assert verify_packed(out, checkpoint).problems == []
-
-
-def test_verify_misses_no_rank(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    reorder_model(checkpoint, out, OPTIONS, ranks=2)
-    (out / "rank-1-of-2").rename(tmp_path / "kept")
-    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: is not there"]
-    (tmp_path / "kept").rename(out / "rank-1-of-2")
-    for name in listing(out / "rank-0-of-2"):
-        (out / "rank-1-of-2" / name).write_bytes((out / "rank-0-of-2" / name).read_bytes())
-    assert verify_packed(out, checkpoint).problems == ["rank-1-of-2: holds rank 0 of 2"]
-    (out / "rank-0-of-3").mkdir()
-    with pytest.raises(CheckpointError, match="ranks of 2 and of 3"):
-        verify_packed(out)
-
-
-def test_verify_sees_ranks_of_another_size(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    reorder_model(checkpoint, out, OPTIONS, ranks=2)
-    for name in ("rank-0-of-1", "rank-0-of-3", "rank-1-of-3", "rank-2-of-3"):
-        folder = tmp_path / name[-4:]
-        folder.mkdir(exist_ok=True)
-        (folder / name).symlink_to(out / f"rank-{name[5] if name[5] != '2' else 0}-of-2")
-    assert verify_packed(tmp_path / "of-1", checkpoint).problems == ["rank-0-of-1: holds rank 0 of 2"]
-    problems = [f"rank-{rank}-of-3: holds rank {rank % 2} of 2" for rank in range(3)]
-    assert verify_packed(tmp_path / "of-3", checkpoint).problems == problems
-    reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
-    (tmp_path / "none").mkdir()
-    (tmp_path / "none" / "rank-0-of-1").symlink_to(tmp_path / "whole")
-    assert verify_packed(tmp_path / "none", checkpoint).problems == ["rank-0-of-1: holds no rank"]
-
-
-def test_ranks_of_two_sources_are_not_of_the_same(source: Path, tmp_path: Path) -> None:
-    out, other = tmp_path / "out", tmp_path / "other"
-    reorder_model(load_checkpoint(source), out, OPTIONS, ranks=2)
-    shard = source / "model-00001-of-00002.safetensors"
-    save_file(load_file(shard), shard, {"format": "pt"})  # other bytes of the same tensors
-    checkpoint = load_checkpoint(source)
-    reorder_model(checkpoint, other, OPTIONS, ranks=2)
-    for path, same in ((other, True), (out, False)):
-        found = verify_packed(path, checkpoint)
-        assert (found.problems, found.same_source) == ([], same)
-    for rank in (0, 1):  # whichever of the two it is
-        mixed = tmp_path / f"mixed-{rank}"
-        mixed.mkdir()
-        for name, folder in ((f"rank-{rank}-of-2", out), (f"rank-{1 - rank}-of-2", other)):
-            (mixed / name).symlink_to(folder / name)
-        assert verify_packed(mixed, checkpoint).same_source is False
-
-
-def test_diff_of_different_files(source: Path, tmp_path: Path) -> None:
-    checkpoint = load_checkpoint(source)
-    a, b = tmp_path / "a", tmp_path / "b"
-    reorder_model(checkpoint, a, OPTIONS)
-    reorder_model(checkpoint, b, Options(bits=4, group_size=32, include="mlp|q_proj|k_proj"))
-    found = diff_packed(a, b)
-    assert found.changed[Q0] == ["zeros only in the first"] or found.changed[Q0][-1] == "zeros only in the first"
-    assert "model.layers.0.self_attn.v_proj" in found.only_first
-    assert "model.layers.0.self_attn.v_proj.weight" in found.only_second
-    assert found.same == 3  # the embedding and the norms
-    c = tmp_path / "c"
-    reorder_model(checkpoint, c, Options(bits=8, group_size=32))
-    assert diff_packed(b, c).changed[Q0] == ["bits is 4 and 8"]
-
-
-# ---- tensor parallelism
-
-
-def test_which_layer_is_split_how() -> None:
-    for name, style in (
-        ("model.layers.0.self_attn.q_proj", "colwise"),
-        ("model.layers.0.mlp.experts.7.gate_proj", "colwise"),
-        ("block_sparse_moe.experts.0.w2", "rowwise"),
-        ("model.layers.0.mlp.down_proj", "rowwise"),
-        ("lm_head", "replicate"),
-        ("model.layers.0.mlp.gate", "replicate"),
-    ):
-        assert split_style(name) == style
-    overrides = parse_overrides(["lm_head=colwise", "layers.0=replicate"])
-    assert split_style("lm_head", overrides) == "colwise"
-    assert split_style("model.layers.0.mlp.down_proj", overrides) == "replicate"
-    assert split_style("model.layers.1.mlp.down_proj", overrides) == "rowwise"
-    with pytest.raises(ValueError, match="several layers in one"):
-        split_style("h.0.qkv_proj")
-    assert split_style("h.0.qkv_proj", parse_overrides(["qkv=replicate"])) == "replicate"
-    for text, match in (("lm_head", "REGEX=STYLE"), ("a=rows", "REGEX=STYLE"), ("(=colwise", "no regular expression")):
-        with pytest.raises(ValueError, match=match):
-            parse_overrides([text])
-
-
-@pytest.mark.parametrize(
-    ("k", "group_size", "size", "expected"),
-    [
-        (512, 128, 2, 128),
-        (576, 128, 2, 32),
-        (11008, 128, 4, 64),
-        (1024, 256, 8, 128),
-        (96, -1, 3, -1),
-        (384, 384, 1, 384),
-        (1152, 384, 2, 64),  # 192 divides 384 and 576, and is no size of a group
-        (768, 384, 4, 64),
-        (3072, 384, 4, 384),
-        (1536, 768, 4, 384),
-        (640, 640, 2, 64),
-        (480, 480, 3, 32),
-    ],
-)
-def test_groups_where_ranks_part(k: int, group_size: int, size: int, expected: int) -> None:
-    formats.check_group_size(expected)
-    assert sliced_format(8, k, group_size, "rowwise", size) == (8, k // size, expected)
-
-
-@pytest.mark.parametrize("kind", ["symmetric", "zeros", "offsets", "book"])
-@pytest.mark.parametrize(("k", "group_size"), [(192, 32), (576, 128), (320, -1), (1152, 384)])
-def test_slices_are_slices_of_the_values(kind: str, k: int, group_size: int) -> None:
-    random = torch.Generator().manual_seed(k)
-    weight = quantize(torch.randn(24, k, generator=random), 4, group_size, symmetric=kind != "zeros")
-    extras: dict[str, Any] = {"bias": torch.randn(24, generator=random)}
-    if kind == "offsets":
-        extras["offsets"] = torch.randn(weight.scales.shape, generator=random)
-    if kind == "book":
-        extras["book"] = torch.randn(16, generator=random)
-    weight = type(weight)(**{**{f: getattr(weight, f) for f in weight.__dataclass_fields__}, **extras})
-    values, bias = dequantize(weight, torch.float32), weight.bias
-    assert bias is not None
-    rows = [slice_weight(weight, "colwise", rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in rows]), values)
-    assert torch.equal(torch.cat([part.bias for part in rows]), bias)  # type: ignore[misc]
-    columns = [slice_weight(weight, "rowwise", rank, 2) for rank in range(2)]
-    assert torch.equal(torch.cat([dequantize(part, torch.float32) for part in columns], dim=1), values)
-    assert torch.equal(sum(part.bias for part in columns), bias)  # type: ignore[arg-type, misc]
-    for part in (*rows, *columns):
-        assert torch.equal(reorder(part).unpack().codes, part.codes)
-
-
-def test_biases_of_float_layers_are_split_with_them(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    done = reorder_model(checkpoint, out, Options(bits=4, group_size=32, exclude="q_proj|o_proj"), ranks=2)
-    parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
-    plain = dict(checkpoint.plain())
-    o0 = "model.layers.0.self_attn.o_proj"
-    assert (done.styles[f"{Q0}.bias"], done.styles[f"{o0}.bias"]) == ("colwise", "rowwise")
-    assert torch.equal(torch.cat([part[f"{Q0}.bias"] for part in parts]), plain[f"{Q0}.bias"])  # type: ignore[misc]
-    assert torch.equal(parts[0][f"{o0}.bias"], plain[f"{o0}.bias"])  # type: ignore[arg-type]
-    assert not parts[1][f"{o0}.bias"].any()  # type: ignore[union-attr]
-    assert verify_packed(out, checkpoint).problems == []
-
-
-def test_no_rank_has_a_part_of_an_attention_head() -> None:
-    config = {"num_attention_heads": 12, "num_key_value_heads": 4}
-    for name, key in (
-        ("q_proj", "num_attention_heads 12"),
-        ("k_proj", "num_key_value_heads 4"),
-        ("v_proj", "num_key_value_heads 4"),
-    ):
-        heads = int(key.split()[1])
-        for size in range(1, 13):
-            if heads % size == 0:
-                check_heads(f"layers.0.{name}", config, size)
-                continue
-            with pytest.raises(ValueError, match=f"over {size} ranks: config.json has {key}; .*=replicate'"):
-                check_heads(f"layers.0.{name}", config, size)
-    check_heads("layers.0.o_proj", config, 5)
-    check_heads("layers.0.q_proj", {"num_attention_heads": "12"}, 5)
-
-
-def test_the_bias_of_a_rowwise_layer_is_added_once_with_its_sign() -> None:
-    """-0.0 changes no sum, and 0.0 would turn a bias of -0.0 into 0.0."""
-    bias = torch.tensor([-0.0, 0.0, 1.5, -2.0])
-    weight = replace(quantize(torch.randn(4, 96), 4, 32), bias=bias)
-    slices = [slice_weight(weight, "rowwise", rank, 3).bias for rank in range(3)]
-    floats = [slice_tensor(bias, "rowwise", rank, 3) for rank in range(3)]
-    for parts in (slices, floats):
-        total = parts[0] + parts[1] + parts[2]  # type: ignore[operator]
-        assert torch.equal(total.view(torch.int32), bias.view(torch.int32))
-        assert torch.equal(parts[0], bias)  # type: ignore[arg-type]
-        assert [part.tolist() for part in parts[1:]] == [[0.0] * 4] * 2  # type: ignore[union-attr]
-
-
-def test_ranks_hold_slices_of_the_unsplit_model(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    reorder_model(checkpoint, tmp_path / "whole", OPTIONS)
-    done = reorder_model(checkpoint, out, OPTIONS, ranks=2, splits=(("k_proj", "replicate"),))
-    assert is_packed(out)
-    with pytest.raises(CheckpointError, match=r"name one: rank-0-of-2, rank-1-of-2"):
-        load_packed(out)
-    whole = load_packed(tmp_path / "whole")
-    parts = [load_packed(out / f"rank-{rank}-of-2") for rank in range(2)]
-    kept = 0
-    for name, value in whole.items():
-        a, b = (part[name] for part in parts)
-        if isinstance(value, PackedWeight):
-            assert isinstance(a, PackedWeight)
-            assert isinstance(b, PackedWeight)
-            x, y = dequantize(a, torch.float32), dequantize(b, torch.float32)
-            value, bias = dequantize(value, torch.float32), value.bias
-            row = name.endswith(("o_proj", "down_proj"))
-            if bias is not None:
-                assert a.bias is not None
-                assert b.bias is not None
-                assert torch.equal(a.bias + b.bias if row else torch.cat([a.bias, b.bias]), bias)
-        else:
-            assert isinstance(a, torch.Tensor)
-            assert isinstance(b, torch.Tensor)
-            x, y, row = a, b, False
-        if name.endswith(("k_proj", "norm.weight", "embed_tokens.weight")):
-            assert torch.equal(x, value)
-            assert torch.equal(y, value)
-            kept += 1
-        else:
-            assert torch.equal(torch.cat([x, y], dim=1 if row else 0), value)
-            style = "rowwise" if row else "colwise"
-            assert done.styles[name] == style
-    assert kept == 5  # two k_proj, two norms, the embedding
-    assert whole["model.layers.1.mlp.up_proj.weight"].shape == (192, 128)
-    assert parts[0]["model.layers.1.mlp.up_proj.weight"].shape == (96, 128)  # floats are split too
-    assert parts[0][DOWN0].group_size == 32  # type: ignore[union-attr]
-    for rank in range(2):
-        config = json.loads((out / f"rank-{rank}-of-2" / "config.json").read_text())["quantization_config"]
-        assert config["tensor_parallel"] == {"rank": rank, "size": 2, "styles": dict(done.styles)}
-        slices = packed_info(out / f"rank-{rank}-of-2").slices
-        assert slices is not None
-        assert (slices.rank, slices.size, slices.styles) == (rank, 2, done.styles)
-        assert (out / f"rank-{rank}-of-2" / "tokenizer.json").is_file()
-
-
-def test_the_advice_to_replicate_holds(source: Path, tmp_path: Path) -> None:
-    checkpoint, splits, advice = load_checkpoint(source), [], []
-    for _ in range(3):
-        try:
-            reorder_model(checkpoint, tmp_path / "out", OPTIONS, ranks=4, splits=parse_overrides(splits), dry_run=True)
-            break
-        except ValueError as error:
-            advice += re.findall(r"--tp-split '(.*?)'", str(error))
-            splits = [*advice, "down=replicate"]
-    else:
-        pytest.fail(str(advice))
-    assert advice == ["k_proj|v_proj=replicate"]
-    with pytest.raises(ValueError, match="--tp-split 'qkv_proj=replicate'"):
-        split_style("h.0.qkv_proj")
-    with pytest.raises(ValueError, match="--tp-split 'q_proj=replicate'"):
-        check_heads("q_proj", {"num_attention_heads": 3}, 2)
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "config.json"])
-def test_a_full_disk_is_named(name: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def full(*_: object) -> int:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    out = tmp_path / "out"
-    if name == "config.json":
-        monkeypatch.setattr(model_directory, "_config", lambda *_: monkeypatch.setattr(os, "fsync", full) or {})
-    else:
-        monkeypatch.setattr(os, "pwrite", full)
-    with pytest.raises(OSError, match=rf"No space left on device: '{out / name}'"):
-        reorder_model(load_checkpoint(source), out, OPTIONS)
-
-
-def test_a_file_that_may_not_be_read_is_said_to_be_there(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path, *_: object) -> None:
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
-
-    shard = min(source.glob("*.safetensors"))
-    monkeypatch.setattr(Path, "open", refuse)  # tests may run as root, whom no mode keeps out
-    with pytest.raises(CheckpointError, match=rf"{shard}: Permission denied"), opened(shard):
-        pass
-
-
-def test_what_cannot_be_split(source: Path, tmp_path: Path) -> None:
-    checkpoint, out = load_checkpoint(source), tmp_path / "out"
-    with pytest.raises(ValueError, match=r"k_proj' cannot be split over 3 ranks: config\.json has num_key_value_heads 2"):
-        reorder_model(checkpoint, out, OPTIONS, ranks=3)
-    with pytest.raises(ValueError, match="num_key_value_heads 2"):
-        reorder_model(checkpoint, out, OPTIONS, ranks=4, splits=(("down", "replicate"),))
-    with pytest.raises(ValueError, match=r"down_proj' cannot be rowwise: .* groups of 8"):
-        reorder_model(checkpoint, out, OPTIONS, ranks=8, splits=(("_attn|gate|up", "replicate"),))
-    with pytest.raises(ValueError, match="5 ranks"):
-        reorder_model(checkpoint, out, OPTIONS, ranks=5, splits=(("_attn", "replicate"),))
-    assert not out.exists()
-    weight = quantize(torch.randn(8, 64), 4, 32)
-    ordered = type(weight)(weight.codes, weight.scales, group_size=32, perm=torch.randperm(64))
-    with pytest.raises(ValueError, match="act order"):
-        slice_weight(ordered, "rowwise", 0, 2)
-    assert slice_weight(ordered, "colwise", 1, 2).perm is ordered.perm
-
-
 # ---- the dialects
 
 
@@ -793,6 +379,7 @@ def quantized_tensors(dialect: str, act_order: bool = False) -> dict[str, torch.
 
 
 AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": True, "version": "gemm"}
+
 GPTQ = {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": False, "desc_act": False, "checkpoint_format": "gptq"}
 
 

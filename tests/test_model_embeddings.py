@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 from cutlass_ops.nn import MixedEmbedding, TiedEmbedding
-from cutlass_ops.packed_file import packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
 
 transformers = import_or_skip("transformers")
 

@@ -14,7 +14,8 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 import cutlass_ops as co
-from cutlass_ops import CheckpointError, cli, formats
+from cutlass_ops import CheckpointError, cli
+from cutlass_ops.weights import formats
 
 HALF, BFLOAT, FLOAT = torch.float16, torch.bfloat16, torch.float32
 

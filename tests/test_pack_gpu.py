@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_reorder import random_weight
+from packed_cases import random_weight
 
 import cutlass_ops as co
-from cutlass_ops import _C, formats
-from cutlass_ops.packed_weight import PackedWeight, pack_codes, unpack_codes
-from cutlass_ops.weight import PARTS, QuantizedWeight
+from cutlass_ops import _C
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.packed_weight import PackedWeight, pack_codes, unpack_codes
+from cutlass_ops.weights.weight import PARTS, QuantizedWeight
 
 pytestmark = pytest.mark.gpu
 

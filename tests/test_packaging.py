@@ -117,6 +117,17 @@ def test_import_loads_little_beyond_torch() -> None:
     assert {name for name in new if name.partition(".")[0] not in ("cutlass_ops", "hmac", "secrets")} == set()
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="tomllib is of Python 3.11")
+def test_a_release_has_a_wheel_for_each_python() -> None:
+    import tomllib
+
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text())
+    named = [line.rpartition(" ")[2] for line in settings["project"]["classifiers"] if re.search(r":: 3\.\d", line)]
+    assert named[0] == settings["project"]["requires-python"].removeprefix(">=")
+    builds = settings["tool"]["cibuildwheel"]["build"].split()
+    assert builds == [f"cp{version.replace('.', '')}-*" for version in named]
+
+
 # --- the tests themselves --------------------------------------------------------------------------------------
 
 
@@ -130,7 +141,7 @@ def test_a_skip_names_what_is_missing(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("module", "category", "fails"),
     [
-        ("cutlass_ops.hf", DeprecationWarning, True),
+        ("cutlass_ops.integrations.registration", DeprecationWarning, True),
         ("test_hf", UserWarning, True),
         ("test_hf", DeprecationWarning, False),
         ("transformers.utils", UserWarning, False),
@@ -141,7 +152,7 @@ def test_which_warnings_fail_a_test(module: str, category: type[Warning], fails:
         warnings.warn_explicit("text", category, "file.py", 1, module, {})
 
 
-def test_versions_other_than_the_constraints_are_told() -> None:
+def test_versions_other_than_the_constraints_are_listed() -> None:
     lines = ["# a comment", "pytest==0.1", f"numpy=={np.__version__}", "absent==1", "torch==0.1 ; python_version < '3'"]
     assert list(moved("\n".join(lines))) == [f"pytest {pytest.__version__}, not 0.1"]
 

@@ -1,4 +1,4 @@
-"""LoRA of PEFT on packed models: the gradients of the dequantised model, and errors for what packed weights cannot do."""
+"""Adapters of PEFT on packed models: the gradients of the dequantised model, and errors for what packed weights cannot do."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import copy
 import itertools
 import subprocess
 import sys
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +18,8 @@ from sizes import DECODER
 from torch import Tensor, nn
 
 import cutlass_ops as co
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.plan import Options
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
 
 transformers = import_or_skip("transformers")
 peft = import_or_skip("peft")
@@ -152,6 +154,86 @@ def test_all_linear_leaves_a_packed_head_alone(models: tuple[Any, Path]) -> None
     assert not any("base_layer" in name for name in model.peft_config["other"].target_modules)
 
 
+#: Methods besides plain LoRA, by the options of their configurations.
+METHODS: dict[str, Any] = {
+    "dora": lambda: peft.LoraConfig(r=4, use_dora=True, target_modules="all-linear"),
+    "dora with dropout": lambda: peft.LoraConfig(r=4, use_dora=True, lora_dropout=0.1, target_modules=NAMES),
+    "ia3": lambda: peft.IA3Config(target_modules=NAMES, feedforward_modules=["down_proj"]),
+    "miss": lambda: peft.MissConfig(r=4, target_modules=NAMES),
+    "oft": lambda: peft.OFTConfig(oft_block_size=16, target_modules="all-linear"),
+    "vera": lambda: peft.VeraConfig(r=8, target_modules="all-linear"),
+}
+
+
+@pytest.fixture(params=METHODS)
+def method(request: pytest.FixtureRequest) -> Any:
+    """What makes the configuration of a method."""
+    if request.param == "oft" and not hasattr(import_module("peft.tuners.oft.model"), "resolve_quantization_backend"):
+        pytest.skip("this version of PEFT has OFT for the layers of the packages that it knows")
+    utils = import_module("peft.utils.quantization_utils")
+    if request.param in ("miss", "vera") and find_spec("torchao") and not hasattr(utils, "is_torchao_ge_v0_18_0"):
+        pytest.skip("this version of PEFT imports what torchao 0.18 does not have, for float layers")
+    return METHODS[request.param]
+
+
+def trained(model: Any, config: Any) -> tuple[Any, list[float]]:
+    """A model with an adapter after some steps, and the losses."""
+    torch.manual_seed(0)
+    model = peft.get_peft_model(model, config).train()
+    optimizer = torch.optim.AdamW([p for _, p in adapters(model)], lr=1e-2)
+    losses = []
+    for _ in range(12):
+        loss = model(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model.eval(), losses
+
+
+@pytest.mark.parametrize("fuse", [False, True])
+def test_other_methods_train_as_on_the_dequantised_model(
+    models: tuple[Any, Path], method: Any, fuse: bool, tmp_path: Path
+) -> None:
+    model, losses = trained(packed(models, fuse), method())
+    expected, expected_losses = trained(copy.deepcopy(models[0]), method())
+    assert losses == pytest.approx(expected_losses, rel=1e-3)
+    assert losses[-1] < 0.95 * losses[0]
+    assert (logits(model) - logits(expected)).norm() <= 1e-2 * logits(expected).norm()
+
+    model.save_pretrained(tmp_path)
+    again = peft.PeftModel.from_pretrained(packed(models, fuse), tmp_path).eval()
+    assert torch.equal(logits(again), logits(model))
+    with model.disable_adapter():
+        assert torch.equal(logits(model), logits(packed(models, fuse)))
+    for merge in (model.merge_and_unload, model.merge_adapter):
+        with pytest.raises(RuntimeError, match="cannot be merged into a packed weight"):
+            merge()
+
+
+def test_other_methods_of_a_bf16_model(models: tuple[Any, Path], method: Any) -> None:
+    model, losses = trained(co.load_model(models[1], dtype=torch.bfloat16), method())
+    assert losses[-1] < losses[0]
+    assert logits(model).dtype == torch.bfloat16
+
+
+def test_norms_of_dora_are_those_of_biased_layers_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))  # PEFT looks for the device of a parameter
+    co.quantize_model(model, 4, 32)
+    plain = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64))
+    plain[0].load_state_dict({"weight": co.dequantize(model[0].packed, torch.float32), "bias": model[0].bias})
+    adapted_models = []
+    for each in (model, plain):
+        torch.manual_seed(1)
+        each = peft.get_peft_model(each, peft.LoraConfig(r=4, use_dora=True, init_lora_weights=False, target_modules=["0"]))
+        each.base_model.model[0].lora_magnitude_vector["default"].weight.data *= torch.linspace(0.5, 2, 64)
+        adapted_models.append(each)
+    x = torch.randn(3, 64)
+    y, expected = (each(x) for each in adapted_models)
+    assert (y - expected).norm() <= 1e-5 * expected.norm()
+
+
 def test_merging_is_refused(models: tuple[Any, Path]) -> None:
     model = adapted(packed(models))
     for merge in (model.merge_and_unload, model.merge_adapter):
@@ -169,11 +251,11 @@ def test_an_adapter_is_merged_into_a_model_that_was_made_float(models: tuple[Any
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True, "use_bdlora": peft.tuners.lora.BdLoraConfig()}, "use_dora"),
         ({"init_lora_weights": "pissa"}, "init_lora_weights is 'pissa', which needs the weight's values"),
         ({"init_lora_weights": "olora"}, "init_lora_weights is 'olora', which needs the weight's values"),
     ],
-    ids=["dora", "pissa", "olora"],
+    ids=["bdlora", "pissa", "olora"],
 )
 def test_variants_that_need_the_weight_are_refused(models: tuple[Any, Path], options: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
@@ -181,8 +263,11 @@ def test_variants_that_need_the_weight_are_refused(models: tuple[Any, Path], opt
 
 
 def test_a_layer_that_only_its_parts_call_is_refused(models: tuple[Any, Path]) -> None:
-    with pytest.raises(ValueError, match=r"called by q_proj, k_proj, v_proj alone.*name those in target_modules"):
-        adapted(packed(models, fuse=True), target_modules=["qkv_proj"])
+    kinds = (peft.LoraConfig, peft.IA3Config, peft.VeraConfig)
+    for kind in kinds:
+        options = {"feedforward_modules": []} if kind is peft.IA3Config else {}
+        with pytest.raises(ValueError, match=r"called by q_proj, k_proj, v_proj alone.*name those in target_modules"):
+            peft.get_peft_model(packed(models, fuse=True), kind(target_modules=["qkv_proj"], **options))
 
 
 def test_other_methods_say_that_they_do_not_know_packed_layers(models: tuple[Any, Path]) -> None:
@@ -208,7 +293,7 @@ def test_transformers_trains_adapters_and_nothing_else(models: tuple[Any, Path])
 def test_registered_in_either_order_of_imports(imports: str) -> None:
     program = (
         f"{imports}, sys, torch\n"
-        "assert 'cutlass_ops.peft_lora' in sys.modules\n"
+        "assert 'cutlass_ops.integrations.peft_lora' in sys.modules\n"
         "layer = cutlass_ops.MixedLinear(cutlass_ops.reorder(cutlass_ops.quantize(torch.randn(64, 128))))\n"
         "model = torch.nn.Sequential(layer, torch.nn.Linear(64, 1))\n"
         "model = peft.get_peft_model(model, peft.LoraConfig(target_modules=['0']))\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +10,10 @@ import torch
 
 import cutlass_ops as co
 from cutlass_ops import reference
-from cutlass_ops.quantize import quantize
+from cutlass_ops.ops import quantize as module
+from cutlass_ops.ops.quantize import quantize
 from cutlass_ops.reference import dequantize_weight
-from cutlass_ops.weight import QuantizedWeight
-
-module = importlib.import_module("cutlass_ops.quantize")  # the package gives its name to the function
+from cutlass_ops.weights.weight import QuantizedWeight
 
 
 def test_defaults_are_four_bits_groups_of_128_symmetric() -> None:

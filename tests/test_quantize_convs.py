@@ -19,7 +19,7 @@ from torch.nn.utils import parametrizations
 from warned import said
 
 import cutlass_ops as co
-from cutlass_ops.packed_file import packed_info
+from cutlass_ops.files.packed_file import packed_info
 
 
 def randn(*shape: int) -> Tensor:

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 import cutlass_ops as co
 from cutlass_ops.checkpoints import Checkpoint
 from cutlass_ops.cli import app
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_file import load_packed, packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import load_packed, packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 
 # transformers' own parts warn of each other.
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")

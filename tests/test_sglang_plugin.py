@@ -16,7 +16,7 @@ import cutlass_ops as co
 from cutlass_ops import _C, sglang
 from cutlass_ops.engines import layers as layers_module
 from cutlass_ops.engines.layers import MODULE
-from cutlass_ops.packed_config import WeightFormat, quantization_config
+from cutlass_ops.files.packed_config import WeightFormat, quantization_config
 from cutlass_ops.sglang import directory, engine, linear
 
 N, K = 64, 128
@@ -211,7 +211,7 @@ def test_products_are_batch_invariant_where_sglang_is_deterministic(
     cpu.enable_deterministic_inference = is_set
     flags: list[bool] = []
     ours, layer = loaded(*case("ct", 4)[:2])
-    monkeypatch.setattr(layers_module.ops, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    monkeypatch.setattr(layers_module.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
     ours.apply(layer, torch.zeros(1, K))
     assert flags == [is_set]
 

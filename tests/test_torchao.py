@@ -13,8 +13,8 @@ from imports import import_or_skip
 from safetensors.torch import save_file
 
 from cutlass_ops import CheckpointError, load_checkpoint, load_packed, reference
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.verify import verify_packed
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
 
 RANDOM = torch.Generator().manual_seed(11)
 
@@ -225,7 +225,7 @@ def test_one_scale_for_a_tensor(tmp_path: Path, torchao: Any) -> None:
     assert torch.equal(reference.dequantize_weight(weight, torch.float32), tensor.dequantize())
 
 
-def test_shards_have_metadata_of_their_own(tmp_path: Path, torchao: Any) -> None:
+def test_each_shard_has_its_metadata(tmp_path: Path, torchao: Any) -> None:
     model = quantised(torchao, int8_config(torchao, "int4 groups"), torch.bfloat16)
     state = model.state_dict()
     weight_map = {}

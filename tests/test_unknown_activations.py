@@ -9,8 +9,9 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import gradients, nn, ops, reference
-from cutlass_ops.nn_experts import MixedExperts
+from cutlass_ops import nn, reference
+from cutlass_ops.nn.experts import MixedExperts
+from cutlass_ops.ops import gemm, gradients
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference import experts as reference_experts
 
@@ -32,7 +33,7 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "MixedLinear": lambda a: nn.MixedLinear(MATRIX, activation=a)(X),
     "MixedExperts": lambda a: MixedExperts(GATE_UP, DOWN, activation=a),
     "explain": lambda a: co.explain(X, MATRIX, activation=a),
-    "a product in host memory": lambda a: ops.gemm_floats(X, 3, MATRIX, "none", True, (3, 64), (None, a, 0, 0, None, *END)),
+    "a product in host memory": lambda a: gemm.gemm_floats(X, 3, MATRIX, "none", True, (3, 64), (None, a, 0, 0, None, *END)),
     "the gradient": lambda a: gradients.through_activation(X, X, a, 0.0, 0.0),
     "the reference": lambda a: reference.activate(X, a),
     "the reference's epilogue": lambda a: reference.epilogue(X, activation=a),

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engine_models import CONFIGS, reorder, write_embedding, write_mixed, write_models
+from engine_models import CONFIGS, reorder, write_bitsandbytes, write_embedding, write_gguf, write_mixed, write_models
 
 pytestmark = [
     pytest.mark.slow,
@@ -65,13 +65,24 @@ INVARIANT_RUNS: list[tuple[str, str, dict[str, object], int]] = [
     ("w4a8", "w4a8/quantised", {}, 1),
     ("w8a8", "w8a8/quantised", {}, 1),
 ]
+#: Checkpoints that the plugin packs at load.
+FILE_RUNS: list[tuple[str, str, dict[str, object], int]] = [
+    ("gguf at load", "gguf/model.gguf", {}, 1),
+    ("gguf dense", "gguf/dense", {}, 1),
+    ("gguf tied at load", "gguf tied/model.gguf", {}, 1),
+    ("gguf tied two ranks at load", "gguf tied/model.gguf", {}, 2),
+    ("gguf tied dense", "gguf tied/dense", {}, 1),
+    ("gguf tied two ranks dense", "gguf tied/dense", {}, 2),
+    ("bitsandbytes at load", "bitsandbytes/quantised", {}, 1),
+    ("bitsandbytes dense", "bitsandbytes/dense", {}, 1),
+]
 ENGINE = """
 import json, os, sys
 from vllm import LLM, SamplingParams
 from vllm.model_executor.determinism import batch_invariant
 from vllm.model_executor.layers.quantization import auto_awq
 from cutlass_ops.nn import MixedLinear
-from cutlass_ops.nn_experts import MixedExperts
+from cutlass_ops.nn.experts import MixedExperts
 
 # vLLM has no int4 experts for every CPU. As on a GPU, it finds some, which the plugin then replaces.
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
@@ -112,7 +123,8 @@ def main():
         most = 64 if INVARIANT else 4
         llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=most, seed=0,
                   tensor_parallel_size=size, additional_config={"cutlass_ops": settings}, enforce_eager="compiled" not in name,
-                  kv_cache_memory_bytes=1 << 26, generation_config="vllm")
+                  kv_cache_memory_bytes=1 << 26, generation_config="vllm",
+                  quantization="cutlass_ops" if name.endswith("at load") else None)
         count = 64 if INVARIANT else 3
         prompts = [{"prompt_token_ids": [(7 * i + 31 * j) % 256 for j in range(5 + i % 16)]} for i in range(count)]
         tokens = generate(llm, prompts)
@@ -179,6 +191,36 @@ def invariant_runs(models: Path) -> tuple[dict[str, tuple[Any, list[str]]], str]
     return run_engines(models, INVARIANT_RUNS, VLLM_BATCH_INVARIANT="1")
 
 
+@pytest.fixture(scope="module")
+def file_runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, tuple[list[list[int]], list[str]]], str]:
+    folder = tmp_path_factory.mktemp("files")
+    write_gguf(folder / "gguf", tied=False)
+    write_gguf(folder / "gguf tied", tied=True)
+    write_bitsandbytes(folder / "bitsandbytes", folder / "gguf" / "dense")
+    runs, log = run_engines(folder, FILE_RUNS)
+    for name, path, *_ in FILE_RUNS:
+        if name.endswith("at load"):
+            runs[f"{name} in transformers"] = [distance(folder / path, runs[name][0])], []
+    return runs, log
+
+
+def distance(path: Path, tokens: list[list[int]]) -> float:
+    """By how much logits of load_model's model are larger than those of ENGINE's tokens, at most; in their deviations."""
+    import torch
+
+    import cutlass_ops as co
+
+    model: Any = co.load_model(path, dtype=torch.float32)
+    worst = 0.0
+    for i, found in enumerate(tokens):
+        prompt = [(7 * i + 31 * j) % 256 for j in range(5 + i)]
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([prompt + found])).logits[0, len(prompt) - 1 : -1]
+        behind = logits.max(-1).values - logits.gather(1, torch.tensor(found)[:, None])[:, 0]
+        worst = max(worst, (behind / logits.std(-1)).max().item())
+    return worst
+
+
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_tokens_are_those_of_the_dequantised_model(runs, kind: str) -> None:
     tokens, modes = runs[0][f"{kind} quantised"]
@@ -228,6 +270,15 @@ def test_tokens_of_experts(runs, run: str) -> None:
     tokens, modes = runs[0][run]
     assert modes == ["MixedExperts none", "MixedLinear none"]
     assert tokens == runs[0]["experts dense"][0]
+
+
+@pytest.mark.parametrize("run", ["gguf", "gguf tied", "gguf tied two ranks", "bitsandbytes"])
+def test_tokens_of_a_checkpoint_that_is_packed_at_load(file_runs, run: str) -> None:
+    tokens, modes = file_runs[0][f"{run} at load"]
+    assert modes == ["MixedLinear none"]
+    assert tokens == file_runs[0][f"{run} dense"][0]
+    # vLLM's activations are rounded to bf16.
+    assert file_runs[0][f"{run} at load in transformers"][0][0] < 0.1
 
 
 @pytest.mark.parametrize(("run", "mode"), [("ct block", "block"), ("w4a8 default", "token"), ("w8a8 default", "token")])

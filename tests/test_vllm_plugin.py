@@ -13,7 +13,7 @@ import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops import vllm as plugin
 from cutlass_ops.engines import layers
-from cutlass_ops.packed_config import WeightFormat, quantization_config
+from cutlass_ops.files.packed_config import WeightFormat, quantization_config
 from cutlass_ops.vllm import awq, experts, linear
 
 
@@ -34,6 +34,7 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> dict[str, dict[str, list[Any]]]:
         "register_quantization_config": lambda name: lambda config: config,
         "PlatformEnum": SimpleNamespace(CUDA="cuda", CPU="cpu"),
         "take_experts": lambda: None,
+        "take_checkpoints": lambda: None,
     }.items():
         monkeypatch.setattr(plugin, name, value, raising=False)
     return lists
@@ -160,7 +161,7 @@ def invariant(cpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch) -> list[boo
     for module in (awq, experts, linear):
         monkeypatch.setattr(module, "envs", SimpleNamespace(VLLM_BATCH_INVARIANT=True), raising=False)
     flags: list[bool] = []
-    monkeypatch.setattr(layers.ops, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
+    monkeypatch.setattr(layers.gemm, "mixed_gemm", lambda *args, batch_invariant: flags.append(batch_invariant))
     return flags
 
 
@@ -274,7 +275,7 @@ def test_the_only_packed_embedding_needs_no_name(prefix: str, packed_directory: 
     assert method.prefix == "embed"
 
 
-def test_embeddings_that_cannot_be_told_apart_are_refused(packed_directory: Any) -> None:
+def test_ambiguous_embeddings_are_refused(packed_directory: Any) -> None:
     config = packed_directory.CutlassOpsConfig(quantization(one="one", two="two"))
     with pytest.raises(ValueError, match="which of the packed embeddings one, two it makes"):
         config.get_quant_method(packed_directory.VocabParallelEmbedding(), "")

@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from cutlass_ops import formats
-from cutlass_ops.packed_weight import PackedWeight, group_vector_positions
-from cutlass_ops.weight import CheckpointError, QuantizedWeight
+from cutlass_ops.weights import formats
+from cutlass_ops.weights.packed_weight import PackedWeight, group_vector_positions
+from cutlass_ops.weights.weight import CheckpointError, QuantizedWeight
 
 # ---- formats
 

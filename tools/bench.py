@@ -36,7 +36,7 @@ from typing import Any, NamedTuple
 import torch
 
 import cutlass_ops as co
-from cutlass_ops.packed_weight import pack_codes, unpack_codes
+from cutlass_ops.weights.packed_weight import pack_codes, unpack_codes
 
 COLD_BYTES = 3 * (64 << 20)
 #: After some 50 ms of large products an H200 lowers its clock by up to a quarter, for later calls too: each call is

@@ -21,7 +21,8 @@ import torch
 import torch.nn.functional as F
 
 import cutlass_ops as co
-from cutlass_ops import _C, conv_int8
+from cutlass_ops import _C
+from cutlass_ops.ops import conv_int8
 from cutlass_ops.reference.conv import Geometry
 
 Extents = tuple[int, ...]

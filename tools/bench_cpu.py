@@ -25,8 +25,8 @@ import torch
 import transformers
 
 import cutlass_ops as co
-from cutlass_ops import demo
-from cutlass_ops.packing import reorder_checkpoint
+from cutlass_ops.cli import run_demo
+from cutlass_ops.files.packing import reorder_checkpoint
 
 #: Weights: name, bits, group size, symmetric. None is the file's own codes.
 WEIGHTS: dict[str, tuple[int, int, bool] | None] = {
@@ -145,7 +145,7 @@ def main() -> None:
     parser.add_argument("--llama-python", type=Path, help="a Python that has llama_cpp")
     parser.add_argument("--out", type=Path, help="a JSON file")
     arguments = parser.parse_args()
-    path = demo.fetch_model(demo.default_folder())
+    path = run_demo.fetch_model(run_demo.default_folder())
     result = heading() | {"model": path.name, "prompt": arguments.prompt, "rows": []}
     print(", ".join(f"{name} {value}" for name, value in result.items() if name != "rows"))
 

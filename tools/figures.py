@@ -11,6 +11,7 @@ MkDocs calls this file as a hook, which fills and draws again: the site has the 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import math
 import re
@@ -22,6 +23,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+import flowchart
+import heatmap
 import plot
 
 ROOT = Path(__file__).parent.parent
@@ -416,7 +419,88 @@ def fill(text: str) -> str:
 
 # --- pictures
 
+#: Formats as labels of the heat map; a phone shows it without scrolling.
+LABELS = {
+    "w4a16": "W4A16",
+    "w8a16": "W8A16",
+    "nf4": "NF4",
+    "w4a8-block": "W4A8 block",
+    "w8a8-block": "W8A8 block",
+    "w4a8-token": "W4A8 row",
+    "w8a8-channel": "W8A8 row",
+    "w4a8-block-asym": "W4A8 zeros",
+    "w8a8-block-asym": "W8A8 zeros",
+}
+HEAT_MS = (1, 16, 64, 256, 1024, 4096)
+ACTIVATIONS = {"none": "x as it is", "token": "x int8", "block": "x int8 blocks"}
+MIXED_MODES = {"W4A16": "W4A16", "W8A16": "W8A16", "W4A8 block": "W4A8", "W8A8 block": "W8A8"}
+
+
+def mean_ratio(ratios: list[float]) -> float | None:
+    """Geometric mean; None of nothing."""
+    return math.exp(statistics.fmean(map(math.log, ratios))) if ratios else None
+
+
+def draw_products(path: Path) -> None:
+    """Formats over M: the mean over the weights of the time over the fastest other product, torch's in fp16 included."""
+    ratios: dict[tuple[str, int], list[float]] = {}
+    for (n, k), formats in plot.panels(read("h200.json")["rows"]).items():
+        if (n, k) == (576, 576):
+            continue
+        fp16 = {r["m"]: r["peers_us"]["torch fp16"] for rows in formats.values() for r in rows if "torch fp16" in r["peers_us"]}
+        for name, rows in formats.items():
+            for row in rows:
+                others = [us for peer, us in row["peers_us"].items() if peer != "torch int8" and us is not None]
+                others += [fp16[row["m"]]] if row["m"] in fp16 else []
+                if others:
+                    ratios.setdefault((name, row["m"]), []).append(row["us"] / min(others))
+    rows_of = [(label, [mean_ratio(ratios.get((name, m), [])) for m in HEAT_MS]) for name, label in LABELS.items()]
+    heatmap.draw([str(m) for m in HEAT_MS], rows_of, path)
+
+
+def draw_experts(path: Path) -> None:
+    """Layers of experts over M."""
+    times: dict[str, dict[int, dict[str, float]]] = {}
+    for row in read("experts_h200.json")["rows"]:
+        times.setdefault(row["shape"], {}).setdefault(row["m"], {})[row["peer"]] = row["us"]
+    ms = sorted({m for by_m in times.values() for m in by_m})
+    rows = []
+    for shape, by_m in times.items():
+        rows.append((EXPERTS[shape], [by_m[m].pop("ours") / min(by_m[m].values()) for m in ms]))
+    heatmap.draw([str(m) for m in ms], rows, path)
+
+
+def draw_convolutions(path: Path) -> None:
+    """Layers over modes; the last mode is static int8."""
+    result = read("h100-conv.json")
+    static = {row["layer"]: row["us"] / row["torch_fp16_us"] for row in result["rows"] if not row["zero_point"]}
+    rows = []
+    for row in result["mixed"]:
+        ratios = [row["us"][mode] / row["torch_fp16_us"] if mode in row["us"] else None for mode in MIXED_MODES]
+        rows.append((row["layer"], [*ratios, static.get(row["layer"])]))
+    heatmap.draw([*MIXED_MODES.values(), "static"], rows, path)
+
+
+def draw_engines(path: Path) -> None:
+    """Checkpoints in vLLM over its own kernel: a token of one text and of 16, and prompts."""
+    theirs: dict[str, dict[str, Any]] = {}
+    rows: list[heatmap.Row] = []
+    for row in read("h200-vllm.json")["rows"]:
+        if row["kernels"] != "cutlass_ops":
+            theirs[row["checkpoint"]] = row
+            continue
+        peer = theirs[row["checkpoint"]]
+        ratios = [row["decode_ms"][batch] / peer["decode_ms"][batch] for batch in ("1", "16")]
+        ratios.append(peer["prefill_tokens_per_s"] / row["prefill_tokens_per_s"])
+        rows.append((f"{row['checkpoint'].split(',')[0]}, {ACTIVATIONS[row['act_quant']]}", ratios))
+    heatmap.draw(["1 text", "16", "prompts"], rows, path)
+
+
 PICTURES: dict[str, Callable[[Path], None]] = {
+    "heat_products.svg": draw_products,
+    "heat_experts.svg": draw_experts,
+    "heat_convolutions.svg": draw_convolutions,
+    "heat_engines.svg": draw_engines,
     "h200.svg": lambda path: plot.draw(read("h200.json"), path),
     "one_row.svg": lambda path: plot.draw_bars(
         [(FORMATS[row["format"]], row["us"], peer_of_format(row) or ("", 0.0)) for row in rows_of_one()],
@@ -424,6 +508,7 @@ PICTURES: dict[str, Callable[[Path], None]] = {
         path,
     ),
     "accuracy.svg": lambda path: plot.draw_accuracy(read("accuracy.json"), path),
+    **{f"kernel_{name}.svg": functools.partial(flowchart.draw, chart) for name, chart in flowchart.CHARTS.items()},
 }
 
 

@@ -61,12 +61,13 @@ from rich.console import Console
 from safetensors.torch import load_file, save
 from torch import Tensor
 
-from cutlass_ops import CheckpointError, cli, formats, load_checkpoint, load_packed, reference
-from cutlass_ops.model_directory import reorder_model
-from cutlass_ops.packed_file import is_packed, packed_info
-from cutlass_ops.packing import reorder_checkpoint
-from cutlass_ops.plan import Options
-from cutlass_ops.verify import verify_packed
+from cutlass_ops import CheckpointError, cli, load_checkpoint, load_packed, reference
+from cutlass_ops.files.conversion_plan import Options
+from cutlass_ops.files.model_directory import reorder_model
+from cutlass_ops.files.packed_file import is_packed, packed_info
+from cutlass_ops.files.packing import reorder_checkpoint
+from cutlass_ops.files.verify import verify_packed
+from cutlass_ops.weights import formats
 
 Files = dict[str, bytes]
 REFUSALS = (CheckpointError, ValueError, TypeError)
@@ -665,7 +666,7 @@ def check(model: Model, case: Case, folder: Path, load: bool) -> str:
         results.append(step(lambda: read(path, honest)))
         results.append(step(lambda: repack(path, folder / "out.safetensors")))
     if load and not isinstance(results[0], Exception):
-        from cutlass_ops.hf import load_model
+        from cutlass_ops.integrations.hf import load_model
 
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

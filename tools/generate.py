@@ -9,9 +9,9 @@ The models have the published shapes and weights drawn from a normal distributio
 of a token does not depend on trained ones. As `cutlass-ops reorder --bits` does, the linear layers but the output head are
 quantised in groups of 128 and packed; query, key and value, and gate and up, become one product each.
 
-A step makes a token of each text. Its time is the median over those of `cutlass_ops.demo.generate`, which replays a CUDA graph,
-and includes the wait for the tokens. Without the graph the same tokens must come out. floor: the bytes of all weights
-that a step reads over the bandwidth at which this process read memory.
+A step makes a token of each text. Its time is the median over those of `cutlass_ops.cli.run_demo.generate`, which replays a
+CUDA graph, and includes the wait for the tokens. Without the graph the same tokens must come out. floor: the bytes of all
+weights that a step reads over the bandwidth at which this process read memory.
 
 As transformers runs them, a layer's small operations between the products are some forty kernels of one or two microseconds,
 which hide what a product saves. With --compile torch.compile makes one kernel of each norm, rotary embedding and gated
@@ -34,8 +34,8 @@ from bench import FORMATS, heading, read_bandwidth
 from transformers.models.llama import modeling_llama
 
 import cutlass_ops as co
-from cutlass_ops.demo import generate
-from cutlass_ops.plan import DEFAULT_EXCLUDE
+from cutlass_ops.cli.run_demo import generate
+from cutlass_ops.files.conversion_plan import DEFAULT_EXCLUDE
 
 #: What ``pack`` makes: symmetric weights.
 SYMMETRIC = {name: form for name, form in FORMATS.items() if not form.shift and not form.book}

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 Rows = list[dict[str, Any]]
+#: The M that are written beside the axis and the points: others stand too close to these.
+TICKS = (1, 4, 16, 64, 256, 1024, 4096, 16384)
 OURS, PEER, FLOOR = "#1f5fa8", "#d1762a", "#8a8a8a"
 
 
@@ -68,7 +70,7 @@ def draw(result: dict[str, Any], path: Path) -> None:
     shapes = panels(result["rows"])
     columns = max(len(formats) for formats in shapes.values())
     figure, axes = plt.subplots(
-        2 * len(shapes), columns, figsize=(2.6 * columns, 4.4 * len(shapes)), squeeze=False, layout="constrained"
+        2 * len(shapes), columns, figsize=(3.6 * columns, 4.4 * len(shapes)), squeeze=False, layout="constrained"
     )
     for line, ((n, k), formats) in enumerate(shapes.items()):
         for column in range(columns):
@@ -98,9 +100,10 @@ def draw(result: dict[str, Any], path: Path) -> None:
                 )
                 axis.plot(ms, [value(r["m"], r["us"]) for r in rows], color=OURS, marker="o", markersize=3, label="cutlass_ops")
                 axis.set_xscale("log", base=2)
-                axis.set_xticks(ms, [str(m) for m in ms], rotation=45)
+                ticks = [m for m in ms if m in TICKS]
+                axis.set_xticks(ticks, [str(m) for m in ticks], rotation=45)
                 axis.minorticks_off()
-            for r in rows:
+            for r in (r for r in rows if r["m"] in TICKS):
                 at = (r["m"], r["us"] / r["floor_us"])
                 time.annotate(
                     f"{r['us']:.0f}" if r["us"] >= 100 else f"{r['us']:.3g}",

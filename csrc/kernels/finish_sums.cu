@@ -12,7 +12,7 @@ constexpr int kThreads = 256, kOutputs = 8;
 // `sums` may be p.out: a thread reads what it writes.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    finish_sums(__grid_constant__ EpilogueParams const p, uint16_t const* sums, int vectors) {
+    finish_rows(__grid_constant__ EpilogueParams const p, uint16_t const* sums, int vectors) {
   pdl_wait_and_launch_dependents();
   int64_t const index = int64_t(blockIdx.x) * kThreads + threadIdx.x;
   int const m = int(index / vectors), n = int(index - int64_t(m) * vectors) * kOutputs;
@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(kThreads)
 
 Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream) {
   int const vectors = int(ceil_div(problem.weight.n, kOutputs));
-  auto const kernel = problem.x_type == DataType::kBFloat16 ? finish_sums<__nv_bfloat16> : finish_sums<__half>;
+  auto const kernel = problem.x_type == DataType::kBFloat16 ? finish_rows<__nv_bfloat16> : finish_rows<__half>;
   return launch(kernel, dim3(unsigned(ceil_div(int64_t(problem.m) * vectors, int64_t(kThreads)))), kThreads, 0, stream,
                 EpilogueParams(problem), static_cast<uint16_t const*>(sums), vectors);
 }

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, Literal, cast
 
-from ..weight import CheckpointError
+from ..weights.weight import CheckpointError
 from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source

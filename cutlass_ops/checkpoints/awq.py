@@ -28,7 +28,7 @@ from functools import partial
 
 import torch
 
-from ..weight import CheckpointError
+from ..weights.weight import CheckpointError
 from . import grouped
 from .checkpoint import Checkpoint, Entry
 from .directory import Source

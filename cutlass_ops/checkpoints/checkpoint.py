@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..weight import CheckpointError, QuantizedWeight, not_finite
+from ..weights.weight import CheckpointError, QuantizedWeight, not_finite
 
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -49,8 +49,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats, reference
-from ..weight import CheckpointError, QuantizedWeight
+from .. import reference
+from ..weights import formats
+from ..weights.weight import CheckpointError, QuantizedWeight
 from . import grouped
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .directory import Source

@@ -19,10 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
-from ..weight import CheckpointError
+from ..weights import formats
+from ..weights.weight import CheckpointError
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry
+from .safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, opened, placement, tensor_names
 
 #: Scales of a quantised KV cache, in the places where other tools keep them.
 _KV_CACHE = re.compile(

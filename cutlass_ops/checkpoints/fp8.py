@@ -23,8 +23,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError
+from ..weights import formats
+from ..weights.weight import CheckpointError
 from . import grouped
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry
 from .directory import Source

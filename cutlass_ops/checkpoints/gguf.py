@@ -28,7 +28,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from ..weight import CheckpointError, QuantizedWeight
+from ..weights.weight import CheckpointError, QuantizedWeight
 from . import directory
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
 from .gguf_blocks import BLOCK_TYPES, GROUP_SIZE, convert_blocks

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..weight import CheckpointError
+from ..weights.weight import CheckpointError
 
 if TYPE_CHECKING:
     import gguf

@@ -46,8 +46,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError
+from ..weights import formats
+from ..weights.weight import CheckpointError
 from . import grouped
 from .checkpoint import Checkpoint, Entry
 from .directory import Source

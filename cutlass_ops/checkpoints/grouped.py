@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError, QuantizedWeight
+from ..weights import formats
+from ..weights.weight import CheckpointError, QuantizedWeight
 from .checkpoint import FLOAT_TYPES, Entry, Quantized, dequantize, read_weight
 from .directory import Source
 from .words import permute_columns

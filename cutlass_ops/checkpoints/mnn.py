@@ -47,10 +47,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..safetensors_files import json_object, mapped
-from ..weight import CheckpointError, QuantizedWeight
+from ..weights import formats
+from ..weights.weight import CheckpointError, QuantizedWeight
 from .checkpoint import Checkpoint, Entry, Quantized, read_weight
+from .safetensors_files import json_object, mapped
 from .words import unpack_bytes
 
 _JSON, _WEIGHT = ".mnn.json", ".mnn.weight"

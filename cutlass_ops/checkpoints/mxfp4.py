@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError
+from ..weights import formats
+from ..weights.weight import CheckpointError
 from . import grouped
 from .checkpoint import Checkpoint, Entry, Quantized
 from .directory import Source

@@ -42,8 +42,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import CheckpointError, QuantizedWeight
+from ..weights import formats
+from ..weights.weight import CheckpointError, QuantizedWeight
 from .checkpoint import FLOAT_TYPES, Checkpoint, Entry, Quantized, read_weight
 from .directory import Source
 from .words import unpack_bytes, unpack_tiles

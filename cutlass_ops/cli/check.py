@@ -9,9 +9,9 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..packed_file import packed_info
-from ..progress import progress
-from ..verify import diff_packed, rank_directories, verify_packed
+from ..files.packed_file import packed_info
+from ..files.verify import diff_packed, rank_directories, verify_packed
+from ..nn.progress import progress
 from .common import FAILED, JsonOption, app, keep_freed_memory, make_console, print_json, read_checkpoint, reported
 
 

@@ -26,7 +26,7 @@ def demo(
     """Reorder a real model, generate text with it in 4 bits, and compare with its dequantised self."""
     with reported():
         # It imports nothing heavy itself, but belongs to this command alone.
-        from ..demo import PROMPT, run_demo, show
+        from .run_demo import PROMPT, run_demo, show
 
         console = Console(stderr=True)
         result = run_demo(

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from ..checkpoints import Checkpoint
-from ..explain import explain
-from ..packed_file import PACKED_DTYPES, PackedInfo, empty_packed
-from ..packed_weight import PackedWeight
-from ..safetensors_files import spec_bytes
+from ..checkpoints.safetensors_files import spec_bytes
+from ..files.packed_file import PackedInfo
+from ..ops.explain import explain
+from ..weights.packed_weight import PackedWeight
+from ..weights.specs import PACKED_DTYPES, empty_packed
 from .common import dtype_name
 
 
@@ -116,11 +117,11 @@ def describe_packed(info: PackedInfo) -> dict[str, Any]:
 
 
 #: Tokens for which inspect names the kernels: one as a model generates, many as it reads a prompt.
-TOKENS = (1, 4096)
+ROWS_OF_X = (1, 4096)
 
 
 def add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str) -> None:
-    """Give each tensor ``kernels``: by GPU and number of tokens, or {} if it is no packed weight."""
+    """Give each tensor ``kernels``: by GPU and number of rows of x, or {} if it is no packed weight."""
     # What every kernel takes: if this fails, the user's words are wrong.
     for name in gpus:
         explain(1, empty_packed(64, 128, 4, 128, {"scales": torch.float16}), act_quant=act_quant, device=name)
@@ -134,7 +135,7 @@ def add_kernels(tensors: list[dict[str, Any]], gpus: list[str], act_quant: str) 
         if key not in known:
             dtypes = {part: getattr(torch, dtype) for part, dtype in parts.items() if part != "codes"}
             weight = empty_packed(shape[-2], shape[-1], bits, group_size, dtypes)  # one of the experts
-            known[key] = {name: {str(m): _kernel(m, weight, act_quant, name) for m in TOKENS} for name in gpus}
+            known[key] = {name: {str(m): _kernel(m, weight, act_quant, name) for m in ROWS_OF_X} for name in gpus}
         tensor["kernels"] = known[key]
 
 

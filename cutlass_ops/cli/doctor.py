@@ -12,11 +12,12 @@ import torch
 import typer
 from rich.markup import escape
 
-from .. import _C, ops, reference
-from ..explain import explain
-from ..quantize import quantize
-from ..reorder import reorder
+from .. import _C, reference
+from ..ops import gemm
+from ..ops.explain import explain
+from ..ops.quantize import quantize
 from ..version import __version__
+from ..weights.reorder import reorder
 from .common import FAILED, JsonOption, app, make_console, print_json, size_text
 
 
@@ -128,7 +129,7 @@ def _cuda_version(module: str, function: str, missing: list[str]) -> str:
 
 
 def _kernels(device: str) -> dict[str, str]:
-    """What would run for one token and for many, of each product."""
+    """What would run for one row of x and for many, of each product."""
     names = {}
     for name, (bits, act_quant) in _PRODUCTS.items():
         weight = reorder(quantize(torch.zeros(64, 128, dtype=torch.float32, device="cpu"), bits=bits)).to(device)
@@ -153,7 +154,7 @@ def _self_test(device: str) -> dict[str, str]:
         expected = reference.mixed_gemm(x, quantized, act_quant=act_quant, out_dtype=torch.float32, compute_dtype=torch.float64)
         try:
             packed = reorder(quantized).to(device)
-            y = ops.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
+            y = gemm.mixed_gemm(x.to(device), packed, act_quant=act_quant, out_dtype=torch.float32).cpu()
         except (ValueError, RuntimeError) as error:
             results[name] = f"failed: {error}"
             continue

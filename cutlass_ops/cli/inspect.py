@@ -16,9 +16,9 @@ from rich.markup import escape
 from rich.padding import Padding
 
 from .. import _C
-from ..packed_file import is_packed, packed_info
+from ..files.packed_file import is_packed, packed_info
 from .common import JsonOption, ZeroOffset, app, make_console, print_json, read_checkpoint, reported, shape_text, size_text
-from .describe import TOKENS, add_kernels, describe_checkpoint, describe_packed
+from .describe import ROWS_OF_X, add_kernels, describe_checkpoint, describe_packed
 
 
 @app.command()
@@ -39,7 +39,7 @@ def inspect(
     """List what a checkpoint or a packed model holds, from headers alone, and which kernel would
     multiply by it.
 
-    Kernels are given for one token and for 4096, and for each GPU, which need not be there. Tensors
+    Kernels are given for one row of x and for 4096, and for each GPU, which need not be there. Tensors
     that differ but in the numbers in their names are shown as one, as in layers.{0..31}.mlp; --json
     lists each.
     """
@@ -81,7 +81,7 @@ def show(console: Console, described: dict[str, Any], gpus: list[str], act_quant
     for (packed, what), sizes in sorted(kinds.items(), key=lambda item: not item[0][0]):
         line("weights" if packed else "others", f"{len(sizes)} ({size_text(sum(sizes))}) {what}")
     if any(tensor["kernels"] for tensor in tensors):
-        line("kernels", f"of {' and '.join(map(str, TOKENS))} tokens, act_quant {act_quant!r}")
+        line("kernels", f"of {' and '.join(map(str, ROWS_OF_X))} rows of x, act_quant {act_quant!r}")
     for name, alike in _alike(tensors):
         first = alike[0]
         console.print(escape(name), highlight=False)

@@ -12,11 +12,11 @@ from typing import Annotated
 import typer
 from rich.markup import escape
 
-from ..model_directory import SHARD_BYTES, reorder_model
-from ..packing import reorder_checkpoint
-from ..plan import Options, plan
-from ..progress import progress
-from ..tensor_parallel import STYLES, parse_overrides
+from ..files.conversion_plan import Options, plan
+from ..files.model_directory import SHARD_BYTES, reorder_model
+from ..files.packing import reorder_checkpoint
+from ..files.tensor_parallel import STYLES, parse_overrides
+from ..nn.progress import progress
 from .common import (
     JsonOption,
     ZeroOffset,

@@ -11,11 +11,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .. import _C
+from ..files.packed_config import QUANT_METHOD, WeightFormat, weight_format
+from ..files.packed_file import packed_problem
+from ..files.tensor_parallel import ACT_ORDER, sliced_format
 from ..nn import MixedLinear
-from ..packed_config import QUANT_METHOD, WeightFormat, weight_format
-from ..packed_file import packed_problem, packed_specs
-from ..reorder import reorder
-from ..tensor_parallel import ACT_ORDER, sliced_format
+from ..weights.reorder import reorder
+from ..weights.specs import packed_specs
 from .layers import MODULE, Engine, product
 from .shards import LayerPart, Shards, part_of
 
@@ -81,8 +82,8 @@ class PackedConfig:
         names = [f"{prefix}.0.{name}_proj" for name in ("gate", "up", "down")]
         if any(name not in named or weight_format(self.fields, name) for name in names):
             raise ValueError(
-                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint that the directory "
-                "was made from, or one that was reordered with --exclude experts, which keeps them as floats"
+                f"{prefix}: packed experts are not loaded in {self.engine.name} yet; serve the checkpoint itself, if it can "
+                "read it, or a directory of cutlass-ops reorder --exclude experts, which keeps them as floats"
             )
 
 

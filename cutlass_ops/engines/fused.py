@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from ..packed_config import WeightFormat
+from ..files.packed_config import WeightFormat
 from .directory import PackedLinear
 from .layers import MODULE, product
 from .shards import LayerPart, part_of

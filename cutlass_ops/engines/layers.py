@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, formats, ops
+from .. import _C
 from ..nn import MixedLinear
-from ..reorder import reorder
-from ..weight import QuantizedWeight
+from ..ops import gemm
+from ..weights import formats
+from ..weights.reorder import reorder
+from ..weights.weight import QuantizedWeight
 
 _ACT_QUANT = ("none", "token", "block")
 _SETTINGS = ("act_quant",)
@@ -133,7 +135,7 @@ def product(layer: torch.nn.Module, x: Tensor, bias: Tensor | None, batch_invari
     """x times the packed weight that a layer keeps, plus bias."""
     linear: Any = getattr(layer, MODULE)
     options = (linear.act_quant, linear.act_symmetric)
-    return ops.mixed_gemm(x, linear.packed, bias, None, *options, batch_invariant=batch_invariant)
+    return gemm.mixed_gemm(x, linear.packed, bias, None, *options, batch_invariant=batch_invariant)
 
 
 def stored_weight(

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.nn import Parameter
 
-from .. import formats
-from ..packed_file import packed_specs
-from ..packed_weight import PackedWeight
-from ..weight import PARTS
+from ..weights import formats
+from ..weights.packed_weight import PackedWeight
+from ..weights.specs import packed_specs
+from ..weights.weight import PARTS
 from .layers import Engine
 from .slices import cut
 
@@ -144,7 +144,7 @@ class Shards:
         columns = self.part.columns.stop - self.part.columns.start
         form = {"k": columns, "bits": self.bits, "group_size": self.group_sizes[1]}
         stored: dict[str, Any] = {part: parts.get(part) for part in PARTS}
-        if not any(size % formats.ROWS_PER_SLAB for size in self.part.sizes[:-1]):
+        if not any(size % formats.ROWS_PER_PANEL for size in self.part.sizes[:-1]):
             yield PackedWeight(**stored, n=sum(self.part.sizes), **form)
             return
         rows = self.padded(len(self.part.sizes) - 1).stop

@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..packed_weight import group_vector_positions, pack_codes, unpack_codes
+from ..weights import formats
+from ..weights.packed_weight import group_vector_positions, pack_codes, unpack_codes
 
-_PANEL, _TILE = formats.ROWS_PER_SLAB, formats.K_PER_TILE
+_PANEL, _TILE = formats.ROWS_PER_PANEL, formats.K_PER_TILE
 
 
 def cut(

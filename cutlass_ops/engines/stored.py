@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..weight import QuantizedWeight
+from ..weights.weight import QuantizedWeight
 from .layers import MODULE, Engine, keep, product, reason_of_format, stored_weight
 
 

@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import formats
+from ..weights import formats
 from .blocks import FLOAT_TYPES, check_block, check_matrix, in_blocks, quotient
 
 #: Below this, the range of a block or group counts as zero: its reciprocal could overflow.

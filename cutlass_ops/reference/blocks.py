@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import formats
+from ..weights import formats
 
 #: Elements of a temporary tensor: 4 MB of fp32 stay in the cache, several times as fast as
 #: one pass over all rows.

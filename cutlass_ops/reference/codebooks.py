@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .. import formats
+from ..weights import formats
 from .activations import SMALLEST_RANGE
 from .blocks import quotient, rounded_up
 

@@ -16,8 +16,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import formats, reference
-from ..weight import QuantizedWeight
+from .. import reference
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 
 _CONVOLUTIONS: dict[int, Any] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
 INT32 = torch.iinfo(torch.int32)
@@ -113,7 +114,7 @@ def mixed_conv(
         qw: the weight ``[N, C, *kernel]``; its bias is added. The values of a code book are first rounded to x's dtype.
         geometry: stride, padding, dilation, groups. Where a pixel is missing, x is zero, exactly.
         act_quant: "none": x as it is. Else the values that :func:`quantize_pixels`' codes stand for, with blocks of
-            :func:`cutlass_ops.formats.activation_block` channels.
+            :func:`cutlass_ops.weights.formats.activation_block` channels.
         act_symmetric: whether quantised activations have no zero points.
         bias, activation, residual: see :func:`reference.epilogue`; residual is ``[B, *out, N]``.
         out_dtype: dtype of the result; x's if None.

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import formats
+from ..weights import formats
 from .blocks import CHUNK, in_blocks, quotient, row_chunks
 from .codebooks import code_book, quantize_book
 

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import formats
-from ..weight import QuantizedWeight
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 from .activations import centred_activations, check_activations, quantize_activations
 from .blocks import FLOAT_TYPES, check_matrix, in_blocks, row_chunks
 from .weights import centred_weight, weight_rows
@@ -196,7 +196,7 @@ def mixed_gemm(
             of a group are summed (:func:`_group_sums`) before its scale multiplies them, then groups in turn; offsets times
             the sums of x are a sum by itself, added last. "token" or
             "block": x goes through :func:`quantize_activations`, with one block a row or blocks of
-            :func:`cutlass_ops.formats.activation_block`, and on to :func:`gemm_quantized`.
+            :func:`cutlass_ops.weights.formats.activation_block`, and on to :func:`gemm_quantized`.
         act_symmetric: whether quantised activations have no zero points.
         bias, activation, residual, saturate: see :func:`epilogue`.
         out_dtype: dtype of the result; x's if None.

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
-from ..weight import QuantizedWeight
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 from .activations import SMALLEST_RANGE
 from .blocks import FLOAT_TYPES, check_matrix, in_blocks, quotient, rounded_up, row_chunks
 from .codebooks import code_book, quantize_book, quantize_e4m3, quantize_mxfp4

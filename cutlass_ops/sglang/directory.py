@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..embedding import embedding as look_up
 from ..engines.directory import PackedConfig, PackedLinear
 from ..engines.fused import FusedLinear
 from ..engines.layers import MODULE
-from ..nn import SHARED_INPUT
-from ..packed_config import weight_format
-from ..packed_weight import PackedWeight
+from ..files.packed_config import weight_format
+from ..nn.linear import SHARED_INPUT
+from ..ops.embedding import embedding as look_up
+from ..weights.packed_weight import PackedWeight
 from .engine import ENGINE, MISSING
 
 if MISSING is None:

@@ -15,18 +15,10 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import formats
-from ..engines.layers import (
-    changed,
-    extended,
-    input_order,
-    int8_weight,
-    reason_of_package,
-    stored_weight,
-    unpacked,
-)
+from ..engines.layers import changed, extended, input_order, int8_weight, reason_of_package, stored_weight, unpacked
 from ..engines.stored import Form, StoredLinear, awq_form
-from ..weight import QuantizedWeight
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 from .engine import ENGINE, MISSING, logger, settings
 
 if MISSING is None:

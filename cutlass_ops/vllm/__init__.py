@@ -5,7 +5,8 @@ puts ours first (``linear.py``). The layers of AWQ, GPTQ and compressed-tensors 
 with parameters that are described by their attributes (``input_dim``, ``output_dim``,
 ``packed_dim``), so that one reader does for all of them. ``experts.py`` does the same for layers of
 experts, ``awq.py`` for linear layers of AWQ in batch-invariant mode, and ``directory.py`` loads what
-``cutlass-ops reorder`` wrote. A layer that our kernels do not take is left to vLLM's own, with one
+``cutlass-ops reorder`` wrote. ``checkpoint.py`` packs GGUF files and other checkpoints that
+vLLM does not read. A layer that our kernels do not take is left to vLLM's own, with one
 line in its log that says why.
 
 Settings are keys of ``--additional-config '{"cutlass_ops": {...}}'``, which is part of vLLM's key
@@ -22,6 +23,7 @@ from __future__ import annotations
 
 import torch
 
+from .checkpoint import take_checkpoints
 from .directory import CutlassOpsConfig
 from .experts import take_experts
 from .linear import MISSING, CutlassOpsInt8LinearKernel, CutlassOpsLinearKernel, logger
@@ -71,3 +73,4 @@ def register() -> None:
                 kernels[platform].insert(0, kernels[platform].pop())
     register_quantization_config("cutlass_ops")(CutlassOpsConfig)
     take_experts()
+    take_checkpoints()

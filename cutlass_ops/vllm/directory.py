@@ -7,12 +7,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..embedding import embedding as look_up
 from ..engines.directory import PackedConfig, PackedLinear
 from ..engines.fused import FusedLinear
 from ..engines.layers import MODULE, Engine
-from ..packed_config import weight_format
-from ..packed_weight import PackedWeight
+from ..files.packed_config import weight_format
+from ..ops.embedding import embedding as look_up
+from ..weights.packed_weight import PackedWeight
 from .linear import MISSING, logger, settings
 
 if MISSING is None:

@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import _C, formats
+from .. import _C
 from ..engines.layers import changed, extended, stored_weight
-from ..experts import mixed_moe, reorder_experts
-from ..nn_experts import MixedExperts
-from ..weight import QuantizedWeight
+from ..nn.experts import MixedExperts
+from ..ops.experts import mixed_moe, reorder_experts
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 from .awq import taken
 from .linear import MISSING, logger, reason_against_all, settings
 

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import formats
 from ..engines.layers import (
     checked_settings,
     input_order,
@@ -19,7 +18,8 @@ from ..engines.layers import (
     reason_of_package,
     unpacked,
 )
-from ..weight import QuantizedWeight
+from ..weights import formats
+from ..weights.weight import QuantizedWeight
 
 try:
     from vllm import envs

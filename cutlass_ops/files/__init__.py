@@ -1,0 +1,1 @@
+"""Packed files and model directories: planned, written, read and checked."""

@@ -1,0 +1,1 @@
+"""What other packages learn of packed models: transformers, diffusers, PEFT and huggingface_hub."""

@@ -1,0 +1,329 @@
+"""Convolutions of floats, or of activations that are quantised in the call, with packed weights.
+
+``conv_gpu.py`` has what a GPU does, and ``conv_torch.py`` what a CPU does.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .. import reference
+from ..reference.conv import Geometry
+from ..weights.packed_weight import PackedWeight
+from . import activations, arguments, conv_gpu, conv_torch, library, native
+
+__all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
+
+#: One number for all dimensions of space, or one for each.
+Extents: TypeAlias = "int | Sequence[int]"
+
+ACT_QUANT = ("none", "token", "block", "tensor")
+
+
+# ---- arguments
+
+
+def check_extents(name: str, value: Any, dims: int, least: int) -> tuple[int, ...]:
+    """``value`` for each of ``dims`` dimensions of space.
+
+    Raises:
+        ValueError: it is no integer of at least ``least``, nor ``dims`` of them.
+    """
+    extents = tuple(value) if isinstance(value, Sequence) and not isinstance(value, str) else (value,)
+    extents = extents * dims if len(extents) == 1 else extents
+    # type() and not isinstance(): True is no number of pixels.
+    if len(extents) != dims or any(type(extent) is not int or extent < least for extent in extents):
+        raise ValueError(f"{name} is {value!r:.100}; an integer of at least {least}, or {dims} of them, is expected")
+    return extents
+
+
+def check_weight(weight: Any, dims: int) -> None:
+    """Raise ``TypeError`` or ``ValueError`` if it is no packed weight whose kernel has ``dims`` dimensions; 0 is a matrix."""
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if len(weight.kernel_size) != dims:
+        has = f"a kernel of {weight.kernel_size}" if weight.kernel_size else "no kernel"
+        expected = f"one of {dims} dimensions" if dims else "a matrix"
+        raise ValueError(f"the weight of shape {list(weight.shape)} has {has}; {expected} is expected")
+
+
+def check_geometry(
+    kernel_size: tuple[int, ...], n: int, stride: Extents, padding: Extents, dilation: Extents, groups: int
+) -> Geometry:
+    """The arguments of torch's convolutions as numbers for each dimension.
+
+    Raises:
+        ValueError: one that means nothing for a weight of this kernel and so many output channels; the message has its value.
+    """
+    dims = len(kernel_size)
+    if type(groups) is not int or groups < 1 or n % groups:
+        raise ValueError(f"groups is {groups!r}; a divisor of the weight's {n} output channels is expected")
+    return Geometry(
+        check_extents("stride", stride, dims, 1),
+        check_extents("padding", padding, dims, 0),
+        check_extents("dilation", dilation, dims, 1),
+        groups,
+    )
+
+
+def check_image(
+    shape: Sequence[int], kernel_size: tuple[int, ...], channels: int, n: int, geometry: Geometry
+) -> tuple[int, ...]:
+    """The shape of the result.
+
+    Args:
+        shape: of x.
+        kernel_size, channels, n: of the weight: the channels of a group, and those of the result.
+        geometry: of the convolution.
+
+    Raises:
+        ValueError: x has other dimensions or channels than the weight takes, or fewer pixels than the kernel.
+    """
+    dims, size = len(kernel_size), tuple(shape[2:])
+    if len(shape) != dims + 2 or shape[1] != channels * geometry.groups:
+        space = ("L", "H, W", "D, H, W")[dims - 1]
+        raise ValueError(
+            f"x has shape {tuple(shape)}; [B, {channels * geometry.groups}, {space}] is expected, for a weight of "
+            f"{channels} channels and groups={geometry.groups}"
+        )
+    padded = [extent + 2 * pad for extent, pad in zip(size, geometry.padding, strict=True)]
+    spans = geometry.spans(kernel_size)
+    if any(extent < 1 for extent in size) or any(extent < span for extent, span in zip(padded, spans, strict=True)):
+        raise ValueError(
+            f"x has {size} pixels, {tuple(padded)} with padding={geometry.padding}; the kernel "
+            f"{kernel_size} with dilation={geometry.dilation} takes at least {tuple(spans)}"
+        )
+    return shape[0], n, *geometry.out(size, kernel_size)
+
+
+def check_convolution(
+    shape: Sequence[int],
+    kernel_size: tuple[int, ...],
+    channels: int,
+    n: int,
+    stride: Extents,
+    padding: Extents,
+    dilation: Extents,
+    groups: int,
+) -> tuple[Geometry, tuple[int, ...]]:
+    """:func:`check_geometry`, and :func:`check_image`."""
+    geometry = check_geometry(kernel_size, n, stride, padding, dilation, groups)
+    return geometry, check_image(shape, kernel_size, channels, n, geometry)
+
+
+#: The checks take longer than to launch a small convolution.
+known_convolution = functools.lru_cache(maxsize=4096, typed=True)(check_convolution)
+
+
+# ---- mixed convolutions
+
+
+def mixed_conv1d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`mixed_conv2d` in one dimension of space: x ``[B, groups * C, L]``, the weight ``[N, C, kernel]``."""
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(1, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def mixed_conv2d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
+
+    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU the kernels of products take the
+    pixels under each tap straight from x. torch's convolution of the dequantised operands takes their place where x is fp32 and
+    not quantised, and where a group of the convolution has a number of output channels that is no multiple of 64. Weights and
+    quantised activations may be rounded once to x's dtype where the result has it too, as in :func:`cutlass_ops.mixed_gemm`.
+    Depthwise convolutions (one input channel a group) round nothing on the way. The first call with such a weight keeps its
+    values in fp32 as long as ``weight.codes`` lives, and waits for the GPU; later calls do not wait. What is written to the
+    weight's tensors is noticed by the next call, not by CUDA graphs.
+    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient is that of
+    ``torch.nn.functional.conv2d`` with :func:`cutlass_ops.dequantize`'s values, which the backward pass computes and does not
+    keep; activations that ``act_quant`` quantises pass it straight through. There are no gradients of gradients.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[B, groups * C, H, W]`` on the weight's device, in any memory format.
+        weight: what :func:`cutlass_ops.reorder` returned for a weight ``[N, C, R, S]``.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``: a number, or one for each dimension. Pixels of
+            the padding are exact zeros, with zero points too.
+        activation: as in :func:`cutlass_ops.mixed_gemm`.
+        act_quant: "none" multiplies x as it is. The others quantise it to int8: "token" with one scale for each pixel over its
+            channels, "block" for each pixel and min(group_size, 128) channels, "tensor" for all of x.
+        act_symmetric: whether quantised activations have no zero point.
+        residual: fp16, bf16 or fp32, of the result's shape, added last.
+        out_dtype: fp16, bf16 or fp32; x's dtype if None.
+
+    Returns:
+        ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
+        RuntimeError: the weight requires a gradient; or torch.jit.trace, forward-mode differentiation or a transform of
+            torch.func is at work.
+    """
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(2, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def mixed_conv3d(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    *,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    """:func:`mixed_conv2d` in three dimensions of space: x ``[B, groups * C, D, H, W]``, the weight ``[N, C, T, R, S]``."""
+    geometry = (stride, padding, dilation, groups)
+    return _mixed_conv(3, x, weight, bias, geometry, activation, act_quant, act_symmetric, residual, out_dtype)
+
+
+def _mixed_conv(
+    dims: int,
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    geometry: tuple[Extents, Extents, Extents, int],
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    check_weight(weight, dims)
+    arguments.check_float("x", x, weight.device)
+    arguments.check_device(weight.device)
+    arguments.check_transforms(f"mixed_conv{dims}d", x, bias, residual)
+    differentiable = is_grad_enabled() and any(map(arguments.requires_grad, (x, bias, residual)))
+    if is_grad_enabled():
+        arguments.check_frozen(weight)
+    if x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    directly = not differentiable and arguments.runs_directly(x, bias, residual)
+    check = known_convolution if directly else check_convolution
+    stride, padding, dilation = (tuple(value) if isinstance(value, list) else value for value in geometry[:3])
+    described = (weight.kernel_size, weight.k // weight.taps, weight.n, stride, padding, dilation, geometry[3])
+    checked, shape = check(x.shape, *described)
+    if act_quant not in ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
+    if weight.book is not None and act_quant != "none":
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
+    call = native.split_activation(activation)
+    if bias is not None:
+        arguments.check_bias(bias, weight)
+    if residual is not None:
+        arguments.check_residual(residual, weight, shape)
+    if out_dtype is not None and out_dtype not in native.DATA_TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
+    if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
+        raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
+    end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
+    if directly:
+        return run_conv(x, weight, *end)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *library.weight_fields(weight), weight.kernel_size, *end))
+
+
+def run_conv(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    activation: str | None,
+    low: float,
+    high: float,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    act_quant: str,
+    act_symmetric: bool,
+) -> Tensor:
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    options: dict[str, Any] = {
+        "bias": bias,
+        "activation": native.named_activation(activation, low, high),
+        "act_quant": act_quant,
+        "act_symmetric": act_symmetric,
+        "residual": None if residual is None else residual.movedim(1, -1),
+        "out_dtype": out_dtype,
+    }
+    with arguments.without_autocast(x.device):
+        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, **options)
+        if y is None:
+            y = conv_torch.convolve(x.detach(), weight, geometry, **options)
+    return y.contiguous().permute(0, -1, *range(1, y.dim() - 1))
+
+
+# ---- torch.library
+
+GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
+#: Where the arguments behind x, the weight and its kernel begin.
+BEHIND = library.WEIGHT_FIELDS + 1
+
+
+def packed_weight(args: Sequence[Any]) -> PackedWeight:
+    return PackedWeight(*args[: library.WEIGHT_FIELDS], kernel_size=tuple(args[library.WEIGHT_FIELDS]))  # type: ignore[misc]
+
+
+def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
+    stride, padding, dilation, groups = geometry
+    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[library.WEIGHT_FIELDS])
+
+
+def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
+    return run_conv(x, packed_weight(args), *args[BEHIND:])
+
+
+def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
+    out = out_extents(x, args, args[BEHIND + 6 : BEHIND + 10])
+    return x.new_empty((x.shape[0], *out, args[6]), dtype=args[BEHIND + 5]).movedim(-1, 1)
+
+
+library.register(
+    f"mixed_conv(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
+    f"Tensor? residual, ScalarType out_dtype, {GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
+    _mixed_conv_op,
+    _mixed_conv_fake,
+)

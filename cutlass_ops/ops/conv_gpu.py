@@ -1,0 +1,215 @@
+"""Mixed convolutions on a GPU: an image's pixels under the kernel are the rows of x of a product, which no tensor holds.
+
+Depthwise convolutions, whose products would have one column a tap, have a kernel that sums in registers. Where no kernel takes
+a convolution (few output channels a group, fp32 x as it is, a scale for all groups and a result of another dtype than x), and
+where few channels would leave much of the kernels' tiles empty, torch convolves the dequantised x with the dequantised weight.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .. import _C, reference
+from ..reference import conv as reference_conv
+from ..reference.conv import Geometry
+from ..weights import formats
+from ..weights.packed_weight import PackedWeight
+from . import gemm, kept, native
+
+#: Bytes that copies want pixels to begin with a multiple of.
+_VECTOR = 16
+#: Channels, of a tap or of the result, that tiles of the kernels are filled up to.
+_TILE_CHANNELS = 128
+#: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.2
+#: of its time for fp16 weights, with 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
+_LEAST_SHARE = 0.8
+#: With fewer pixels of the result, reading the weight takes most of the time.
+LEAST_TORCH_PIXELS = 2048
+
+
+def convolve(
+    x: Tensor,
+    weight: PackedWeight,
+    geometry: Geometry,
+    *,
+    bias: Tensor | None,
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+    out_dtype: torch.dtype,
+) -> Tensor | None:
+    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
+
+    residual is ``[B, *out, N]``.
+    """
+    shape = (x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
+    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    if y.numel() == 0:
+        return y
+    if act_quant == "none" and x.dtype == out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n):
+        return None
+    bias = weight.bias if bias is None else bias.contiguous()
+    rows = None if residual is None else native.row_matrix(residual)
+    if weight.k > weight.taps and geometry.groups > 1 and act_quant in ("token", "tensor") and x.dtype == out_dtype:
+        # A scale is that of all groups' channels, and each group is a product: the products take the values.
+        quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
+        x = reference_conv.dequantized_pixels(x, *quantized, torch.float32).to(x.dtype)
+        act_quant = "none"
+    if weight.k == weight.taps:
+        _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
+    elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
+        return None
+    return y
+
+
+def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
+    """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
+    channels, n = weight.k // weight.taps, weight.n // geometry.groups
+    share = 1.0
+    for count in (channels, n):
+        share *= count / (-(-count // _TILE_CHANNELS) * _TILE_CHANNELS)
+    return channels > 1 and weight.taps > 1 and share < _LEAST_SHARE and pixels >= LEAST_TORCH_PIXELS
+
+
+def finish(
+    sums: Tensor, weight: PackedWeight, bias: Tensor | None, activation: reference.Activation, residual: Tensor | None
+) -> None:
+    """What comes after the sums ``[B, *out, N]`` of 16 bits that torch made, in their place.
+
+    Sums that are not finite become NaN, as in the kernels, where something comes after them.
+    """
+    bias = None if bias is None else bias.contiguous()
+    rows = None if residual is None else native.row_matrix(residual)
+    epilogue = native.native_epilogue(bias, *native.split_activation(activation), rows, False)
+    if epilogue is None:
+        return
+    pixels = sums.view(-1, 1, 1, 1, weight.n)
+    unit = Geometry((1, 1, 1), (0, 0, 0), (1, 1, 1), 1)
+    problem = _problem(pixels, 0, weight.matrix, weight.matrix, unit, pixels, epilogue)
+    with native.on_device(weight.device):
+        _C.finish_sums(problem, sums.data_ptr(), native.current_stream(weight.gpu))
+
+
+def _three(extents: tuple[int, ...] | list[int], filling: int) -> list[int]:
+    """Depth, height and width."""
+    return [filling] * (3 - len(extents)) + list(extents)
+
+
+def _pixels(x: Tensor, groups: int, pads: bool) -> Tensor:
+    """x with its channels last, ``[B, *space, groups * C]``; if ``pads``, with zeros behind a group's up to whole vectors."""
+    images = x.permute(0, *range(2, x.dim()), 1)
+    missing = -(x.shape[1] // groups) % (_VECTOR // x.element_size()) if pads else 0
+    if missing:
+        # Of four or five dimensions, F.pad() keeps an order of memory in which the channels are not last.
+        images = F.pad(images.view(*images.shape[:-1], groups, -1), (0, missing)).contiguous().flatten(-2)
+    images = images.contiguous()
+    return images.clone() if images.data_ptr() % _VECTOR else images
+
+
+def _problem(
+    pixels: Tensor,
+    group: int,
+    weight: PackedWeight,
+    matrix: PackedWeight,
+    geometry: Geometry,
+    y: Tensor,
+    epilogue: _C.Epilogue | None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+) -> _C.ImageProblem:
+    """One of the groups of :func:`_pixels`, convolved with its rows ``matrix`` of the weight."""
+    batch, *space, of_groups = pixels.shape
+    channels = of_groups // geometry.groups
+    return _C.ImageProblem(
+        matrix.native,
+        pixels.data_ptr() + group * channels * pixels.element_size(),
+        native.DATA_TYPES[pixels.dtype],
+        of_groups,
+        batch,
+        channels,
+        _three(space, 1),
+        _three(weight.kernel_size, 1),
+        _three(y.shape[1:-1], 1),
+        _three(geometry.stride, 1),
+        _three(geometry.padding, 0),
+        _three(geometry.dilation, 1),
+        native.CONV_ACT_QUANT[act_quant],
+        act_symmetric,
+        epilogue,
+        y.data_ptr(),
+        native.DATA_TYPES[y.dtype],
+    )
+
+
+def _depthwise(
+    x: Tensor,
+    weight: PackedWeight,
+    geometry: Geometry,
+    y: Tensor,
+    bias: Tensor | None,
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+) -> None:
+    """Write the result to y; each group of the convolution has one input channel."""
+    if act_quant != "none":
+        values = (x, weight.group_size, geometry.groups, act_quant, act_symmetric)
+        x = reference_conv.dequantized_pixels(*values, torch.float32)
+    pixels = _pixels(x, geometry.groups, False)
+    epilogue = native.native_epilogue(bias, *native.split_activation(activation), residual, False)
+    # A code book's values are rounded to x's dtype.
+    book_type = None if weight.book is None else x.dtype
+    name = ("taps", weight.n, weight.kernel_size, weight.group_size, book_type)
+    with native.on_device(weight.device):
+        parts = ("scales", "zeros", "offsets", "book")
+        (taps,) = kept.form(weight, parts, name, lambda: _tap_values(weight, book_type))
+        problem = _problem(pixels, 0, weight, weight, geometry, y, epilogue)
+        _C.depthwise_conv(problem, taps.data_ptr(), native.current_stream(weight.gpu))
+
+
+def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
+    """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
+    weight = weight if book_type is None else gemm.rounded_book(weight, book_type)
+    values = gemm.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
+    return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
+
+
+def _by_products(
+    x: Tensor,
+    weight: PackedWeight,
+    geometry: Geometry,
+    y: Tensor,
+    bias: Tensor | None,
+    activation: reference.Activation,
+    act_quant: str,
+    act_symmetric: bool,
+    residual: Tensor | None,
+) -> bool:
+    """Write the result to y, a product for each group of the convolution; False if no kernel takes one."""
+    groups, n = geometry.groups, weight.n // geometry.groups
+    if groups > 1 and (n % formats.ROWS_PER_PANEL or act_quant in ("token", "tensor")):
+        return False
+    images = _pixels(x, groups, act_quant == "none")
+    call = native.split_activation(activation)
+    stream = native.current_stream(weight.gpu)
+    with native.on_device(weight.device):
+        device = _C.current_device()
+        for group, matrix in enumerate(weight.group_matrices(groups)):
+            features = slice(group * n, group * n + n)
+            own_y = y if groups == 1 else y.new_empty(*y.shape[:-1], n)
+            own_bias = None if bias is None else bias[features]
+            own_residual = None if residual is None else residual[:, features]
+            epilogue = native.native_epilogue(own_bias, *call, own_residual, False)
+            problem = _problem(images, group, weight, matrix, geometry, own_y, epilogue, act_quant, act_symmetric)
+            plan = problem.plan(device)
+            if plan is None:
+                return False
+            workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device) if plan.workspace else None
+            _C.mixed_conv(problem, plan, native.pointer(workspace), stream)
+            if own_y is not y:
+                y[..., features] = own_y
+    return True

@@ -1,0 +1,495 @@
+"""Convolutions and products of int8 with scales that are known beforehand.
+
+On a CPU they are the reference. Kernels take weights in natural order, which are made once and kept beside the packed ones.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled
+
+from .. import _C, reference
+from ..reference import conv as reference_conv
+from ..reference.conv import Geometry
+from ..weights.packed_weight import PackedWeight, group_vector_positions
+from . import arguments, kept, library, native
+from .conv import BEHIND, GEOMETRY_SCHEMA, Extents, check_geometry, check_image, check_weight, out_extents, packed_weight
+
+__all__ = ["conv2d_int8", "linear_int8"]
+
+_INT8 = (torch.int8, torch.uint8)
+_NO_GEOMETRY = Geometry((), (), (), 1)
+_OUTPUTS = {torch.int8: _C.ConvOutput.int8, torch.uint8: _C.ConvOutput.uint8, torch.int32: _C.ConvOutput.int32}
+#: fp32's smallest normal number and its largest.
+_SCALES = torch.finfo(torch.float32)
+
+
+def conv2d_int8(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    stride: Extents = 1,
+    padding: Extents = 0,
+    dilation: Extents = 1,
+    groups: int = 1,
+    x_scale: float,
+    x_zero_point: int = 0,
+    y_scale: float | None = None,
+    y_zero_point: int = 0,
+    activation: reference.Activation = None,
+    out_dtype: torch.dtype = torch.int8,
+) -> Tensor:
+    """A convolution of integers with scales that are known beforehand, as ONNX's QLinearConv.
+
+    ``acc`` is the int32 sum of ``(x - x_zero_point) * (w - w_zero_point)`` over the taps that lie inside of x, plus the bias.
+    The result is ``clamp(rint(float(acc) * m) + y_zero_point)`` with ``m = x_scale * w_scale / y_scale``, each operation
+    rounded to fp32 by itself, ``rint`` half to even; bit for bit what ONNX Runtime's QLinearConv computes.
+
+    Of ONNX's uint8 weights ``weight`` has the codes and zero points as they are, of its int8 ones both plus 128; what ONNX
+    gives once for all output channels stands in each row.
+
+    On a GPU the first call with a weight keeps its codes in another order, a byte each, as long as ``weight.codes`` lives, and
+    waits for that; later ones do not wait. What is written to the codes and zero points is noticed by the next call, not by
+    CUDA graphs. Zero points cost nothing if the differences ``w - w_zero_point`` of each row fit int8. Otherwise the sums go
+    through memory in int32, and so do those of x over each window, which compensate what does not fit; CUDA graphs from
+    before something was written that does not fit have to be captured again.
+
+    Args:
+        x: int8 or uint8 ``[B, groups * C, H, W]`` on the weight's device.
+        weight: packed, ``[N, C, R, S]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points.
+        bias: int32 ``[N]``, in steps of ``x_scale * w_scale``; or floating, as the weight's own bias is, which is rounded to
+            that.
+        stride, padding, dilation, groups: as in ``torch.nn.functional.conv2d``.
+        x_scale, x_zero_point: what codes of x mean: ``x_scale * (code - x_zero_point)``.
+        y_scale, y_zero_point: the same of the result; unused if it is int32.
+        activation: None, "relu", "relu6" or ``("clamp", lo, hi)``; bounds are rounded to codes of the result.
+        out_dtype: torch.int8, torch.uint8, or torch.int32 for ``acc`` itself, without an activation.
+
+    Returns:
+        ``[B, N, H', W']`` of ``out_dtype``; in memory the channels are last.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, before anything is computed; the message has its value.
+        RuntimeError: bias requires a gradient.
+    """
+    check_weight(weight, 2)
+    geometry = check_geometry(weight.kernel_size, weight.n, stride, padding, dilation, groups)
+    numbers = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    check_image(x.shape, weight.kernel_size, weight.k // weight.taps, weight.n, geometry)
+    return _static(x, weight, bias, *numbers, out_dtype, geometry).movedim(-1, 1)
+
+
+def linear_int8(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    *,
+    x_scale: float,
+    x_zero_point: int = 0,
+    y_scale: float | None = None,
+    y_zero_point: int = 0,
+    activation: reference.Activation = None,
+    out_dtype: torch.dtype = torch.int8,
+) -> Tensor:
+    """A product of integers with scales that are known beforehand, as ONNX's QLinearMatMul.
+
+    Args:
+        x: int8 or uint8 ``[..., K]`` on the weight's device.
+        weight: packed, ``[N, K]``, 8 bits, one scale a row (``group_size=-1``), with or without zero points, no act order.
+        bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype: as in :func:`conv2d_int8`.
+
+    Returns:
+        ``[..., N]`` of ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError, RuntimeError: as in :func:`conv2d_int8`.
+    """
+    check_weight(weight, 0)
+    numbers = _check_static("linear_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    if x.dim() < 1 or x.shape[-1] != weight.k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; [..., {weight.k}] is expected, for a weight of {list(weight.shape)}")
+    y = _static(x.reshape(-1, weight.k), weight, bias, *numbers, out_dtype, _NO_GEOMETRY)
+    return y.view(*x.shape[:-1], weight.n)
+
+
+def _check_static(
+    name: str,
+    x: Any,
+    weight: PackedWeight,
+    bias: Any,
+    x_scale: Any,
+    x_zero_point: Any,
+    y_scale: Any,
+    y_zero_point: Any,
+    activation: reference.Activation,
+    out_dtype: Any,
+) -> tuple[float, int, float, int, str | None, float, float]:
+    """The numbers as the operator takes them."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
+    if x.dtype not in _INT8:
+        raise TypeError(f"x has dtype {arguments.dtype_names((x.dtype,))}; supported are {arguments.dtype_names(_INT8)}")
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
+    arguments.check_device(x.device)
+    plain = weight.bits == 8 and weight.group_size == -1 and weight.perm is None
+    if not plain or weight.offsets is not None or weight.book is not None:
+        parts = ", ".join(part for part in weight.tensors() if part not in ("codes", "bias"))
+        raise ValueError(
+            f"the weight has bits={weight.bits}, group_size={weight.group_size} and {parts}; static int8 takes 8 bits, "
+            "group_size=-1, scales and zero points, nothing else"
+        )
+    if bias is not None:
+        _check_static_bias(bias, weight)
+    arguments.check_no_gradient(name, bias)
+    if is_grad_enabled():
+        arguments.check_frozen(weight)
+    if out_dtype not in (*_INT8, torch.int32):
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
+    reference_conv.check_static_activation(activation)
+    call = native.split_activation(activation)
+    _check_scale("x_scale", x_scale)
+    _check_zero_point("x_zero_point", x_zero_point, x.dtype)
+    if out_dtype == torch.int32:
+        if activation is not None:
+            raise ValueError(f"activation is {activation!r} with out_dtype=torch.int32, which is the sums themselves")
+        return float(x_scale), x_zero_point, 1.0, 0, *call
+    if y_scale is None:
+        raise ValueError(f"y_scale is None; a number is expected with out_dtype={out_dtype}")
+    _check_scale("y_scale", y_scale)
+    _check_zero_point("y_zero_point", y_zero_point, out_dtype)
+    return float(x_scale), x_zero_point, float(y_scale), y_zero_point, *call
+
+
+def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
+    if not isinstance(bias, Tensor) or bias.dtype != torch.int32:
+        arguments.check_bias(bias, weight)
+        return
+    if bias.device != weight.device:
+        raise ValueError(f"bias is on {bias.device}; the weight is on {weight.device}")
+    if weight.bias is not None:
+        raise ValueError("a bias is given, but the weight has one already")
+    if tuple(bias.shape) != (weight.n,):
+        raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
+
+
+def _check_scale(name: str, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name} is a {type(value).__name__}; a number is expected")
+    if not _SCALES.tiny <= value <= _SCALES.max:
+        raise ValueError(f"{name} is {value!r}; a number from {_SCALES.tiny:g} to {_SCALES.max:g} is expected")
+
+
+def _check_zero_point(name: str, value: Any, dtype: torch.dtype) -> None:
+    info = torch.iinfo(dtype)
+    if type(value) is not int or not info.min <= value <= info.max:
+        raise ValueError(f"{name} is {value!r}; an integer from {info.min} to {info.max} is expected")
+
+
+def _static(x: Tensor, weight: PackedWeight, bias: Tensor | None, *end: Any) -> Tensor:
+    """``[B, *out, N]``."""
+    *numbers, geometry = end
+    if arguments.runs_directly(x, bias):
+        return _run_static(x, weight, bias, *numbers, *geometry)
+    fields = library.weight_fields(weight)
+    return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, weight.kernel_size, bias, *numbers, *geometry))
+
+
+def _run_static(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    x_scale: float,
+    x_zero_point: int,
+    y_scale: float,
+    y_zero_point: int,
+    activation: str | None,
+    low: float,
+    high: float,
+    out_dtype: torch.dtype,
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    if weight.gpu >= 0:
+        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high)
+        return launch(x, weight, bias, numbers, out_dtype, geometry)
+    with arguments.without_autocast(x.device):
+        y = reference_conv.conv_int8(
+            x,
+            weight.unpack(),
+            geometry,
+            x_scale=x_scale,
+            x_zero_point=x_zero_point,
+            bias=bias,
+            y_scale=y_scale,
+            y_zero_point=y_zero_point,
+            activation=native.named_activation(activation, low, high),
+            out_dtype=out_dtype,
+        )
+    return y.contiguous()
+
+
+# ---- on a GPU
+
+
+#: Names of forms that are kept: the codes that x is multiplied by, and a weight of ones.
+_CODES, _ONES = "static int8", "static int8, ones"
+
+
+class _Natural(NamedTuple):
+    """A weight as ``conv.h`` describes it.
+
+    Attributes:
+        codes: int8 ``[N, ...]``, in one of the orders of ``conv.h``.
+        sums: int32 ``[N]``, of the codes of each channel.
+    """
+
+    codes: Tensor
+    sums: Tensor
+
+
+class _Operand(NamedTuple):
+    """What kernels multiply x by, and what is left of the zero points.
+
+    ``w - zw = code - rest``, so the sums are those of the codes minus ``rest`` times the sum of ``x - zx`` over the window,
+    which is a convolution with ones.
+
+    Attributes:
+        weight: ``[N]`` channels.
+        rest: int32 ``[N]``; None if it is zero.
+        ones: a weight of ones, a channel for each of the convolution's groups; None if ``rest`` is.
+    """
+
+    weight: _Natural
+    rest: Tensor | None = None
+    ones: _Natural | None = None
+
+
+def _order(n: int, weight: PackedWeight, groups: int) -> _C.ConvOrder:
+    return _C.conv_order(n, weight.k // weight.taps, weight.taps, groups)
+
+
+def _in_order(codes: Tensor, order: _C.ConvOrder) -> _Natural:
+    """int8 ``[N, height, width, channels]``."""
+    sums = codes.sum((1, 2, 3), dtype=torch.int32)
+    if order == _C.ConvOrder.by_taps:
+        words = F.pad(codes[..., 0], (0, -codes.shape[2] % 4)).view(*codes.shape[:2], -1, 4)
+        return _Natural(words.permute(1, 2, 0, 3).contiguous(), sums)
+    if order == _C.ConvOrder.flat:
+        codes = codes.flatten(1)
+    return _Natural(F.pad(codes, (0, _C.stored_channels(codes.shape[-1]) - codes.shape[-1])).contiguous(), sums)
+
+
+def _kernel_shape(weight: PackedWeight) -> tuple[int, ...]:
+    """``(height, width, channels)`` of a group."""
+    return (*(weight.kernel_size or (1, 1)), weight.k // weight.taps)
+
+
+def _inside(taps: int, most: int, device: torch.device) -> Tensor:
+    """Whether a tap of an axis is inside of x, for each begin and end that are not: bool ``[(most + 1) ** 2, taps]``."""
+    place, cut = torch.arange(taps, device=device), torch.arange(most + 1, device=device)
+    return ((place >= cut.view(-1, 1, 1)) & (place < taps - cut.view(-1, 1))).flatten(0, 1)
+
+
+def _cut_sums(natural: _Natural, groups: int, most: Sequence[int]) -> Tensor:
+    """The sums of the codes of taps outside of x, int32 ``[classes, groups, stored_channels(N / groups)]``, as ``conv.h`` has
+    the classes, of a weight in the order ``by_channels``. ``most``: taps that are cut at one end of each axis.
+    """
+    taps = natural.codes.sum(-1, dtype=torch.int32)  # [N, height, width]
+    high, wide = (_inside(taps.shape[1 + axis], most[axis], taps.device) for axis in (0, 1))
+    lines = (taps * high[:, None, :, None]).sum(2, dtype=torch.int32)  # [classes of height, N, width]
+    inside = (lines[:, None] * wide[:, None, :]).sum(-1, dtype=torch.int32)
+    cut = (natural.sums - inside).view(len(high) * len(wide), groups, -1)
+    return F.pad(cut, (0, _C.stored_channels(cut.shape[2]) - cut.shape[2])).contiguous()
+
+
+def _without_zeros(weight: PackedWeight, groups: int) -> tuple[Tensor, ...]:
+    """The tensors of ``_Operand.weight`` and, of a weight with zero points, ``_Operand.rest`` even if that is zero."""
+    qw, order = weight.unpack(), _order(weight.n, weight, groups)
+    if qw.zeros is None:
+        return _in_order((qw.codes ^ 0x80).view(torch.int8).view(weight.n, *_kernel_shape(weight)), order)
+    # The point of each row that is nearest to its zero point and from which all its codes are in reach of int8.
+    zeros, codes = qw.zeros.short(), qw.codes
+    near = zeros.clamp(codes.amax(1, keepdim=True).short() - 127, codes.amin(1, keepdim=True).short() + 128)
+    natural = (codes - near.byte()).view(torch.int8).view(weight.n, *_kernel_shape(weight))
+    return (*_in_order(natural, order), (zeros - near)[:, 0].int())
+
+
+def _ones(weight: PackedWeight, groups: int) -> _Natural:
+    """``_Operand.ones``."""
+    ones = torch.ones(groups, *_kernel_shape(weight), dtype=torch.int8, device=weight.device)
+    return _in_order(ones, _order(groups, weight, groups))
+
+
+def _operand(weight: PackedWeight, groups: int) -> _Operand:
+    """What is kept, if codes and zero points are still those that it was made of."""
+    sizes, parts = (weight.n, weight.kernel_size, groups), ("zeros",)
+
+    def make() -> tuple[Tensor, ...]:
+        made = _without_zeros(weight, groups)
+        if len(made) == 2:
+            return made
+        # On the CPU, whether the rest counts. To know it waits, which happens only where the answer is kept.
+        counts = made[2].any().cpu() if kept.keeps(weight, parts) else torch.ones((), dtype=torch.bool, device="cpu")
+        return (*made, counts)
+
+    codes, sums, *left = kept.form(weight, parts, (_CODES, *sizes), make)
+    natural = _Natural(codes, sums)
+    if not left or not left[1]:
+        return _Operand(natural)
+    ones = kept.form(weight, (), (_ONES, *sizes), lambda: _ones(weight, groups))
+    return _Operand(natural, left[0], _Natural(*ones))
+
+
+def _kept_cut_sums(
+    weight: PackedWeight, natural: _Natural, name: str, parts: tuple[str, ...], x_zero_point: int, geometry: Geometry
+) -> Tensor | None:
+    """``_cut_sums``, where kernels take the zero point of x into account by them.
+
+    Args:
+        weight, natural: of which ``natural`` was made, by the name ``name`` and of these parts.
+        x_zero_point, geometry: as in :func:`conv2d_int8`.
+    """
+    groups, n = geometry.groups, len(natural.sums)
+    if x_zero_point == 0 or not any(geometry.padding) or _order(n, weight, groups) != _C.ConvOrder.by_channels:
+        return None
+    axes = zip(weight.kernel_size, geometry.padding, geometry.dilation, strict=True)
+    most = tuple(_C.most_cut(*axis) for axis in axes)
+    if math.prod((cut + 1) ** 2 for cut in most) > _C.most_border_classes:
+        return None
+    form = (name + ", cut sums", n, weight.kernel_size, groups, most)
+    return kept.form(weight, parts, form, lambda: (_cut_sums(natural, groups, most),))[0]
+
+
+def launch(
+    x: Tensor,
+    weight: PackedWeight,
+    bias: Tensor | None,
+    numbers: tuple[Any, ...],
+    out_dtype: torch.dtype,
+    geometry: Geometry,
+    choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None = None,
+) -> Tensor:
+    """The result, as ``choose`` plans it or, without that, as it is planned for the GPU that x is on.
+
+    Args:
+        x, weight, bias, out_dtype, geometry: as in :func:`conv2d_int8`.
+        numbers: scales and zero points of x and y, and the activation, by its name and bounds.
+        choose: the plan of the product with the weight.
+    """
+    image = x.movedim(1, -1).contiguous()
+    shape = (*x.shape[:1], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
+    if 0 in shape:
+        return x.new_empty(shape, dtype=out_dtype)
+    bias = weight.bias if bias is None else bias
+    with torch.cuda.device(x.device):
+        operand, zero = _operand(weight, geometry.groups), numbers[1]
+        cut_sums = _kept_cut_sums(weight, operand.weight, _CODES, ("zeros",), zero, geometry)
+        if operand.rest is None or operand.ones is None:
+            y = torch.empty(shape, dtype=out_dtype, device=x.device)
+            _multiply(y, image, weight, operand.weight, cut_sums, bias, numbers, geometry, choose)
+            return y
+        sums = (*numbers[:2], 1.0, 0, None, 0.0, 0.0)
+        acc = torch.empty(shape, dtype=torch.int32, device=x.device)
+        _multiply(acc, image, weight, operand.weight, cut_sums, bias, sums, geometry, choose)
+        windows = acc.new_empty(*shape[:-1], geometry.groups)
+        cut_sums = _kept_cut_sums(weight, operand.ones, _ONES, (), zero, geometry)
+        _multiply(windows, image, weight, operand.ones, cut_sums, None, sums, geometry, None)
+        _compensate(acc, windows, operand.rest)
+        if out_dtype == torch.int32:
+            return acc
+        x_scale, _, y_scale, y_zero_point, *call = numbers
+        scales = weight.scales[0, group_vector_positions(weight.n, x.device)]
+        activation = native.named_activation(*call)
+        return reference_conv.requantize(acc, scales, x_scale, y_scale, y_zero_point, activation, out_dtype)
+
+
+def _compensate(acc: Tensor, windows: Tensor, rest: Tensor) -> None:
+    """Subtract ``rest`` times the sums of x over windows ``[..., groups]`` from the sums ``[..., N]``; they wrap."""
+    groups = windows.shape[-1]
+    acc.view(-1, groups, len(rest) // groups).addcmul_(windows.view(-1, groups, 1), rest.view(groups, -1), value=-1)
+
+
+def _multiply(
+    y: Tensor,
+    image: Tensor,
+    weight: PackedWeight,
+    natural: _Natural,
+    cut_sums: Tensor | None,
+    bias: Tensor | None,
+    numbers: tuple[Any, ...],
+    geometry: Geometry,
+    choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None,
+) -> None:
+    """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y.
+
+    ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding into account by them.
+    """
+    x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high = numbers
+    bias = None if bias is None else bias.contiguous()
+    n, groups = y.shape[-1], geometry.groups
+    conv_weight = _C.ConvWeight(
+        natural.codes.data_ptr(),
+        _order(n, weight, groups),
+        natural.sums.data_ptr(),
+        native.pointer(cut_sums),
+        weight.scales.data_ptr(),
+        native.DATA_TYPES[weight.scales.dtype],
+        n,
+        weight.kernel_size or (1, 1),
+        weight.k // weight.taps,
+    )
+    problem = _C.ConvProblem(
+        conv_weight,
+        image.data_ptr(),
+        image.dtype is torch.uint8,
+        tuple(image.shape) if weight.kernel_size else (1, 1, *image.shape),
+        geometry.stride or (1, 1),
+        geometry.padding or (0, 0),
+        geometry.dilation or (1, 1),
+        groups,
+        native.pointer(bias),
+        bias is not None and bias.dtype is torch.int32,
+        _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
+        y.data_ptr(),
+        _OUTPUTS[y.dtype],
+        x_scale,
+        x_zero_point,
+        y_scale,
+        y_zero_point,
+        native.ACTIVATIONS[activation],
+        low,
+        high,
+    )
+    plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=y.device)
+    _C.conv_int8(problem, plan, workspace.data_ptr(), native.current_stream(weight.gpu))
+
+
+# ---- torch.library
+
+
+def _conv_int8_op(x: Tensor, *args: Any) -> Tensor:
+    return _run_static(x, packed_weight(args), *args[BEHIND:])
+
+
+def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty((x.shape[0], *out_extents(x, args, args[BEHIND + 9 :]), args[6]), dtype=args[BEHIND + 8])
+
+
+library.register(
+    f"conv_int8(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, float x_scale, int x_zero_point, "
+    f"float y_scale, int y_zero_point, str? activation, float low, float high, ScalarType out_dtype, {GEOMETRY_SCHEMA}) "
+    "-> Tensor",
+    _conv_int8_op,
+    _conv_int8_fake,
+)

@@ -1,0 +1,634 @@
+"""Mixture of experts: the packing of experts, their routing, and the products with them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor, is_grad_enabled
+
+from .. import _C, reference
+from ..reference import experts as reference_experts
+from ..weights import formats
+from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, gated_order, in_eights
+from ..weights.packed_weight import PackedWeight, stream_of
+from ..weights.reorder import common_form, reorder
+from ..weights.specs import empty_packed
+from ..weights.weight import PARTS, QuantizedWeight, rows_of
+from . import arguments, gemm, kept, library, native
+
+__all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
+
+_ID_TYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
+_WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+# ---- packing
+
+
+@dataclass(frozen=True)
+class WeightsOnDemand(Sequence[QuantizedWeight]):
+    """The weights of experts, each made when it is indexed and not kept."""
+
+    experts: int
+    read: Callable[[int], QuantizedWeight]
+
+    def __len__(self) -> int:
+        return self.experts
+
+    def __getitem__(self, e: Any) -> Any:
+        if not 0 <= e < self.experts:  # what ends a loop over a sequence
+            raise IndexError(f"expert {e} of {self.experts}")
+        return self.read(e)
+
+
+def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:
+    """Pack the weights of a layer's experts as one.
+
+    ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
+    and an expert is packed before the next is read: a sequence that makes its weights when they are
+    read holds one of them at a time.
+
+    Args:
+        weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
+            may have a separate act order.
+        gated: the first half of the rows is gate's and the second up's, of a layer that :func:`mixed_moe` multiplies; they are
+            packed in eights (:attr:`PackedExperts.gated`), as its kernels read them.
+
+    Raises:
+        TypeError: an element that is no QuantizedWeight.
+        ValueError: none, or weights that differ in what they must share, with the name of that; an odd number of rows of gate
+            and up; scales, offsets or a code book that are not finite.
+    """
+    if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
+        raise TypeError(f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected")
+    experts = len(weights)
+    if not experts:
+        raise ValueError("no weight is given; at least one is expected")
+    first: PackedWeight | None = None
+    form: dict[str, Any] = {}
+    for e in range(experts):
+        weight = weights[e]
+        if not isinstance(weight, QuantizedWeight):
+            raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
+        if weight.kernel_size:
+            raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
+        # Tensors last: an error names other groups first, rather than another shape of scales.
+        names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
+        found = {"shape": list(weight.shape), **{name: common_form(getattr(weight, name)) for name in names}}
+        form = form or found
+        for name, value in found.items():
+            if value != form[name]:
+                raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: {name} is {value} and {form[name]}")
+        if gated and weight.n % 2:
+            raise ValueError(f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected")
+        packed = reorder(rows_of(weight, gated_order(weight.n, weight.device)) if gated else weight)
+        if first is None:
+            first = packed
+            n_pad = formats.padded_rows(first.n)
+            dtypes = {part: t.dtype for part, t in first.tensors().items() if part != "perm"}
+            stack = empty_packed(experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device)
+            if stack.bias is not None:
+                stack.bias.zero_()
+            if stack.book is not None and first.book is not None:
+                stack.book.copy_(first.book)
+            perm = None if first.perm is None else first.perm.new_empty(experts, first.k)
+        if first.book is not None and packed.book is not None and not torch.equal(first.book, packed.book):
+            raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: their code books differ")
+        stack.codes[e * packed.codes.numel() :][: packed.codes.numel()] = packed.codes
+        for part in ("scales", "zeros", "offsets"):
+            if (vectors := getattr(packed, part)) is not None:
+                getattr(stack, part)[:, e * n_pad : (e + 1) * n_pad] = vectors
+        if stack.bias is not None and packed.bias is not None:
+            stack.bias[e * n_pad : e * n_pad + packed.n] = packed.bias
+        if perm is not None and packed.perm is not None:
+            perm[e] = packed.perm
+    assert first is not None
+    return PackedExperts(stack, experts, first.n, perm, gated)
+
+
+# ---- routing
+
+
+class Routing(NamedTuple):
+    """Which rows belong to which expert; made by :func:`route`.
+
+    Attributes:
+        offsets: int32 ``[E + 1]``: the positions of expert e are ``order[offsets[e] : offsets[e + 1]]``.
+        order: int32 ``[M * top]``: positions in the flattened ``[M, top]`` ids, sorted stably by expert; those that have no
+            expert come last, from ``offsets[E]`` on.
+        top: ids of a token; position p belongs to token ``p // top``.
+    """
+
+    offsets: Tensor
+    order: Tensor
+    top: int
+
+
+def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Routing:
+    """Sort the experts' rows, on the tensors' device and without waiting for it.
+
+    Args:
+        topk_ids: integers ``[M, top]``, any M from 0: each token's experts; -1 is none.
+        num_experts: E, from 1.
+        expert_map: integers ``[ids]``: the expert of each id, or -1 for one that is not here; ids are the experts
+            themselves if None.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit. Ids, or values of the map, below -1 or too large are refused on a
+            CPU, in eager calls; on a GPU, which they would have to be read from, they are no expert.
+    """
+    _check_route(topk_ids, num_experts, expert_map, topk_ids.device if isinstance(topk_ids, Tensor) else None)
+    direct = arguments.runs_directly(topk_ids, expert_map)
+    if direct:
+        _check_ids(topk_ids, num_experts, expert_map)
+    if direct and topk_ids.is_cuda and _C.built_with_cuda and num_experts <= _C.most_experts:
+        offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
+        order = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
+        problem, held = _route_problem(topk_ids, num_experts, expert_map)
+        _C.route(problem, offsets.data_ptr(), order.data_ptr(), *stream_of(topk_ids))
+        del held
+    else:
+        offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
+    return Routing(offsets, order, topk_ids.shape[1])
+
+
+def _route_problem(
+    topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
+) -> tuple[_C.RouteProblem, tuple[Tensor | None, ...]]:
+    """What kernels take, and the tensors that it points to."""
+    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int64)
+    ids = ids.contiguous()
+    if expert_map is not None:
+        if expert_map.dtype is not torch.int32:  # larger numbers are no expert
+            expert_map = expert_map.to(torch.int64).clamp(-1, (1 << 31) - 1).to(torch.int32)
+        expert_map = expert_map.contiguous()
+    tokens, top = ids.shape
+    pointer, size = (0, 0) if expert_map is None else (expert_map.data_ptr(), len(expert_map))
+    problem = _C.RouteProblem(ids.data_ptr(), ids.dtype is torch.int64, tokens, top, num_experts, pointer, size)
+    return problem, (ids, expert_map)
+
+
+def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.device | None) -> None:
+    for name, value, dim in (("topk_ids", ids, 2), ("expert_map", expert_map, 1)):
+        if name == "expert_map" and value is None:
+            continue
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
+        if value.dtype not in _ID_TYPES:
+            raise TypeError(
+                f"{name} has dtype {arguments.dtype_names((value.dtype,))}; supported are {arguments.dtype_names(_ID_TYPES)}"
+            )
+        if value.dim() != dim:
+            shape = "[M, top]" if dim == 2 else "[ids]"
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
+        if value.device != device:
+            raise ValueError(f"{name} is on {value.device}; {device} is expected")
+    if expert_map is not None and len(expert_map) == 0:  # a tensor without elements has no address that kernels could tell
+        raise ValueError("expert_map has no elements; one for each id is expected")
+    if type(num_experts) is not int or num_experts < 1:
+        raise ValueError(f"num_experts is {num_experts!r}; an integer of at least 1 is expected")
+    if ids.shape[0] * ids.shape[1] >= 1 << 31:
+        raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; fewer than 2**31 elements are supported")
+
+
+def _check_ids(ids: Tensor, num_experts: int, expert_map: Tensor | None) -> None:
+    """Refuse numbers of no expert, where reading them costs no synchronisation."""
+    if not ids.is_cpu:
+        return
+    known = num_experts if expert_map is None else len(expert_map)
+    for name, value, limit in (("topk_ids", ids, known), ("expert_map", expert_map, num_experts)):
+        if value is not None and value.numel():
+            low, high = (int(bound) for bound in value.to(torch.int64).aminmax())
+            if low < -1 or high >= limit:
+                raise ValueError(f"{name} holds {low if low < -1 else high}; -1 to {limit - 1} are expected")
+
+
+# ---- products
+
+
+def _check_experts(name: str, experts: Any) -> None:
+    if not isinstance(experts, PackedExperts):
+        raise TypeError(f"{name} is a {type(experts).__name__}; PackedExperts (see cutlass_ops.reorder_experts) are expected")
+    if is_grad_enabled():
+        arguments.check_frozen(experts.weight)
+
+
+def check_down(down: PackedExperts) -> None:
+    """Raise ``ValueError`` for a second product whose rows are packed as those of gate and up."""
+    if down.gated:
+        raise ValueError("down was packed with gated=True, which is for weights of gate and up")
+
+
+_PLAIN_ROWS = "gate_up was packed without gated=True"
+
+
+def _gated(gate_up: PackedExperts, direct: bool) -> PackedExperts:
+    """``gate_up`` with its rows in eights: itself, or what is kept of it, which direct calls make.
+
+    torch.compile may have operators run in the memory of a CUDA graph, where what is kept must not lie.
+    """
+    if gate_up.gated:
+        return gate_up
+    weight = gate_up.weight
+
+    def make() -> tuple[Tensor, ...]:
+        if not direct or kept.captures(weight):
+            raise RuntimeError(
+                f"{_PLAIN_ROWS}, and its rows are brought into another order in eager calls alone, not while a CUDA graph is "
+                "captured or under torch.compile; reorder_experts(gate_up.unpack(), gated=True) packs it in that order"
+            )
+        cost = "at every call, as torch records no changes of inference tensors"
+        if kept.keeps(weight, EIGHTS_PARTS):
+            cost = "which takes as much memory again, and host time at every call"
+        warnings.warn(
+            f"{_PLAIN_ROWS}: its rows are brought into another order, {cost}; reorder_experts(..., gated=True) avoids it",
+            stacklevel=5,
+        )
+        with torch.inference_mode(False), torch.no_grad():  # later calls may record a gradient
+            tensors = in_eights(gate_up).weight.tensors()
+        return tuple(tensors[part] for part in parts)
+
+    parts = [part for part in weight.tensors() if part in ("codes", *EIGHTS_PARTS)]
+    made = kept.form(weight, EIGHTS_PARTS, ("in eights", *gate_up.shape), make)
+    changed: dict[str, Any] = dict(zip(parts, made, strict=True))
+    return replace(gate_up, weight=replace(weight, **changed), gated=True)
+
+
+def _check_options(weights: Sequence[PackedExperts], act_quant: str) -> None:
+    """What products and their activations have in common, checked."""
+    if act_quant not in native.ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    if act_quant != "none" and any(experts.weight.book is not None for experts in weights):
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
+
+
+def _check_x(x: Any, device: torch.device, k: int) -> None:
+    arguments.check_float("x", x, device)
+    arguments.check_device(device)
+    if x.dim() != 2 or x.shape[1] != k:
+        raise ValueError(f"x has shape {tuple(x.shape)}; [M, {k}] is expected")
+
+
+def _autocast(x: Any) -> Any:
+    """x in the dtype in which torch.autocast has products computed."""
+    if isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        return x.to(torch.get_autocast_dtype(x.device.type))
+    return x
+
+
+def _check_recordable(name: str, direct: bool, *tensors: Any) -> None:
+    arguments.check_transforms(name, *tensors)
+    if not direct and is_grad_enabled() and any(map(arguments.requires_grad, tensors)):
+        raise RuntimeError(
+            f"{name} has a gradient in eager calls only, and an input requires one; call it under torch.no_grad()"
+        )
+
+
+def _check_capture(name: str, x: Tensor) -> None:
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(f"{name} waits for the GPU to count each expert's rows, and cannot be captured in a CUDA graph")
+
+
+def _product(
+    experts: PackedExperts,
+    act_quant: str,
+    act_symmetric: bool,
+    bias: Tensor | None = None,
+    activation: reference.Activation = None,
+    out_dtype: torch.dtype = torch.float32,
+) -> reference_experts.Product:
+    """The product of rows with one of the experts."""
+    order = gated_order(experts.n, experts.device) if experts.gated and bias is not None else slice(None)
+
+    def product(e: int, rows: Tensor) -> Tensor:
+        own = None if bias is None else bias[e][order]
+        y = gemm.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
+        return experts.in_order(y, 1)
+
+    return product
+
+
+def grouped_gemm(
+    x: Tensor,
+    experts: PackedExperts,
+    routing: Routing,
+    bias: Tensor | None = None,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    out_dtype: torch.dtype | None = None,
+    *,
+    gathered: bool = False,
+) -> Tensor:
+    """The rows of x that a routing gathers, each times its expert: ``activation(x[token] @ W_e^T + bias_e)``.
+
+    On a GPU this waits until it knows how many rows each expert has, and launches a product for each; it cannot be captured in
+    a CUDA graph. Products, gradients and ``act_quant`` are those of :func:`cutlass_ops.mixed_gemm`; gradients are recorded in
+    eager calls.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, K]`` on the weights' device.
+        experts: what :func:`reorder_experts` returned, ``[E, N, K]``.
+        routing: what :func:`route` returned for ids of x's rows.
+        bias: fp16, bf16 or fp32 ``[E, N]``, if the experts have none.
+        activation, act_quant, act_symmetric, out_dtype: as in :func:`cutlass_ops.mixed_gemm`.
+        gathered: x is ``[M * top, K]`` in the routing's order already, as this function returns it.
+
+    Returns:
+        ``[M * top, N]``, row i for position ``routing.order[i]``; positions without an expert have rows of zeros.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit; the message has its value.
+        RuntimeError: a CUDA graph is captured; or a gradient is required where it is not recorded.
+    """
+    _check_experts("experts", experts)
+    _check_options([experts], act_quant)
+    call = native.split_activation(activation)
+    x = _autocast(x)
+    _check_x(x, experts.device, experts.k)
+    _check_routing(routing, experts, x.shape[0], gathered)
+    if out_dtype is not None and out_dtype not in native.DATA_TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
+    if bias is not None:
+        arguments.check_float("bias", bias, experts.device)
+        if experts.weight.bias is not None:
+            raise ValueError("a bias is given, but the experts have theirs already")
+        if tuple(bias.shape) != (experts.experts, experts.n):
+            raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
+    direct = arguments.runs_directly(x, bias, routing.order)
+    _check_recordable("grouped_gemm", direct, x, bias)
+    options: tuple[Any, ...] = (*call, act_quant, act_symmetric, out_dtype or x.dtype, gathered)
+    if direct:
+        return _grouped_gemm(x, experts, *routing, bias, *options)
+    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *_fields(experts), *routing, bias, *options))
+
+
+def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bool) -> None:
+    if not isinstance(routing, Routing):
+        raise TypeError(f"routing is a {type(routing).__name__}; a Routing (see cutlass_ops.route) is expected")
+    if routing.order.device != experts.device:
+        raise ValueError(f"routing is on {routing.order.device}; the experts are on {experts.device}")
+    if len(routing.offsets) != experts.experts + 1:
+        raise ValueError(f"routing is for {len(routing.offsets) - 1} experts; there are {experts.experts}")
+    if len(routing.order) != (rows if gathered else rows * routing.top):
+        tokens = len(routing.order) if gathered else len(routing.order) // max(routing.top, 1)
+        raise ValueError(f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}")
+
+
+def _grouped_gemm(
+    x: Tensor,
+    experts: PackedExperts,
+    offsets: Tensor,
+    order: Tensor,
+    top: int,
+    bias: Tensor | None,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    out_dtype: torch.dtype,
+    gathered: bool,
+) -> Tensor:
+    _check_capture("grouped_gemm", x)
+    named = native.named_activation(activation, low, high)
+    product = _product(experts, act_quant, act_symmetric, bias, named, out_dtype)
+    rows = x if gathered else x[order.long() // max(top, 1)]
+    return reference_experts.grouped_gemm(rows, offsets.diff().tolist(), experts.n, product, out_dtype)
+
+
+def mixed_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: reference.Activation = "silu",
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    expert_map: Tensor | None = None,
+) -> Tensor:
+    """A layer of experts: ``y[t] = sum over j of topk_weights[t, j] * down_e(act(gate_e x_t) * (up_e x_t))``.
+
+    e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
+    weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time. On Hopper
+    with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
+    routings; weights are rounded to x's dtype, of integers in groups of 128 or more only where experts have at most some 24
+    rows on average, and outputs of experts that have more are. Values of quantised activations are rounded as those of
+    :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and both weights can be
+    multiplied with int8: integers in groups of 128 or more, of 8 bits without zero points. Elsewhere, for an fp32 x, for I
+    that is no multiple of 8, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert
+    has, two products are launched for each expert that has any, and a capture is refused.
+
+    Training: in eager calls the result is differentiable in x and ``topk_weights``, as :func:`cutlass_ops.mixed_gemm` is in x;
+    the experts are frozen. Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[M, H]``, any M from 0, on the weights' device.
+        gate_up: ``[E, 2 * I, H]``, best packed with ``gated=True``. Otherwise the first eager call brings its rows into that
+            order, warns, and keeps the result as long as the codes live, which takes as much memory again and some host
+            time at every call (of inference tensors nothing is kept: every call converts them). Biases are added to the
+            products.
+        down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
+        topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
+        topk_weights: floating ``[M, top]``.
+        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``, of gate; or gpt-oss's
+            ``("clamped_swiglu", alpha, limit)`` of both: ``(u + 1) * g * sigmoid(alpha * g)``, where g is gate, at most limit,
+            and u is up, clamped to -limit .. limit.
+        act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.
+        expert_map: integers ``[ids]``, as in :func:`route`; ids that it sends to -1 add nothing.
+
+    Returns:
+        ``[M, H]`` of x's dtype.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, as in :func:`route` and :func:`cutlass_ops.mixed_gemm`.
+        RuntimeError: a CUDA graph is captured; ``gate_up`` was packed without ``gated=True`` and no eager call has brought its
+            rows into order before a capture or torch.compile; or a gradient is required under torch.compile, in forward mode
+            or of a weight.
+    """
+    _check_experts("gate_up", gate_up)
+    _check_experts("down", down)
+    _check_options([gate_up, down], act_quant)
+    call = native.split_activation(activation, reference_experts.check_gate)
+    x = _autocast(x)
+    _check_x(x, gate_up.device, gate_up.k)
+    if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
+        raise ValueError(
+            f"gate_up is {list(gate_up.shape)} on {gate_up.device} and down {list(down.shape)} on {down.device}; "
+            "[E, 2 * I, H] and [E, H, I] on one device are expected"
+        )
+    check_down(down)
+    _check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
+    if not isinstance(topk_weights, Tensor):
+        raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
+    if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.device != gate_up.device:
+        raise TypeError(
+            f"topk_weights is {arguments.dtype_names((topk_weights.dtype,))} on {topk_weights.device}; "
+            f"{arguments.dtype_names(_WEIGHT_TYPES)} on {gate_up.device} are supported"
+        )
+    expected = (x.shape[0], topk_ids.shape[1])
+    for name, value in (("topk_ids", topk_ids), ("topk_weights", topk_weights)):
+        if value.shape != expected:
+            raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
+    direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
+    _check_recordable("mixed_moe", direct, x, topk_weights)
+    options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
+    if direct:
+        return _mixed_moe(x, _gated(gate_up, direct=True), down, *options)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
+
+
+def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor) -> bool:
+    """Whether kernels take the whole layer; otherwise, and where a gradient is recorded, there is a product for each expert."""
+    return (
+        x.is_cuda
+        and _C.built_with_cuda
+        and x.dtype is not torch.float32
+        and 0 < topk_ids.numel() <= _C.most_positions
+        and gate_up.experts <= _C.most_experts
+        and down.k % 8 == 0
+        and down.n % 8 == 0
+        and torch.cuda.get_device_capability(x.device) == (9, 0)
+        and not (is_grad_enabled() and (x.requires_grad or topk_weights.requires_grad))
+    )
+
+
+def _launch_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    expert_map: Tensor | None,
+) -> Tensor:
+    x = native.row_matrix(x)
+    weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
+    route, held = _route_problem(topk_ids, gate_up.experts, expert_map)
+    y = x.new_empty(x.shape)
+    perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
+    problem = _C.MoeProblem(
+        route,
+        x.data_ptr(),
+        native.DATA_TYPES[x.dtype],
+        x.stride(0),
+        gate_up.weight.native,
+        perms[0],
+        down.weight.native,
+        perms[1],
+        down.n,
+        native.ACT_QUANT[act_quant],
+        act_symmetric,
+        native.ACTIVATIONS[activation],
+        low,
+        high,
+        weights.data_ptr(),
+        native.DATA_TYPES[weights.dtype],
+        y.data_ptr(),
+    )
+    with torch.cuda.device(x.device):
+        plan = problem.plan(_C.current_device())
+    workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=x.device)
+    _C.mixed_moe(problem, plan, workspace.data_ptr(), *stream_of(x))
+    del held
+    return y
+
+
+def _mixed_moe(
+    x: Tensor,
+    gate_up: PackedExperts,
+    down: PackedExperts,
+    topk_ids: Tensor,
+    topk_weights: Tensor,
+    activation: str | None,
+    low: float,
+    high: float,
+    act_quant: str,
+    act_symmetric: bool,
+    expert_map: Tensor | None,
+) -> Tensor:
+    _check_ids(topk_ids, gate_up.experts, expert_map)
+    has_kernels = _has_kernels(x, gate_up, down, topk_ids, topk_weights)
+    if has_kernels and activation != reference_experts.CLAMPED_SWIGLU:
+        options = (activation, low, high, act_quant, act_symmetric, expert_map)
+        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, *options)
+    _check_capture("mixed_moe", x)
+    return reference_experts.mixed_moe(
+        x,
+        _product(gate_up, act_quant, act_symmetric),
+        _product(down, act_quant, act_symmetric),
+        down.k,
+        topk_ids,
+        topk_weights,
+        native.named_activation(activation, low, high),
+        gate_up.experts,
+        expert_map,
+    )
+
+
+# ---- torch.library
+
+
+def _schema(name: str) -> str:
+    """The arguments of one PackedExperts, as :func:`_fields` lists them."""
+    tensors = ", ".join(f"Tensor{'' if part in ('codes', 'scales') else '?'} {name}_{part}" for part in PARTS)
+    sizes = ", ".join(f"int {name}_{size}" for size in ("experts", "n", "k", "bits", "group_size"))
+    return f"{tensors}, {sizes}, bool {name}_gated"
+
+
+#: How many arguments they are, and which of them is N.
+_FIELDS = len(PARTS) + 6
+_N = len(PARTS) + 1
+
+
+def _fields(experts: PackedExperts) -> tuple[Any, ...]:
+    weight = experts.weight
+    tensors = (weight.codes, weight.scales, weight.zeros, weight.offsets, weight.bias, experts.perm, weight.book)
+    return (*tensors, experts.experts, experts.n, weight.k, weight.bits, weight.group_size, experts.gated)
+
+
+def _experts(fields: Sequence[Any]) -> PackedExperts:
+    """The inverse."""
+    parts = dict(zip(PARTS, fields, strict=False))
+    return PackedExperts.of_parts(parts, *fields[len(PARTS) :])
+
+
+def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
+    gate_up = _gated(_experts(args[:_FIELDS]), direct=False)
+    return _mixed_moe(x, gate_up, _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
+
+
+def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _grouped_gemm_op(x: Tensor, *args: Any) -> Tensor:
+    return _grouped_gemm(x, _experts(args[:_FIELDS]), *args[_FIELDS:])
+
+
+def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
+    order, out_dtype = args[_FIELDS + 1], args[-2]
+    return x.new_empty((order.shape[0], args[_N]), dtype=out_dtype)
+
+
+library.register(
+    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, Tensor? bias, str? activation, "
+    "float low, float high, str act_quant, bool act_symmetric, ScalarType out_dtype, bool gathered) -> Tensor",
+    _grouped_gemm_op,
+    _grouped_gemm_fake,
+)
+library.register(
+    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, str? activation, "
+    "float low, float high, str act_quant, bool act_symmetric, Tensor? expert_map) -> Tensor",
+    _mixed_moe_op,
+    _mixed_moe_fake,
+)

@@ -1,0 +1,490 @@
+"""The public operators: they check their arguments, allocate results, and call the kernels (CUDA) or those of the host (CPU).
+
+Each is also registered with ``torch.library`` under ``torch.ops.cutlass_ops``, on plain tensors, with a fake implementation,
+so that ``torch.compile(fullgraph=True)`` traces through. Eager calls skip the dispatcher, which costs more host time than
+all the rest of a call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, is_grad_enabled
+from torch.autograd import forward_ad
+from torch.compiler import is_compiling, is_dynamo_compiling
+
+from .. import _C, reference
+from ..weights import formats
+from ..weights.packed_weight import PackedWeight
+from ..weights.weight import QuantizedWeight
+from .activations import MAX_M, QuantizedActivations
+from .arguments import (
+    TENSORS,
+    any_autocast,
+    check_bias,
+    check_device,
+    check_float,
+    check_frozen,
+    check_no_gradient,
+    check_residual,
+    check_transforms,
+    dtype_names,
+    func_transforms,
+    jit_state,
+    requires_grad,
+    runs_directly,
+    without_autocast,
+)
+from .library import weight_fields
+from .native import (
+    ACT_QUANT,
+    DATA_TYPES,
+    current_stream,
+    data_type,
+    named_activation,
+    native_epilogue,
+    on_device,
+    pointer,
+    row_matrix,
+    split_activation,
+)
+
+#: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
+_PANEL_VALUES = 1 << 26
+
+#: And on a CPU, where they stay in a core's cache: so many a thread.
+_CPU_PANEL_VALUES = 1 << 20
+#: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes longer than it gains.
+_CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
+
+#: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
+#: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
+End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int, bool]
+
+
+def _launch(
+    weight: PackedWeight,
+    x: Tensor,
+    quantized: _C.QuantizedActivations | None,
+    m: int,
+    x_type: _C.DataType,
+    act_quant: _C.ActQuant,
+    act_symmetric: bool,
+    shape: tuple[int, ...],
+    end: End,
+) -> Tensor:
+    """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
+    if residual is not None:
+        residual = row_matrix(residual)
+    epilogue = native_epilogue(weight.bias if bias is None else bias, activation, low, high, residual, saturate)
+    y: Tensor = _C.mixed_gemm(
+        weight.native,
+        x,
+        quantized,
+        m,
+        x_type,
+        act_quant,
+        act_symmetric,
+        epilogue,
+        shape,
+        out_dtype,
+        DATA_TYPES[out_dtype],
+        batch_invariant,
+        architecture,
+        exact,
+        weight.gpu,
+        current_stream(weight.gpu),
+    )
+    return y
+
+
+def _cpu_gemm(
+    x: Tensor,
+    quantized: _C.QuantizedActivations | None,
+    m: int,
+    weight: PackedWeight,
+    act_quant: _C.ActQuant,
+    act_symmetric: bool,
+    shape: tuple[int, ...],
+    end: End,
+) -> Tensor:
+    """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
+
+    A row has the same bits whatever M and the number of threads are.
+    """
+    bias, activation, low, high, residual, out_dtype, saturate, *_ = end
+    if bias is None:
+        bias = weight.bias
+    plain = activation is None and residual is None and not saturate
+    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32, device="cpu")
+    first = bias if plain else None
+    _C.cpu_mixed_gemm(
+        weight.native,
+        m,
+        data_type(x) if quantized is None else _C.DataType.none,
+        x.data_ptr(),
+        x.stride(0),
+        act_quant,
+        act_symmetric,
+        quantized,
+        pointer(first),
+        data_type(first),
+        y.data_ptr(),
+        DATA_TYPES[y.dtype],
+        torch.get_num_threads(),
+    )
+    if plain:
+        return y
+    rows = None if residual is None else residual.view(shape)
+    return reference.epilogue(y, bias, named_activation(activation, low, high), rows, out_dtype, saturate)
+
+
+def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, act_quant: str, end: End) -> torch.dtype | None:
+    """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where kernels compute it.
+
+    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16 where it has instructions
+    for that and nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
+    """
+    if act_quant != "none":
+        return None
+    if on_gpu:
+        return torch.float32 if dtype is torch.float32 else None
+    bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, _, exact = end
+    bias = weight.bias if bias is None else bias
+    rounds_once = activation is None and residual is None and not saturate and (bias is None or bias.dtype is dtype)
+    in_bfloat16 = dtype is out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
+    compute = torch.bfloat16 if in_bfloat16 else torch.float32
+    return None if batch_invariant or exact or m < _CPU_PANEL_ROWS[compute] else compute
+
+
+def check_panels(batch_invariant: bool) -> None:
+    """Raise ``ValueError`` for ``batch_invariant``, which :func:`panel_gemm` is not."""
+    if batch_invariant:
+        raise ValueError(
+            "batch_invariant is True and x is float32 with act_quant='none', which torch's product takes on a GPU, and the "
+            "bits of that depend on M; float16 and bfloat16, and 'token' and 'block', are supported"
+        )
+
+
+def panel_values(on_gpu: bool) -> int:
+    """Values of a panel of a product."""
+    return _PANEL_VALUES if on_gpu else _CPU_PANEL_VALUES * torch.get_num_threads()
+
+
+def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
+    """Rows of a weight that are dequantised at a time, with at most so many values or else the fewest rows there can be."""
+    values = _PANEL_VALUES if values is None else values
+    rows = max(values // weight.k // formats.ROWS_PER_PANEL, 1) * formats.ROWS_PER_PANEL
+    return min(rows, weight.n)
+
+
+def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
+    """The weight's values, :func:`panel_rows` at a time: which, and ``[rows, K]``."""
+    step = panel_rows(weight, values)
+    for start in range(0, weight.n, step):
+        stop = min(start + step, weight.n)
+        yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
+
+
+def rounded_book(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
+    """The weight whose values a product with an x of ``dtype`` has: those of a code book are rounded to it first."""
+    return weight if weight.book is None else replace(weight, book=weight.book.to(dtype).float())
+
+
+def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End, compute: torch.dtype) -> Tensor:
+    """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
+    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
+    check_panels(batch_invariant)
+    total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
+    bias = weight.bias if bias is None else bias
+    added = None if compute is torch.float32 else bias
+    weight, x = rounded_book(weight, x.dtype), x.to(compute)
+    with without_autocast(x.device):
+        for rows, values in panels(weight, compute, panel_values(x.is_cuda)):
+            total[:, rows] = F.linear(x, values, None if added is None else added[rows])
+    if compute is not torch.float32:
+        return total.masked_fill_(~total.isfinite(), torch.nan).view(shape)  # as reference.epilogue
+    rows_added = None if residual is None else residual.view(shape)
+    return reference.epilogue(total.view(shape), bias, named_activation(activation, low, high), rows_added, out_dtype, saturate)
+
+
+def gemm_floats(
+    x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: End
+) -> Tensor:
+    """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
+    if (compute := panel_type(m, weight, weight.gpu >= 0, x.dtype, act_quant, end)) is not None:
+        return panel_gemm(x, weight, shape, end, compute)
+    if weight.gpu < 0:
+        return _cpu_gemm(row_matrix(x), None, m, weight, ACT_QUANT[act_quant], act_symmetric, shape, end)
+    batch_invariant = end[7]
+    if batch_invariant:
+        # Rows that start on 16 bytes are read by other kernels than those that do not.
+        x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
+        if x.data_ptr() % 16:
+            x = x.clone()
+    x_type, mode = DATA_TYPES[x.dtype], ACT_QUANT[act_quant]
+    return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
+
+
+def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
+    """Quantised activations as the extension takes them."""
+    codes = x.codes
+    rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
+    return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows)
+
+
+def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
+    """Quantised activations -> ``[M, N]``, seen as ``shape``."""
+    m = x.codes.shape[0]
+    quantized = native_quantized(x)
+    if weight.gpu < 0:
+        return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
+    # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
+    x_type = DATA_TYPES[x.dtype if m else torch.float16]
+    return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
+
+
+def record(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: PackedWeight, call: tuple[Any, ...]) -> Tensor:
+    """An eager product with a gradient; gradients.py takes the place of this."""
+    raise RuntimeError("mixed_gemm has a gradient once cutlass_ops.ops.gradients is imported")
+
+
+def check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
+    """Raise ``ValueError`` if x does not fit the weight; returns x's columns."""
+    if not isinstance(x, QuantizedActivations):
+        raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
+    if x.device != weight.device:
+        raise ValueError(f"x is on {x.device}; the weight is on {weight.device}")
+    # Two comparisons: torch.compile does not find a size that it made symbolic in a tuple.
+    if x.block != -1 and x.block != formats.activation_block(weight.group_size):
+        raise ValueError(
+            f"x is quantised in blocks of {x.block}; beside weights in groups of {weight.group_size} they must be of "
+            f"{formats.activation_block(weight.group_size)}, or -1 (the whole row)"
+        )
+    # Under torch.compile one tensor may be two objects.
+    same_order = x.perm is weight.perm or (is_compiling() and x.perm is not None and weight.perm is not None)
+    if not same_order:
+        raise ValueError("x was not quantised in the weight's act order: pass the weight's perm to quantize_activations")
+    return x.k
+
+
+def mixed_gemm(
+    x: Tensor | QuantizedActivations,
+    weight: PackedWeight,
+    bias: Tensor | None = None,
+    activation: reference.Activation = None,
+    act_quant: str = "none",
+    act_symmetric: bool = True,
+    residual: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    *,
+    saturate: bool = False,
+    batch_invariant: bool = False,
+    architecture: int = 0,
+    exact: bool = False,
+) -> Tensor:
+    """``activation(x @ W^T + bias) + residual`` with a packed weight.
+
+    Sums are fp32, whatever the types; the result is rounded once. On a GPU the same input gives the same bits every time.
+    On Hopper weights in groups of 32 and 64, with offsets, with a code book or with scales of another dtype than x's may be
+    rounded once to x's dtype if the result has it too; so may the values of int8 activations with weights of groups of 32 and
+    64, offsets or 8-bit zero points.
+    ``exact=True`` keeps integers whole. :func:`explain` names the kernel, and whether it rounds.
+    Zero points of activations are subtracted from the integer sums of each group. On Hopper, from 129 rows on and with a result
+    of 16 bits, they are compensated in fp32 instead, for many blocks or a whole row at once. Such a product needs column sums
+    of the weight's codes: :meth:`PackedWeight.sum_codes` computes and keeps them, otherwise each call computes them, with the
+    same bits.
+    A NaN or infinity in a row of x makes that row of the result NaN (torch's product leaves infinities where they come out).
+
+    A CPU has the reference's bits with any number of threads; but from 128 rows on (32 in bf16, where it has instructions for
+    that) an x that is not quantised is multiplied by torch, whose sums have another order, with values that are dequantised in
+    panels, in bf16 rounded once to it. ``exact=True`` and ``batch_invariant=True`` keep the reference's bits.
+
+    On a GPU no kernel multiplies an fp32 x as it is (``act_quant="none"``): the weight is dequantised in panels of rows, at
+    most 256 MB of fp32 values at a time, and multiplied by torch, in TF32 only where
+    ``torch.backends.cuda.matmul.allow_tf32`` is set, which torch does not do by itself. That takes many times as long as fp16
+    or bf16.
+
+    Kernels read the weight ahead: they start while kernels that were launched before them still run (programmatic dependent
+    launch), and wait for those before they read x, bias or residual, but not before they read the weight's codes, scales, zero
+    points and offsets. After something on the GPU has written to a packed weight's tensors, synchronise the stream once before
+    the next product, and call :meth:`PackedWeight.sum_codes` before CUDA graphs that were captured with sums it kept.
+
+    Training: the result is differentiable in x, bias and residual; the weight is frozen. The gradient of x is that of
+    ``torch.nn.functional.linear`` with :func:`dequantize`'s values, which the backward pass computes in panels of rows, at most
+    128 MB of 16-bit values at a time, and does not keep. Activations that ``act_quant`` quantises pass their gradient straight
+    through, as if they were not rounded. An element that the activation clamps or ``saturate`` limits has gradient 0. There
+    are no gradients of gradients.
+    Under ``torch.autocast`` an fp32 x is cast to the autocast dtype first, as ``torch.nn.Linear`` does it; fp16 and bf16 stay
+    as they are.
+
+    Args:
+        x: fp16, bf16 or fp32 ``[..., K]`` on the weight's device, or what :func:`quantize_activations` returned, with the
+            weight's ``perm`` and a fitting block.
+        weight: what :func:`cutlass_ops.reorder` returned, ``[N, K]``.
+        bias: fp16, bf16 or fp32 ``[N]``, if the weight has none.
+        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``.
+        act_quant: "none" multiplies x as it is; "block" quantises it to int8 with one scale for each row and block of
+            min(group_size, 128) columns, "token" with one scale a row.
+        act_symmetric: whether quantised activations have no zero point.
+        residual: fp16, bf16 or fp32 ``[..., N]``, added last.
+        out_dtype: fp16, bf16 or fp32; x's dtype if None.
+        saturate: results beyond the largest number of ``out_dtype`` become that number instead of infinity.
+        batch_invariant: a row of the result has the same bits whatever M and the other rows are. The kernel and the parts that
+            K is cut into are then those for 128 rows, whatever M is, and never decode_gemm's. Measured on an H200: 28672 x 4096
+            with int4 weights takes 2 to 3.5 times as long at M = 1 and 1.4 to 2 times at 16 (int8: 1.3 to 1.8 and 1.2 to 1.5),
+            up to 1.06 times from 64 on; 4096 x 4096 takes 1.7 to 3 times as long at M = 1, 1.3 to 1.6 at 16, and 1.1 to 1.5
+            from 64 on. (Symmetric blocks of x with int4 weights, which have the tile of 128 rows then, were not timed so.)
+            Split-K takes slices x M x N x 4 bytes of workspace. On a GPU not with an fp32 x and ``act_quant="none"``.
+        architecture: run kernels for this architecture (80 for sm_80) or earlier ones, where the GPU has faster ones; 0
+            for those of the GPU. For tests and comparisons; unused on a CPU.
+        exact: round neither weights nor quantised activations to 16 bits, at the price of slower kernels for some formats; on a
+            CPU, have the reference's bits.
+
+    Returns:
+        ``[..., N]`` of ``out_dtype``.
+
+    Raises:
+        TypeError, ValueError: an argument that does not fit, before anything is launched; the message has its value.
+        RuntimeError: CUDA refused a launch; the message has the call, the error and the problem's shape. Or a gradient is
+            required that does not exist: of the weight, or with an x that is quantised already; or torch.jit.trace,
+            forward-mode differentiation or a transform of torch.func is at work.
+    """
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight (see cutlass_ops.reorder) is expected")
+    if weight.kernel_size:
+        raise ValueError(reference.CONVOLUTION.format(weight.kernel_size))
+    dynamo = is_dynamo_compiling()
+    if not dynamo and (jit_state() is not None or forward_ad._current_level >= 0 or func_transforms()):
+        check_transforms("mixed_gemm", x, bias, residual)
+    differentiable = False
+    if is_grad_enabled():
+        check_frozen(weight)
+        differentiable = getattr(x, "requires_grad", False)
+        if bias is not None or residual is not None:
+            differentiable = differentiable or requires_grad(bias) or requires_grad(residual)
+    if any_autocast() and isinstance(x, Tensor) and x.dtype is torch.float32 and torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+    if not dynamo:
+        weight.check_sums()
+    plain = bias is None and activation is None and residual is None and out_dtype is None
+    plain = plain and not (differentiable or saturate or batch_invariant or architecture or exact or dynamo)
+    if plain and type(x) in TENSORS and weight.gpu >= 0:
+        # The fast path of layers: the native module checks these arguments itself, in less time than the checks below take. It
+        # returns None where they are unusual or wrong.
+        product: Tensor | None = _C.product(weight.native, x, act_quant, act_symmetric)
+        if product is not None:
+            return product
+    device, n, k = weight.device, weight.n, weight.k
+    if isinstance(x, Tensor):
+        dtype, shape = x.dtype, x.shape
+        if dtype not in DATA_TYPES or x.device != device:
+            check_float("x", x, device)
+        columns = shape[-1] if shape else 0
+    else:
+        columns = check_quantized(x, weight)
+        shape, dtype = x.shape, x.dtype
+    if columns != k:
+        raise ValueError(f"x has shape {tuple(shape)}; [..., {k}] is expected, for a weight of shape {[n, k]}")
+    is_matrix = len(shape) == 2
+    out_shape = (shape[0], n) if is_matrix else (*shape[:-1], n)
+    if act_quant not in ACT_QUANT:
+        raise ValueError(f"act_quant is {act_quant!r}; supported are 'none', 'token' and 'block'")
+    activation, low, high = split_activation(activation)
+    if weight.book is not None and (act_quant != "none" or isinstance(x, QuantizedActivations)):
+        raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r} and x a {type(x).__name__}")
+    if bias is not None:
+        check_bias(bias, weight)
+        bias = bias.contiguous()
+    if residual is not None:
+        check_residual(residual, weight, out_shape)
+        residual = residual.reshape(-1, n)
+    if out_dtype is None:
+        out_dtype = dtype
+    elif out_dtype not in DATA_TYPES:
+        raise TypeError(f"out_dtype is {out_dtype}; supported are {dtype_names(DATA_TYPES)}")
+    if weight.gpu < 0 or not _C.built_with_cuda:
+        check_device(device)
+    elif isinstance(x, Tensor) and dtype is torch.float32 and act_quant == "none":
+        check_panels(batch_invariant)
+    end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
+    if isinstance(x, QuantizedActivations):
+        if differentiable:
+            check_no_gradient("mixed_gemm of quantised activations", bias, residual)
+        if runs_directly(x.codes, bias, residual):
+            return gemm_quantized(x, weight, out_shape, end)
+        quantized = (x.codes, x.scales, x.zeros, x.block, x.dtype)
+        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *weight_fields(weight), *end)
+        return cast(Tensor, y.view(out_shape))
+    matrix = x if is_matrix else x.reshape(-1, k)
+    if runs_directly(x, bias, residual):
+        m = shape[0] if is_matrix else matrix.shape[0]
+        if m > MAX_M:
+            raise ValueError(f"x has {m} rows; at most {MAX_M} are supported")
+        if differentiable:
+            call = (act_quant, act_symmetric, (activation, low, high, *end[5:]))
+            return record(matrix, bias, residual, weight, call).view(out_shape)
+        return gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
+    floats = (act_quant, act_symmetric)
+    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *weight_fields(weight), *end[:7], *floats, *end[7:])
+    return cast(Tensor, y.view(out_shape))
+
+
+def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torch.float16) -> Tensor:
+    """The weight's values, ``[N, K]``, act order undone, or a convolution's ``[N, C, *kernel]``, on the weight's device.
+
+    Args:
+        weight: canonical or packed.
+        dtype: fp16, bf16 or fp32. The arithmetic is fp32, rounded once.
+
+    Raises:
+        TypeError: another weight or dtype.
+        RuntimeError: a tensor of the packed weight requires a gradient.
+    """
+    if dtype not in DATA_TYPES:
+        raise TypeError(f"dtype is {dtype}; supported are {dtype_names(DATA_TYPES)}")
+    if isinstance(weight, QuantizedWeight):
+        return reference.dequantize_weight(weight, dtype)
+    if not isinstance(weight, PackedWeight):
+        raise TypeError(f"weight is a {type(weight).__name__}; a PackedWeight or a QuantizedWeight is expected")
+    check_device(weight.device)
+    check_transforms("dequantize", *weight.tensors().values())
+    if is_grad_enabled():
+        check_frozen(weight)
+    if runs_directly(weight.codes):
+        return run_dequantize(weight, dtype)
+    return cast(Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size))
+
+
+def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps, and the channels of each."""
+    channels = weight.k // weight.taps
+    if weight.gpu < 0:
+        rows = run_dequantize(weight.matrix, dtype, start, stop)
+        return rows.view(rows.shape[0], *weight.kernel_size, -1)[..., :channels].movedim(-1, 1)
+    count = (weight.n if stop is None else stop) - start
+    taps = torch.empty(count, *weight.kernel_size, channels, dtype=dtype, device=weight.device)
+    end = (taps.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, count, channels)
+    with on_device(weight.device):
+        _C.dequantize(weight.matrix.native, *end)
+    return taps.movedim(-1, 1)
+
+
+def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
+    """Rows ``start``, a multiple of 64, to ``stop``."""
+    stop = weight.n if stop is None else stop
+    if weight.kernel_size:
+        return channels_last(weight, dtype, start, stop).contiguous()
+    out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
+    if weight.gpu < 0:
+        threads = torch.get_num_threads()
+        _C.cpu_dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads)
+        return out
+    with on_device(weight.device):
+        _C.dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, stop - start)
+    return out

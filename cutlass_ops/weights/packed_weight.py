@@ -1,0 +1,430 @@
+"""Packed weights: the order in which the kernels read them."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import _C
+from . import formats
+from .weight import FLOAT_TYPES, PARTS, QuantizedWeight, check_book, check_order, check_part
+
+_NATIVE_TYPES = {
+    None: _C.DataType.none,
+    torch.float16: _C.DataType.float16,
+    torch.bfloat16: _C.DataType.bfloat16,
+    torch.float32: _C.DataType.float32,
+}
+
+
+def pack_codes(codes: Tensor, bits: int) -> Tensor:
+    """Codes in the order of ``layout.h``, padding included.
+
+    On a GPU it is one kernel on the device's current stream, which nothing waits for.
+
+    Args:
+        codes: uint8 ``[N, K]`` of any strides, each below ``2**bits``.
+        bits: 4 or 8.
+
+    Returns:
+        uint8 ``[n_pad * k_pad * bits / 8]`` on the same device.
+    """
+    n, k = codes.shape
+    if not _on_gpu(codes):
+        host = codes.cpu().contiguous()
+        packed = torch.empty(_C.packed_bytes(n, k, bits), dtype=torch.uint8, device="cpu")
+        _C.pack(host.data_ptr(), packed.data_ptr(), n, k, bits)
+        return packed.to(codes.device)
+    packed = codes.new_empty(_C.packed_bytes(n, k, bits))
+    _C.pack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *stream_of(codes))
+    return packed
+
+
+def unpack_codes(packed: Tensor, n: int, k: int, bits: int) -> Tensor:
+    """Undo :func:`pack_codes`: uint8 ``[N, K]``, on the same device."""
+    if not _on_gpu(packed):
+        host = packed.cpu()
+        codes = torch.empty(n, k, dtype=torch.uint8, device="cpu")
+        _C.unpack(host.data_ptr(), codes.data_ptr(), n, k, bits)
+        return codes.to(packed.device)
+    if packed.data_ptr() % 16:  # a view into a file's bytes
+        packed = packed.clone()
+    codes = packed.new_empty(n, k)
+    _C.unpack_cuda(codes.data_ptr(), codes.stride(0), codes.stride(1), packed.data_ptr(), n, k, bits, *stream_of(packed))
+    return codes
+
+
+def _on_gpu(tensor: Tensor) -> bool:
+    """Whether there are kernels for a tensor; a package built without them takes the host."""
+    return tensor.is_cuda and _C.built_with_cuda
+
+
+def stream_of(tensor: Tensor) -> tuple[int, int]:
+    """A tensor's GPU and its current stream."""
+    return tensor.get_device(), torch.cuda.current_stream(tensor.device).cuda_stream
+
+
+def gather_codes(packed: Tensor, rows: Tensor, k: int, bits: int) -> Tensor:
+    """The codes of some rows: what :func:`unpack_codes` has there, with the columns of the padding.
+
+    Its temporary tensors are as large as its result, and the rest of the weight is not read.
+
+    Args:
+        packed: codes in the order of ``layout.h``.
+        rows: int64 ``[R]`` on the same device, in any order; what is outside of the padded weight raises torch's IndexError
+            on a CPU, and fails an assertion of torch's kernels on a GPU.
+        k, bits: of the weight.
+
+    Returns:
+        uint8 ``[R, k_pad]``.
+    """
+    inside = rows % 16
+    block, half, g = rows % formats.ROWS_PER_PANEL // 16, inside // 8, inside % 8
+    tiles = formats.padded_k(k) // formats.K_PER_TILE
+    # [row panels, K tiles, row blocks, units, g, t, words' columns, (half,) k % 2, k // 8 of the 16]
+    if bits == 4:
+        view = packed.view(-1, tiles, 4, 2, 8, 4, 4, 2, 2)
+        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g]
+    else:
+        view = packed.view(-1, tiles, 4, 4, 8, 4, 2, 2, 2, 2)
+        found = view[rows // formats.ROWS_PER_PANEL, :, block, :, g, :, :, half]
+    codes = found.permute(0, 1, 2, 4, 6, 3, 5).reshape(len(rows), formats.padded_k(k))  # from units, t, columns, k % 2, k // 8
+    if bits == 4:
+        codes = codes.bitwise_right_shift_((4 * half).to(torch.uint8)[:, None]).bitwise_and_(15)
+    return codes.bitwise_xor_(formats.midpoint(bits))  # from two's complement
+
+
+def group_vector_positions(n: int, device: torch.device) -> Tensor:
+    """:func:`positions_of_rows` of all rows, int64 ``[n]``. Made on the device: a copy from the host would wait for it."""
+    return positions_of_rows(torch.arange(n, device=device))
+
+
+def positions_of_rows(rows: Tensor) -> Tensor:
+    """Where some rows of the weight stand in a packed group vector.
+
+    Inside each row panel of 64, position ``g * 8 + i * 2 + h`` holds row ``16 * i + 8 * h + g``: the eight rows that one
+    lane of a tensor-core fragment owns are neighbours, one 16-byte load for fp16.
+    """
+    inside = rows % formats.ROWS_PER_PANEL
+    return rows - inside + 8 * (inside % 8) + inside // 8
+
+
+class ColumnSums:
+    """What :meth:`PackedWeight.sum_codes` keeps: the column sums of some codes with their scales and zero points.
+
+    It holds those tensors: while it lives, others cannot lie at their addresses, by which weights of the same tensors find it.
+
+    Attributes:
+        memory: uint8, in the order of ``zero_compensation.h``.
+        parts: codes, scales and, if there are any, zero points.
+        versions: theirs, when they were summed.
+    """
+
+    def __init__(self, memory: Tensor, parts: tuple[Tensor, ...]) -> None:
+        self.memory = memory
+        self.parts = parts
+        self.versions: tuple[int, ...] = ()
+
+    def now(self) -> tuple[int, ...]:
+        """The versions of the tensors: torch counts what is written to each, but not to inference tensors."""
+        return tuple(t._version for t in self.parts)
+
+    def current(self) -> bool:
+        """Whether these are the sums of what the tensors hold now."""
+        return self.versions == self.now()
+
+
+#: The column sums that are kept, by the weight that they are of (:meth:`PackedWeight._key`).
+_kept: weakref.WeakValueDictionary[tuple[Any, ...], ColumnSums] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, eq=False)
+class PackedWeight:
+    """A weight in the order in which tensor-core lanes read it; made by :func:`cutlass_ops.reorder`.
+
+    ``n_pad`` is N rounded up to 64 and ``k_pad`` is K rounded up to 128. Of a convolution's weight each tap's channels are
+    rounded up to 128: a tile has one tap.
+
+    Attributes:
+        codes: uint8 ``[n_pad * k_pad * bits / 8]``, centred codes in the order of ``layout.h``.
+        scales: ``[groups, n_pad]``, the checkpoint's values and dtype, rows at their :func:`group_vector_positions`.
+        zeros: int8 ``[groups, n_pad]``, zero points minus ``2**(bits-1)``, or None.
+        offsets: ``[groups, n_pad]``, or None.
+        bias: ``[N]``, or None.
+        perm: int32 ``[K]``, or None.
+        book: fp32 ``[16]``, or ``[256]`` of ``formats.E4M3``, by code (not centred), or None.
+        n, k, bits, group_size, kernel_size: as in :class:`QuantizedWeight`.
+        device: where the tensors are.
+        gpu: index of that device if it is a GPU, otherwise -1.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    zeros: Tensor | None
+    offsets: Tensor | None
+    bias: Tensor | None
+    perm: Tensor | None
+    n: int
+    k: int
+    bits: int
+    group_size: int
+    book: Tensor | None = None
+    kernel_size: tuple[int, ...] = ()
+    # Kept, since to ask a tensor takes a tenth of a product's host time.
+    device: torch.device = field(init=False, repr=False)
+    gpu: int = field(init=False, repr=False)
+    #: What :meth:`sum_codes` of this weight, or of another of the same tensors, made; and whether products read it.
+    _sums: ColumnSums | None = field(init=False, default=None, repr=False)
+    _reads_sums: bool = field(init=False, default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        formats.check_bits(self.bits)
+        formats.check_group_size(self.group_size)
+        if self.n < 1 or self.k < 1:
+            raise ValueError(f"the weight's shape is {(self.n, self.k)}; N and K must be at least 1")
+        object.__setattr__(self, "kernel_size", formats.check_kernel_size(self.kernel_size, self.k))
+        n_pad, k_pad = formats.padded_rows(self.n), formats.padded_k(self.k, self.taps)
+        if not isinstance(self.codes, Tensor):
+            raise TypeError(f"codes is a {type(self.codes).__name__}; a torch.Tensor is expected")
+        self._find_device()
+        device = self.device
+        vector = (formats.padded_groups(self.k, self.group_size, self.taps), n_pad)
+        check_part("codes", self.codes, (n_pad * k_pad * self.bits // 8,), (torch.uint8,), device)
+        check_part("scales", self.scales, vector, FLOAT_TYPES, device)
+        if self.zeros is not None and self.offsets is not None:
+            raise ValueError("both zeros and offsets are given; a weight has integer zero points or real offsets, not both")
+        for name, value, shape, types in (
+            ("zeros", self.zeros, vector, (torch.int8,)),
+            ("offsets", self.offsets, vector, FLOAT_TYPES),
+            ("bias", self.bias, (self.n,), FLOAT_TYPES),
+            ("perm", self.perm, (self.k,), (torch.int32,)),
+        ):
+            if value is not None:
+                check_part(name, value, shape, types, device)
+        check_order(self.perm, self.kernel_size)
+        check_book(self.book, self.bits, self.zeros, self.offsets, device)
+        for name, value in self.tensors().items():
+            if not value.is_contiguous():
+                raise ValueError(f"{name} has strides {value.stride()}; a contiguous tensor is expected")
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors that are there, by attribute name."""
+        named = {name: getattr(self, name) for name in PARTS}
+        return {name: value for name, value in named.items() if value is not None}
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """``(N, K)``."""
+        return self.n, self.k
+
+    @property
+    def taps(self) -> int:
+        """As in :class:`QuantizedWeight`."""
+        return math.prod(self.kernel_size)
+
+    @cached_property
+    def matrix(self) -> PackedWeight:
+        """A convolution's weight as the matrix ``[N, taps * padded channels]`` that its tiles hold; the codes are shared.
+
+        The columns behind a tap's channels have codes of value zero, but whatever zero point or offset: x must be zero there.
+        """
+        if self.taps == 1:
+            return replace(self, kernel_size=())
+        columns = formats.padded_k(self.k, self.taps)
+        if self.group_size == -1:
+            return replace(self, k=columns, kernel_size=())
+        # A tap's last group may end inside of a tile, and the matrix has no short groups but the last.
+        group_size = math.gcd(columns // self.taps, self.group_size)
+        changed: dict[str, Any] = {}
+        if group_size != self.group_size:
+            by_tap = torch.arange(0, columns // self.taps, group_size, device=self.device) // self.group_size
+            taps = torch.arange(self.taps, device=self.device)[:, None] * (len(self.scales) // self.taps)
+            groups = (taps + by_tap).flatten()
+            vectors = {part: getattr(self, part) for part in ("scales", "zeros", "offsets")}
+            changed = {part: vector[groups] for part, vector in vectors.items() if vector is not None}
+        return replace(self, k=columns, kernel_size=(), group_size=group_size, **changed)
+
+    @cached_property
+    def _matrices(self) -> dict[int, tuple[PackedWeight, ...]]:
+        return {1: (self.matrix,)}
+
+    def group_matrices(self, groups: int) -> tuple[PackedWeight, ...]:
+        """:attr:`matrix` for each group of the convolution, whose output channels are a multiple of 64; made once."""
+        if groups not in self._matrices:
+            n = self.n // groups
+            self._matrices[groups] = tuple(self.matrix.row_panels(i * n, i * n + n) for i in range(groups))
+        return self._matrices[groups]
+
+    @cached_property
+    def nbytes(self) -> int:
+        """Bytes that the tensors take."""
+        return sum(t.numel() * t.element_size() for t in self.tensors().values())
+
+    @cached_property
+    def native(self) -> _C.PackedWeight:
+        """The pointers and sizes that kernels take; made once."""
+        for name, value in self.tensors().items():
+            if value.device.type == "cuda" and name != "bias" and value.data_ptr() % 16:
+                raise ValueError(f"{name} starts at an address that is no multiple of 16 bytes; kernels load 16 at a time")
+        pointers = {name: value.data_ptr() for name, value in self.tensors().items()}
+        native = _C.PackedWeight(
+            pointers["codes"],
+            pointers["scales"],
+            pointers.get("zeros", 0),
+            pointers.get("offsets", 0),
+            pointers.get("perm", 0),
+            pointers.get("book", 0),
+            self.n,
+            self.k,
+            self.bits,
+            -1 if self.group_size > formats.padded_k(self.k) else self.group_size,  # kernels count in 32 bits
+            _NATIVE_TYPES[self.scales.dtype],
+            _NATIVE_TYPES[None if self.offsets is None else self.offsets.dtype],
+            pointers.get("bias", 0),
+            _NATIVE_TYPES[None if self.bias is None else self.bias.dtype],
+            self.device,
+            self.gpu,
+        )
+        if self._sums is None and _kept:
+            object.__setattr__(self, "_sums", _kept.get(self._key()))
+        if self._sums is not None and self._sums.current():
+            native.set_sums(self._sums.memory.data_ptr())
+            object.__setattr__(self, "_reads_sums", True)
+        return native
+
+    @cached_property
+    def takes_sums(self) -> bool:
+        """Whether :meth:`sum_codes` does anything: what it makes is for Hopper, groups of 128 or more and no offsets.
+
+        Of tensors that were made under ``torch.inference_mode`` nothing is kept: torch does not record what is written to them.
+        """
+        plain = not self.kernel_size and self.offsets is None and self.book is None
+        plain = plain and (self.zeros is None or self.bits == 4)
+        groups = self.group_size == -1 or self.group_size % 128 == 0
+        if not (plain and groups and self.gpu >= 0 and torch.cuda.get_device_capability(self.gpu) == (9, 0)):
+            return False
+        # Not what a tracer has in place of tensors.
+        return all(type(t) in (Tensor, torch.nn.Parameter) and not t.is_inference() for t in self._summed())
+
+    def sum_codes(self) -> None:
+        """Sum every 128 codes of each row, on the weight's GPU, and keep that: some 4 bytes for 128 weights.
+
+        Products of 129 rows or more of int8 activations with zero points read these column sums, and make them in their own
+        scratch memory where none are kept: the results have the same bits. To make them, a kernel reads all of the weight,
+        which this saves such products. A :class:`cutlass_ops.MixedLinear` whose activations have zero points calls it when it
+        is made, moved or loaded.
+
+        It waits for the GPU, and does nothing while a CUDA graph is captured. After something was written to the weight's
+        tensors, products find that out and make the sums themselves until this is called again. CUDA graphs cannot find it out:
+        those in which products read sums that were kept have to be replayed after the next call of this, which writes the
+        new ones to the same memory.
+        """
+        if not self.takes_sums or torch.cuda.is_current_stream_capturing():
+            return
+        native = self.native  # finds what is kept for the same tensors
+        sums = self._sums
+        if sums is None:
+            sums = ColumnSums(self.codes.new_empty(_C.colsum_bytes(native)), self._summed())
+        if not sums.current():
+            versions = sums.now()
+            stream = torch.cuda.current_stream(self.device)
+            _C.weight_colsum(native, sums.memory.data_ptr(), stream.cuda_stream)
+            stream.synchronize()  # other streams may read them
+            sums.versions = versions
+        _kept[self._key()] = sums
+        object.__setattr__(self, "_sums", sums)
+        self.check_sums()
+
+    def share_sums(self, other: PackedWeight) -> None:
+        """Keep what ``other`` keeps, if it has the same codes, scales and zero points."""
+        if self.codes is other.codes and self.scales is other.scales and self.zeros is other.zeros:
+            object.__setattr__(self, "_sums", other._sums)
+
+    def check_sums(self) -> None:
+        """Have products read the sums that are kept if they are of what the tensors hold now, and not otherwise."""
+        if self._sums is not None and (current := self._sums.current()) != self._reads_sums:
+            self.native.set_sums(self._sums.memory.data_ptr() if current else 0)
+            object.__setattr__(self, "_reads_sums", current)
+
+    def _summed(self) -> tuple[Tensor, ...]:
+        return (self.codes, self.scales) if self.zeros is None else (self.codes, self.scales, self.zeros)
+
+    def _key(self) -> tuple[Any, ...]:
+        addresses = tuple(t.data_ptr() for t in self._summed())
+        return addresses, self.n, self.k, self.bits, self.group_size, self.scales.dtype
+
+    def _find_device(self) -> None:
+        object.__setattr__(self, "device", self.codes.device)
+        object.__setattr__(self, "gpu", self.codes.get_device() if self.codes.is_cuda else -1)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # What copies and pickles are made from: a copy's tensors are others, and may be elsewhere.
+        derived = ("native", "device", "gpu", "_sums", "_reads_sums", "takes_sums", "matrix", "_matrices")
+        return {name: value for name, value in self.__dict__.items() if name not in derived}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state, _sums=None, _reads_sums=False)
+        self._find_device()
+
+    def to(self, device: torch.device | str) -> PackedWeight:
+        """The same weight on ``device``; itself if it is there already."""
+        if self.device == torch.device(device):
+            return self
+        moved: dict[str, Any] = dict.fromkeys(PARTS)
+        moved.update({name: value.to(device) for name, value in self.tensors().items()})
+        moved.update(n=self.n, k=self.k, bits=self.bits, group_size=self.group_size, kernel_size=self.kernel_size)
+        return PackedWeight(**moved)
+
+    def row_panels(self, start: int, stop: int) -> PackedWeight:
+        """Rows ``start`` to ``stop`` as a weight; ``start`` is a multiple of 64, ``stop`` one or N.
+
+        Row panels of 64 are the outermost order of the codes, which are shared; group vectors are copied.
+        """
+        panel_bytes = self.codes.numel() // formats.padded_rows(self.n)
+        end = formats.padded_rows(stop)
+        changed: dict[str, Any] = {
+            part: None if (vectors := getattr(self, part)) is None else vectors[:, start:end].contiguous()
+            for part in ("scales", "zeros", "offsets")
+        }
+        changed["bias"] = None if self.bias is None else self.bias[start:stop]
+        return replace(self, codes=self.codes[start * panel_bytes : end * panel_bytes], n=stop - start, **changed)
+
+    def unpack(self) -> QuantizedWeight:
+        """The canonical weight this was packed from, on the same device; exact.
+
+        What is on a GPU is unpacked there, on its current stream. :class:`QuantizedWeight` checks its values, which waits
+        for the GPU.
+        """
+        taps, k_pad = self.taps, formats.padded_k(self.k, self.taps)
+        codes = unpack_codes(self.codes, self.n, self.k if taps == 1 else k_pad, self.bits)
+        if taps > 1:
+            codes = codes.view(self.n, taps, k_pad // taps)[:, :, : self.k // taps].flatten(1)
+        grouped_taps = 1 if self.group_size == -1 else taps
+        groups = formats.group_count(self.k, self.group_size, taps) // grouped_taps
+        position = group_vector_positions(self.n, self.device)
+
+        def rows(vector: Tensor) -> Tensor:
+            by_tap = vector.view(grouped_taps, -1, vector.shape[1])[:, :groups]
+            return by_tap.flatten(0, 1)[:, position].t().contiguous()
+
+        zeros = None
+        if self.zeros is not None:
+            zeros = (rows(self.zeros).to(torch.int16) + formats.midpoint(self.bits)).to(torch.uint8)
+        return QuantizedWeight(
+            codes=codes,
+            scales=rows(self.scales),
+            zeros=zeros,
+            offsets=None if self.offsets is None else rows(self.offsets),
+            bits=self.bits,
+            group_size=self.group_size,
+            bias=self.bias,
+            perm=None if self.perm is None else self.perm.long(),
+            book=self.book,
+            kernel_size=self.kernel_size,
+        )

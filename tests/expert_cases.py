@@ -1,0 +1,45 @@
+"""Experts, their operands and products."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import cutlass_ops as co
+
+FORMATS: dict[str, dict[str, Any]] = {
+    "int4": {"bits": 4, "group_size": 32, "symmetric": True},
+    "int4 with zero points": {"bits": 4, "group_size": 128, "symmetric": False},
+    "int8": {"bits": 8, "group_size": -1, "symmetric": True},
+    "nf4": {"bits": 4, "group_size": 64, "book": "nf4"},
+}
+
+
+def weights(experts: int, n: int, k: int, seed: int = 0, **options: Any) -> list[co.QuantizedWeight]:
+    random = torch.Generator().manual_seed(seed)
+    options = options or FORMATS["int4"]
+    return [co.quantize(torch.randn(n, k, generator=random) / k**0.5, **options) for _ in range(experts)]
+
+
+def both(gate_up: list[co.QuantizedWeight], down: list[co.QuantizedWeight]) -> tuple[co.PackedExperts, co.PackedExperts]:
+    """What mixed_moe takes."""
+    return co.reorder_experts(gate_up, gated=True), co.reorder_experts(down)
+
+
+def problem(
+    m: int,
+    top: int,
+    experts: int = 5,
+    hidden: int = 96,
+    intermediate: int = 40,
+    dtype: torch.dtype = torch.float32,
+    **options: Any,
+) -> tuple[list[co.QuantizedWeight], list[co.QuantizedWeight], Tensor, Tensor, Tensor]:
+    random = torch.Generator().manual_seed(m)
+    gate_up = weights(experts, 2 * intermediate, hidden, 1, **options)
+    down = weights(experts, hidden, intermediate, 2, **options)
+    x = torch.randn(m, hidden, generator=random).to(dtype)
+    ids = torch.randint(-1, experts, (m, top), generator=random)
+    return gate_up, down, x, ids, torch.rand(m, top, generator=random)
