@@ -40,9 +40,9 @@ int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
   return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
 }
 
-int padded_slots(RouteProblem const& r) {
+int padded_slots(RouteProblem const& r, bool routes) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
-  return int(ceil_div(positions + touched * (kSlotRows - 1), kSlotRows) * kSlotRows);
+  return int(ceil_div(positions + (routes ? touched * (kSlotRows - 1) : 0), kSlotRows) * kSlotRows);
 }
 int most_tiles(RouteProblem const& r, int height) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
@@ -59,7 +59,7 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   int const x_slots = plan.gathers ? slots : 0;
   // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
   size_t const table_ints = size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
-  at.x = align_256(table_ints * sizeof(int) + 64);
+  at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
   at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
   if (quantizes)
@@ -202,18 +202,18 @@ bool gathers(MoeProblem const& p, int height) {
 }
 
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, int expected, Plan* plan) {
+bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, double expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
   int const height = moe.block_m, tiles = moe.tiles;
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
     plan->kernel = "wgmma_decode_fold16";
-    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected);
+    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected, tiles);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
-    plan->grid_x = tiles * shape.clusters * shape.cluster;
+    plan->grid_x = (shape.dealt ? 1 : tiles) * shape.clusters * shape.cluster;
     plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
@@ -243,15 +243,17 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
+  plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
   auto const fill_in = [&] {
+    plan->routes = plan->block_m != WgmmaDecodeShape::kBlockM || r.positions() > kMostFoundPositions;
+    plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
-    // With more experts than positions nearly every position has a different expert.
-    int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-    int const expected = int(std::min<int64_t>(plan->tiles, touched));
-    return plan_product(product_of(problem.gate_up, true), device, *plan, expected, &plan->gate_up) &&
-           plan_product(product_of(problem.down, false), device, *plan, expected, &plan->down);
+    double const expected = expected_tiles(r, plan->block_m);
+    GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
+    gate_up.x_type = down.x_type = problem.x_type;
+    return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
+           plan_product(down, device, *plan, expected, &plan->down);
   };
   if (!fill_in()) {
     plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room
@@ -332,12 +334,14 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   RouteProblem const& r = p.route;
   int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   RowSlots table;
-  table.tiles = reinterpret_cast<StoredTile*>(base);
-  auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
-  table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
-  Routing routing;
-  routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
-  status = launch_route(r, routing, table, plan.block_m, stream);
+  if (plan.routes) {
+    table.tiles = reinterpret_cast<StoredTile*>(base);
+    auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
+    table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
+    Routing routing;
+    routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
+    status = launch_route(r, routing, table, plan.block_m, stream);
+  }
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
@@ -375,7 +379,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.rows = down.rows = down.x_rows = slots;
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
-  for (GroupedGemm* gemm : {&gate_up, &down}) gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count;
+  for (GroupedGemm* gemm : {&gate_up, &down})
+    gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r;
   gate_up.groups.activation = p.activation;
   gate_up.groups.low = p.activation == Activation::kClamp ? p.clamp_low : 0.0f;
   gate_up.groups.high = p.activation == Activation::kClamp   ? p.clamp_high
