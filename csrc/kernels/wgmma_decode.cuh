@@ -384,7 +384,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
           if (threadIdx.x % 32 == 0) dealt = mine;
         };
         if (p.groups.tiles) {
-          store(__ldg(p.groups.count), [&](int index, SlotTile& tile) { tile.load(p.groups, index); });
+          store(*p.groups.count, [&](int index, SlotTile& tile) { tile.load(p.groups, index); });
         } else {
           static_assert(C::kXBytes + C::kChunk >= kMostExperts);
           FoundTiles const found(p.groups.route, shared);
