@@ -49,7 +49,15 @@ FORMATS = {
 #: README's formats, of one row of x, which is what a chat of one user multiplies.
 ONE_ROW = ("w4a16", "w8a16", "w4a8-block", "w8a8-block")
 ONE_ROW_SHAPE = 28672, 4096, 1
-EXPERTS = {"qwen3-30b": "Qwen3-30B-A3B", "deepseek-v3-tp8": "DeepSeek-V3, an eighth", "mixtral-8x7b": "Mixtral 8x7B"}
+EXPERTS = {
+    "qwen3-30b": "Qwen3-30B-A3B",
+    "qwen3-235b-tp4": "Qwen3-235B-A22B, a quarter",
+    "deepseek-v3-tp8": "DeepSeek-V3, an eighth",
+    "kimi-k2-tp8": "Kimi K2, an eighth, groups of 32",
+    "glm-4.5-air-tp2": "GLM-4.5-Air, a half, groups of 64",
+}
+#: Format and peer of the rows of a results file.
+EXPERT_MODES = {"W4A16": ("w4a16", "ours"), "W4A8 block": ("w4a8", "ours-block"), "W4A8 token": ("w4a8", "ours-tok")}
 
 
 def read(name: str) -> dict[str, Any]:
@@ -202,22 +210,32 @@ def training() -> str:
     return f"{about('training_h200.json')}\n\n{markdown(['weights', 'ms a step', 'peak memory, MB'], lines)}"
 
 
+def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
+    """Microseconds of whole layers of experts by M: ours, and the least of the peers that multiply the same format.
+
+    Of numbers of rows that all layers were timed with.
+    """
+    rows = read("experts_h100.json")["rows"]
+    us = {(row["shape"], row["format"], row["m"], row["peer"]): row["us"] for row in rows}
+    cells = [(shape, form, own) for shape in EXPERTS for form, own in EXPERT_MODES.values()]
+    ms = [m for m in sorted({row["m"] for row in rows}) if all((s, f, m, own) in us for s, f, own in cells)]
+    layers: dict[str, dict[int, tuple[float, float]]] = {}
+    for shape, name in EXPERTS.items():
+        for mode, (form, own) in EXPERT_MODES.items():
+            for m in ms:
+                peers = [value for (*key, peer), value in us.items() if key == [shape, form, m] and not peer.startswith("ours")]
+                layers.setdefault(f"{name}, {mode}", {})[m] = us[shape, form, m, own], min(peers)
+    return layers
+
+
 def experts() -> str:
     """Whole layers of experts."""
-    times: dict[str, dict[int, dict[str, float]]] = {}
-    for row in read("experts_h200.json")["rows"]:
-        times.setdefault(row["shape"], {}).setdefault(row["m"], {})[row["peer"]] = row["us"]
-    ms = sorted({m for by_m in times.values() for m in by_m})
-    lines = []
-    ahead = 0
-    for shape, by_m in times.items():
-        lines.append([EXPERTS[shape]])
-        for m in ms:
-            ours = by_m[m].pop("ours")
-            ahead += ours < min(by_m[m].values())
-            lines[-1].append(f"{digits(ours)} ({digits(min(by_m[m].values()))})")
-    text = f"{about('experts_h200.json')} Microseconds; ahead in {ahead} of {len(ms) * len(times)} cells:"
-    return f"{text}\n\n{markdown(['layer, M =', *ms], lines)}"
+    layers = expert_layers()
+    cells = [cell for by_m in layers.values() for cell in by_m.values()]
+    ahead = sum(ours < peer for ours, peer in cells)
+    lines = [[name, *(f"{digits(ours)} ({digits(peer)})" for ours, peer in by_m.values())] for name, by_m in layers.items()]
+    text = f"{about('experts_h100.json')} Microseconds; ahead in {ahead} of {len(cells)} cells:"
+    return f"{text}\n\n{markdown(['layer, M =', *next(iter(layers.values()))], lines)}"
 
 
 def convolutions() -> str:
@@ -460,14 +478,9 @@ def draw_products(path: Path) -> None:
 
 def draw_experts(path: Path) -> None:
     """Layers of experts over M."""
-    times: dict[str, dict[int, dict[str, float]]] = {}
-    for row in read("experts_h200.json")["rows"]:
-        times.setdefault(row["shape"], {}).setdefault(row["m"], {})[row["peer"]] = row["us"]
-    ms = sorted({m for by_m in times.values() for m in by_m})
-    rows = []
-    for shape, by_m in times.items():
-        rows.append((EXPERTS[shape], [by_m[m].pop("ours") / min(by_m[m].values()) for m in ms]))
-    heatmap.draw([str(m) for m in ms], rows, path)
+    layers = expert_layers()
+    rows = [(name, [ours / peer for ours, peer in by_m.values()]) for name, by_m in layers.items()]
+    heatmap.draw([str(m) for m in next(iter(layers.values()))], rows, path)
 
 
 def draw_convolutions(path: Path) -> None:

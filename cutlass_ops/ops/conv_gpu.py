@@ -68,10 +68,9 @@ def convolve(
 def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
     """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
     channels, n = weight.k // weight.taps, weight.n // geometry.groups
-    own, tiles = pixels * geometry.groups * weight.taps, pixels * geometry.groups * weight.taps
-    for count in (channels, n):
-        own, tiles = own * count, tiles * -(-count // _TILE_CHANNELS) * _TILE_CHANNELS
-    return min(channels, weight.taps) > 1 and own < _LEAST_SHARE * tiles and tiles >= LEAST_TORCH_PRODUCTS
+    in_tiles = -(-channels // _TILE_CHANNELS) * _TILE_CHANNELS * -(-n // _TILE_CHANNELS) * _TILE_CHANNELS
+    large = pixels * geometry.groups * weight.taps * in_tiles >= LEAST_TORCH_PRODUCTS
+    return large and min(channels, weight.taps) > 1 and channels * n < _LEAST_SHARE * in_tiles
 
 
 def finish(

@@ -1559,7 +1559,7 @@ TEST(Experts, GatherRowsOfXWhereTheyCannotBeReadByTheirNumbers) {
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.x = reinterpret_cast<void const*>(uintptr_t(4104)); }));
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up.perm = reinterpret_cast<int32_t const*>(uintptr_t(4096)); }));
   EXPECT_TRUE(gathers([](MoeProblem& p) { p.x_stride = int64_t(1) << 30; }));
-  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));  // many features
+  EXPECT_TRUE(gathers([](MoeProblem& p) { p.gate_up = experts(1024, 8, 2, 4096, 2048).gate_up; }));   // many features
   EXPECT_FALSE(gathers([](MoeProblem& p) { p = experts(4, 8, 2, 4096, 2048), p.x_stride = 4096; }));  // of few rows
   // Quantised rows lie in the workspace.
   EXPECT_FALSE(gathers([](MoeProblem& p) { p.act_quant = ActQuant::kToken, p.x_stride = 4100; }));
