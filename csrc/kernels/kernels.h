@@ -102,7 +102,10 @@ struct QuantizerStart {
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 
 // The range of all x to problem.range, for the quantiser after it.
-Status launch_find_range(QuantizeProblem const& problem, Stream stream);
+Status launch_find_range(QuantizeProblem const& problem, bool symmetric, Stream stream);
+
+// quantized_values.cu: as quantized_values(); of one range, if problem.range has it
+Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
 
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);

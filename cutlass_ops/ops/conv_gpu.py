@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C, reference
-from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
@@ -24,7 +23,8 @@ _VECTOR = 16
 _TILE_CHANNELS = 128
 #: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.3
 #: of its time for fp16 weights, with 3 or 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
-_LEAST_SHARE = 0.8
+#: Tiles of int8 take half as long, and values of codes are one more pass over x.
+_LEAST_SHARE, _LEAST_INT8_SHARE = 0.8, 0.4
 #: With fewer products in the tiles, they take less time than torch's convolution and the launches around it.
 LEAST_TORCH_PRODUCTS = 8 * 10**9
 
@@ -41,7 +41,7 @@ def convolve(
     residual: Tensor | None,
     out_dtype: torch.dtype,
 ) -> Tensor | None:
-    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
+    """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
 
     residual is ``[B, *out, N]``.
     """
@@ -49,14 +49,14 @@ def convolve(
     y = torch.empty(shape, dtype=out_dtype, device=x.device)
     if y.numel() == 0:
         return y
-    if act_quant == "none" and x.dtype == out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n):
+    share = _LEAST_SHARE if act_quant == "none" else _LEAST_INT8_SHARE
+    if x.dtype == out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n, share):
         return None
     bias = weight.bias if bias is None else bias.contiguous()
     rows = None if residual is None else native.row_matrix(residual)
     if weight.k > weight.taps and geometry.groups > 1 and act_quant in ("token", "tensor") and x.dtype == out_dtype:
         # A scale is that of all groups' channels, and each group is a product: the products take the values.
-        quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
-        x = reference_conv.dequantized_pixels(x, *quantized, torch.float32).to(x.dtype)
+        x = dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, x.dtype)
         act_quant = "none"
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
@@ -65,12 +65,31 @@ def convolve(
     return y
 
 
-def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
-    """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
+def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int, share: float) -> bool:
+    """Whether less than a share of the kernels' tiles would be products of the convolution, so that torch's own is faster."""
     channels, n = weight.k // weight.taps, weight.n // geometry.groups
     in_tiles = -(-channels // _TILE_CHANNELS) * _TILE_CHANNELS * -(-n // _TILE_CHANNELS) * _TILE_CHANNELS
     large = pixels * geometry.groups * weight.taps * in_tiles >= LEAST_TORCH_PRODUCTS
-    return large and min(channels, weight.taps) > 1 and channels * n < _LEAST_SHARE * in_tiles
+    return large and min(channels, weight.taps) > 1 and channels * n < share * in_tiles
+
+
+def dequantized_pixels(
+    x: Tensor, weight: PackedWeight, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype
+) -> Tensor:
+    """:func:`cutlass_ops.reference.conv.dequantized_pixels`' values, rounded to a dtype, with the channels last in memory."""
+    images = x.permute(0, *range(2, x.dim()), 1).contiguous()
+    values = torch.empty(images.shape, dtype=dtype, device=x.device)
+    columns = x.shape[1] if act_quant == "token" else x.shape[1] // groups
+    block = formats.activation_block(weight.group_size) if act_quant == "block" else -1
+    span = torch.empty(2, dtype=torch.int32, device=x.device) if act_quant == "tensor" else None
+    types = native.DATA_TYPES[x.dtype], native.DATA_TYPES[dtype]
+    rows = x.numel() // columns
+    with native.on_device(weight.device):
+        stream = native.current_stream(weight.gpu)
+        _C.quantized_values(
+            images.data_ptr(), values.data_ptr(), *types, rows, columns, block, symmetric, native.pointer(span), stream
+        )
+    return values.movedim(-1, 1)
 
 
 def finish(
@@ -156,8 +175,7 @@ def _depthwise(
 ) -> None:
     """Write the result to y; each group of the convolution has one input channel."""
     if act_quant != "none":
-        values = (x, weight.group_size, geometry.groups, act_quant, act_symmetric)
-        x = reference_conv.dequantized_pixels(*values, torch.float32)
+        x = dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, torch.float32)
     pixels = _pixels(x, geometry.groups, False)
     epilogue = native.native_epilogue(bias, *native.split_activation(activation), residual, False)
     # A code book's values are rounded to x's dtype.

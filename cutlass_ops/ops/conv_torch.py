@@ -36,7 +36,9 @@ def convolve(
     weight = gemm.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == out_dtype else torch.float32
     values = x
-    if act_quant != "none":
+    if act_quant != "none" and x.is_cuda:
+        values = conv_gpu.dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, compute)
+    elif act_quant != "none":
         quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
         values = reference_conv.dequantized_pixels(x, *quantized, torch.float32)
     convolution: Any = torch._convolution
