@@ -152,7 +152,7 @@ double expected_tiles(RouteProblem const& r, int height) {
   double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
   double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
   double tiles = std::max(0.0, std::floor((rows - 8 * deviation) / height));
-  if (tiles == 0) tiles = 1 - std::pow(1 - chance, r.positions());
+  if (tiles == 0) tiles = 1 - std::pow(1 - std::min(1.0, double(r.top) / r.experts), r.tokens);  // a token's experts differ
   for (double more = std::max(1.0, std::ceil(tiles));; ++more) {
     double const likely = 0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
     if (likely < 1e-4) return tiles * r.experts;
@@ -201,6 +201,13 @@ bool gathers(MoeProblem const& p, int height) {
   return p.gate_up.perm || !pieces || p.gate_up.stack.k % 8 || p.route.tokens * stride > int64_t(INT_MAX) * 8;
 }
 
+// So many tiles that most routings have no more: what is chosen for them should not miss a wave of CTAs by one. Experts are
+// touched or not, and since a token's differ the deviation is some 0.6 of that of independent ones.
+double likely_tiles(RouteProblem const& r, int height) {
+  double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
+  return std::min(double(most_tiles(r, height)), tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
+}
+
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
 bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, double expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
@@ -208,7 +215,7 @@ bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& 
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
-    plan->kernel = "wgmma_decode_fold16";
+    plan->kernel = decodes_exactly(gemm) ? "wgmma_decode" : "wgmma_decode_fold16";
     plan->wgmma_decode = grouped_decode_shape(gemm, device, expected, tiles);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
@@ -249,7 +256,7 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
     plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
-    double const expected = expected_tiles(r, plan->block_m);
+    double const expected = likely_tiles(r, plan->block_m);
     GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
     gate_up.x_type = down.x_type = problem.x_type;
     return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
@@ -269,7 +276,10 @@ namespace {
 
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
-  if (plan.wgmma_decode.cluster > 0) return OF_FORMAT(w, launch_grouped_decode)(gemm, plan, stream);
+  if (plan.wgmma_decode.cluster > 0) {
+    return decodes_exactly(gemm) ? launch_grouped_decode(gemm, plan, stream)
+                                 : OF_FORMAT(w, launch_grouped_decode_fold16)(gemm, plan, stream);
+  }
   switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
     case Loop::kInt8:
       return launch_grouped_gemm_a8(gemm, plan, stream);

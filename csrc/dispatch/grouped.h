@@ -76,7 +76,10 @@ struct GroupedGemm {
   Groups groups;
 };
 
-// How clusters of wgmma_decode_fold16 share tiles of experts' rows; cluster is 0 if none fits. `tiles`: that are expected, and
+// Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise wgmma_decode_fold16 does.
+bool decodes_exactly(GroupedGemm const& problem);
+
+// How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`: that are expected, and
 // the most.
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, double tiles, int most_tiles);
 

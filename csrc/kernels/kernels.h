@@ -81,13 +81,14 @@ constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
   return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// wgmma_decode_grouped.cu: of experts, a tile of 16 rows after another, where decodes_exactly() says so.
+Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_decode_fold16.cuh: as wgmma_decode.cu, weights of every format rounded once to the type of x; two CTAs per SM.
 template <class Format>
 Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
-// Of experts, a tile of 16 rows after another.
 template <class Format>
-Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
+Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // ---- before and after it
 

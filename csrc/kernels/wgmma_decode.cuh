@@ -376,6 +376,10 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
+      if (warp == C::kWarps && cute::elect_one_sync()) {  // which expert's weights to copy is known late
+        cute::prefetch_tma_descriptor(&maps.codes);
+        cute::prefetch_tma_descriptor(&maps.scales);
+      }
       if (p.groups.top) pdl_wait();  // what `route` or another kernel before this one wrote
       if (warp == C::kWarps) {
         auto const store = [&](int count, auto const& store_tile) {
@@ -629,7 +633,11 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  log_cluster,
                  groups,
                  RowPieces(problem)};
-  return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  if constexpr (C::kFolds) {
+    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  } else {
+    return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  }
 }
 
 }  // namespace

@@ -59,11 +59,12 @@ struct StageConfig {
 
 // Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale: of weight scales.
 template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
-          bool kTokenZeros_ = false, bool kOneCta_ = false>
-struct Config
-    : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_, kOneCta_> {
+          bool kTokenZeros_ = false, bool kOneCta_ = false, bool kGrouped_ = false>
+struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_,
+                            kOneCta_, kGrouped_> {
   using Scale = Scale_;
-  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false, kDeals = false;
+  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false,
+                        kDeals = kGrouped_ && !kZeros_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
