@@ -33,7 +33,7 @@ from gpu_cases import (
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops import _C
+from cutlass_ops import _C, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -198,7 +198,7 @@ def test_overflow_is_infinite_or_saturates(n: int, m: int) -> None:
 
 
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)], ids=str)
+@pytest.mark.parametrize("activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 1.0)], ids=str)
 @pytest.mark.parametrize("activations", ACTIVATION_KINDS)
 def test_a_row_with_nan_or_infinity_is_nan_and_no_other(activations: str, activation: Any, bad: float) -> None:
     act_quant, symmetric = ACTIVATION_KINDS[activations]
