@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops import reference
 from cutlass_ops.weights.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
@@ -174,7 +175,7 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_
         assert bool((error <= 2e-2 * reference).all())
 
 
-ACTIVATIONS = [None, "relu", "relu6", "gelu", "silu", ("clamp", -0.25, 0.5), ("clamped_swiglu", 1.702, 0.5)]
+ACTIVATIONS = [None, *reference.ACTIVATIONS, ("clamp", -0.25, 0.5), ("clamped_swiglu", 1.702, 0.5)]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
