@@ -163,7 +163,7 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
 
 bool decodes_exactly(GroupedGemm const& p) {
   PackedWeight const& w = p.weight;
-  return has_integer_codes(w) && !has_short_groups(w) && !w.offsets && w.scale_type == p.x_type;
+  return w.bits == 4 && has_integer_codes(w) && !has_short_groups(w) && !w.offsets && w.scale_type == p.x_type;
 }
 
 WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles, int most_tiles) {
@@ -197,7 +197,7 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
   // Or all CTAs that run at a time have equal parts of what there is, in turns of up to `most` row panels, each of which reads x.
   int const ctas = 2 * device.multiprocessors;
   auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
-  bool const has_registers = w.scale_type == p.x_type && !w.offsets && !(w.zeros && decodes_exactly(p));
+  bool const has_registers = w.scale_type == p.x_type && !w.offsets && !p.groups.bias;
   if (!has_registers || (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles) return best;
   for (int most : {kGroups, 2 * kGroups, kGroups * kMost}) {
     WgmmaDecodeShape shape;

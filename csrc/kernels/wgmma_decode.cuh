@@ -254,6 +254,24 @@ __device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block, 
   }
 }
 
+// The same, neither gated nor with a bias, from the lanes that have the sums: while other warps wait for weights, scattered stores
+// cost less than the exchange between lanes that makes them whole.
+__device__ __forceinline__ void store_piece(float const* v, int n, int m_block, SlotTile const& tile, Params const& p) {
+  int const lane = threadIdx.x % 32;
+  n += lane / 4;
+#pragma unroll
+  for (int c = 0; c < 2; ++c) {
+    int const x_row = m_block * 8 + lane % 4 * 2 + c;
+    if (x_row >= tile.rows) continue;
+    int const slot = tile.slots[x_row];
+    float const scale = p.token_scales ? p.token_scales[row_of_slot(p.groups, slot)] : 1.0f;
+    float* const out = static_cast<float*>(p.epilogue.out) + int64_t(slot) * p.epilogue.n + n;
+#pragma unroll
+    for (int h = 0; h < 2; ++h)
+      if (n + 8 * h < p.epilogue.n) out[8 * h] = nan_unless_finite(v[2 * h + c] * scale);
+  }
+}
+
 // Where in a ring of stages a warp is.
 struct RingPlace {
   int stage;
@@ -325,6 +343,14 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
       multiply_codes<C, kRowPanels>(x, here, table, p, releases, empty, sums);
     }
     place.advance(p.shape);
+  }
+  if (C::kDeals && p.shape.dealt && !p.groups.gated) {
+#pragma unroll
+    for (int i = 0; i < kRowPanels * C::kMBlocks; ++i) {
+      store_piece(&sums[i / C::kMBlocks][i % C::kMBlocks * 4],
+                  (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16, i % C::kMBlocks, tile, p);
+    }
+    return;
   }
   if (C::kDeals && p.shape.dealt) {
     // One after another: finish_piece is long.

@@ -64,7 +64,7 @@ struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Elem
                             kOneCta_, kGrouped_> {
   using Scale = Scale_;
   static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false,
-                        kDeals = kGrouped_ && !kZeros_;
+                        kDeals = kGrouped_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,

@@ -417,8 +417,8 @@ def mixed_moe(
     e is ``topk_ids[t, j]``. ``act(gate) * up`` is computed in fp32 and rounded once to x's dtype; outputs of experts and their
     weighted sum are fp32, the sum in the order of j, rounded once. The same input gives the same bits every time. On Hopper
     with fp16 or bf16 x nothing waits for the GPU, so that the call can be captured in a CUDA graph and replayed with other
-    routings; weights are rounded to x's dtype, of integers in groups of 128 or more only where experts have at most some 24
-    rows on average, and outputs of experts that have more are. Values of quantised activations are rounded as those of
+    routings; weights are rounded to x's dtype, but not integers in groups of 128 or more where experts have more than some 24
+    rows on average, or 4 bits and scales of x's dtype; outputs of experts that have more rows are rounded, too. Values of quantised activations are rounded as those of
     :func:`cutlass_ops.mixed_gemm`, but not where experts have more rows, x has no zero points and both weights can be
     multiplied with int8: integers in groups of 128 or more, of 8 bits without zero points. Elsewhere, for an fp32 x, for I
     that is no multiple of 8, for "clamped_swiglu" and where a gradient is recorded, a GPU is asked how many rows each expert
