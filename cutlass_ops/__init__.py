@@ -15,8 +15,7 @@ from .integrations.registration import register_when_imported
 from .nn.conv import replace_convs
 from .nn.linear import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn.quantize_model import quantize_model
-from .ops import gradients as gradients  # the gradient of mixed_gemm
-from .ops import gradients_conv as gradients_conv  # and that of mixed convolutions
+from .ops import gradients_conv as gradients_conv  # the gradient of mixed convolutions
 from .ops.activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from .ops.conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .ops.conv_int8 import conv2d_int8, linear_int8

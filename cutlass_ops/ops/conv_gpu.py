@@ -16,7 +16,7 @@ from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
-from . import gemm, kept, native
+from . import kept, native, products
 
 #: Bytes that copies want pixels to begin with a multiple of.
 _VECTOR = 16
@@ -172,8 +172,8 @@ def _depthwise(
 
 def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
     """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
-    weight = weight if book_type is None else gemm.rounded_book(weight, book_type)
-    values = gemm.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
+    weight = weight if book_type is None else products.rounded_book(weight, book_type)
+    values = products.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
     return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
 
 

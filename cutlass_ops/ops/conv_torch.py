@@ -13,7 +13,7 @@ from .. import reference
 from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
-from . import conv_gpu, gemm
+from . import conv_gpu, products
 
 
 def convolve(
@@ -33,7 +33,7 @@ def convolve(
     Operands are of fp32, or on a GPU of x's 16-bit type where the result has it. oneDNN's sums in fp32 are in blocks: of 11,520
     products they differ from fp64's by 2.5e-7 of the result's norm.
     """
-    weight = gemm.rounded_book(weight, x.dtype)
+    weight = products.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == out_dtype else torch.float32
     values = x
     if act_quant != "none":
@@ -43,7 +43,7 @@ def convolve(
     # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
     total = convolution(
         values.to(compute),
-        gemm.channels_last(weight, compute),
+        products.channels_last(weight, compute),
         None,
         geometry.stride,
         geometry.padding,

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ..weights.packed_weight import PackedWeight
 from .activations import QuantizedActivations, empty_quantized, run_quantize, run_rms_norm_quantize, run_silu_mul_quantize
-from .gemm import End, gemm_floats, gemm_quantized, run_dequantize
 from .library import CHOICE_SCHEMA, EPILOGUE_SCHEMA, WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
+from .products import End, gemm_floats, gemm_quantized, run_dequantize
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:

@@ -1,7 +1,6 @@
 """The gradient of :func:`cutlass_ops.mixed_gemm`: ``dx = (dy * act'(z)) @ W`` with the packed weight's values.
 
 The operator's autograd formula is registered here, and its backward is an operator too, so that torch.compile records both.
-Importing this module is what makes products differentiable; the package does so.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from torch import Tensor
 
 from .. import reference
 from ..weights.packed_weight import PackedWeight
-from . import arguments, gemm, library, native
+from . import arguments, library, native, products
 from . import gemm_library as gemm_library  # defines the operators that get gradients here
 
 #: Positions of mixed_gemm's arguments behind x, the weight's and the epilogue's: those that may require a gradient.
@@ -29,12 +28,12 @@ def _times_weight(grad: Tensor, weight: PackedWeight, dtype: torch.dtype) -> Ten
 
     W has the dtype of ``grad``, a panel of its rows at a time; where there are several, their products are added in fp32.
     """
-    if gemm.panel_rows(weight) == weight.n:
-        return (grad @ gemm.run_dequantize(weight, grad.dtype)).to(dtype)
+    if products.panel_rows(weight) == weight.n:
+        return (grad @ products.run_dequantize(weight, grad.dtype)).to(dtype)
     if not _FP32_RESULTS:
         grad = grad.float()
     total = torch.zeros(grad.shape[0], weight.k, dtype=torch.float32, device=grad.device)
-    for rows, panel in gemm.panels(weight, grad.dtype):
+    for rows, panel in products.panels(weight, grad.dtype):
         if grad.dtype == torch.float32:
             total.addmm_(grad[:, rows], panel)
         else:
@@ -69,9 +68,9 @@ def _gradients(grad: Tensor, x: Tensor | None, weight: PackedWeight, *args: Any)
     of_residual = grad
     with arguments.without_autocast(grad.device):
         if x is not None:
-            end = cast(gemm.End, (bias, None, 0.0, 0.0, None, torch.float32, False, *choice))
+            end = cast(products.End, (bias, None, 0.0, 0.0, None, torch.float32, False, *choice))
             shape = (x.shape[0], weight.n)
-            z = gemm.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, shape, end)
+            z = products.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, shape, end)
             if saturate:
                 y = reference.epilogue(z, None, native.named_activation(activation, low, high), residual)
                 of_residual = torch.where(y.abs() <= torch.finfo(grad.dtype).max, grad, 0.0)
@@ -144,8 +143,8 @@ class _Recorded(torch.autograd.Function):
         )
         ctx.weight, ctx.call = weight, call
         ctx.dtypes = x.dtype, None if bias is None else bias.dtype, None if residual is None else residual.dtype
-        end = cast(gemm.End, (bias, activation, low, high, residual, out_dtype, saturate, *choice))
-        return gemm.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, (x.shape[0], weight.n), end)
+        end = cast(products.End, (bias, activation, low, high, residual, out_dtype, saturate, *choice))
+        return products.gemm_floats(x, x.shape[0], weight, act_quant, act_symmetric, (x.shape[0], weight.n), end)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -169,6 +168,10 @@ class _Recorded(torch.autograd.Function):
         )
 
 
+#: mixed_gemm's eager product with a gradient: x, bias, residual, the weight, and the other arguments.
+record: Callable[..., Tensor] = _Recorded.apply
+
+
 def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
     raise RuntimeError("mixed_gemm has no gradient of its gradient: packed weights support first derivatives only")
 
@@ -182,4 +185,3 @@ library.register(
 )
 torch.library.register_autograd("cutlass_ops::mixed_gemm", _backward, setup_context=_setup_context)
 torch.library.register_autograd("cutlass_ops::mixed_gemm_backward", _no_second_gradient)
-gemm.record = _Recorded.apply

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, conv, gemm, library
+from . import arguments, conv, library, products
 from .gradients import through_activation
 
 #: Positions of mixed_conv's arguments behind x and the weight: those that may require a gradient, and the geometry.
@@ -33,7 +33,7 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
         if wanted[1]:
             of_bias = grad.float().sum([0, *range(2, grad.dim())])
         if wanted[0]:
-            values = gemm.run_dequantize(weight, compute)
+            values = products.run_dequantize(weight, compute)
             like = values.new_empty(1).expand(shape)
             still = [0] * len(stride)
             of_x, *_ = torch.ops.aten.convolution_backward(
