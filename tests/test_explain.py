@@ -13,6 +13,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops import _C, reference
 from cutlass_ops.ops import products
+from cutlass_ops.ops.call import Call
 
 
 def test_explain_on_the_cpu() -> None:
@@ -172,13 +173,11 @@ def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int
         [64, 64, 64, 8] if values < 1 << 26 else [200]
     )
     exact = product(x, qw)
-    found = products.panel_gemm(
-        x, packed, (2, 3, 200), (None, None, 0.0, 0.0, None, torch.float32, False, False, 0, False), torch.float32
-    )
+    found = products.panel_gemm(x, packed, (2, 3, 200), Call(), torch.float32)
     assert torch.equal(found.double().view(6, 200), exact)
     bias, residual = activations(200), activations(6, 200)
-    end = (bias, "clamp", -40.0, 24.5, residual, torch.float16, True, False, 0, True)
-    found = products.panel_gemm(x, packed, (6, 200), end, torch.float32)
+    call = Call(bias, "clamp", -40.0, 24.5, residual, torch.float16, saturate=True, exact=True)
+    found = products.panel_gemm(x, packed, (6, 200), call, torch.float32)
     expected = (exact + bias).clamp(-40, 24.5) + residual
     assert found.dtype == torch.float16
     assert torch.equal(found.double(), expected.half().double())
@@ -186,15 +185,15 @@ def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int
 
 def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
     packed = co.reorder(weight(n=200))
-    end = (None, "relu", 0.0, 0.0, None, torch.float32, False, False, 0, False)
+    call = Call(activation="relu")
     x = activations(3, K)
     x[0, 3], x[2, 5] = NAN, INF
-    y = products.panel_gemm(x, packed, (3, 200), end, torch.float32)
+    y = products.panel_gemm(x, packed, (3, 200), call, torch.float32)
     assert y[[0, 2]].isnan().all()
     assert y[1].isfinite().all()
-    assert products.panel_gemm(x[:0], packed, (0, 200), end, torch.float32).shape == (0, 200)
+    assert products.panel_gemm(x[:0], packed, (0, 200), call, torch.float32).shape == (0, 200)
     with pytest.raises(ValueError, match="batch_invariant is True"):
-        products.panel_gemm(x, packed, (3, 200), (*end[:7], True, 0, False), torch.float32)
+        products.panel_gemm(x, packed, (3, 200), call._replace(batch_invariant=True), torch.float32)
 
 
 # What a CPU does with many rows of an x that is not quantised.

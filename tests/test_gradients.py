@@ -15,6 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
 from cutlass_ops.ops import gradients, library, products
+from cutlass_ops.ops.call import Call
 from cutlass_ops.weights import formats
 
 N, K, M = 200, 288, 6
@@ -196,7 +197,7 @@ def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[
     function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
     grad = values(len(z))
     (expected,) = torch.autograd.grad(function(z), z, grad)
-    assert torch.equal(gradients.through_activation(grad, z.detach(), name, *limits), expected)
+    assert torch.equal(gradients.through_activation(grad, z.detach(), Call(None, name, *limits)), expected)
     # The same by way of a product: an identity in fp32 whose z are these values.
     eye = co.reorder(co.QuantizedWeight(8 + torch.eye(len(z), dtype=torch.uint8), torch.ones(len(z), 1), group_size=-1))
     x = z.detach()[None].clone().requires_grad_()

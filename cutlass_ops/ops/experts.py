@@ -19,6 +19,7 @@ from ..weights.reorder import common_form, reorder
 from ..weights.specs import empty_packed
 from ..weights.weight import PARTS, QuantizedWeight, rows_of
 from . import arguments, gemm, kept, library, native
+from .call import Call, CallSchema
 
 __all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
 
@@ -293,21 +294,14 @@ def _check_capture(name: str, x: Tensor) -> None:
         raise RuntimeError(f"{name} waits for the GPU to count each expert's rows, and cannot be captured in a CUDA graph")
 
 
-def _product(
-    experts: PackedExperts,
-    act_quant: str,
-    act_symmetric: bool,
-    bias: Tensor | None = None,
-    activation: reference.Activation = None,
-    out_dtype: torch.dtype = torch.float32,
-) -> reference_experts.Product:
-    """The product of rows with one of the experts."""
-    order = gated_order(experts.n, experts.device) if experts.gated and bias is not None else slice(None)
+def _product(experts: PackedExperts, call: Call) -> reference_experts.Product:
+    """The product of rows with one of the experts; the call's bias is ``[E, N]``."""
+    order = gated_order(experts.n, experts.device) if experts.gated and call.bias is not None else slice(None)
+    options = (call.named_activation, call.act_quant, call.act_symmetric)
 
     def product(e: int, rows: Tensor) -> Tensor:
-        own = None if bias is None else bias[e][order]
-        y = gemm.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
-        return experts.in_order(y, 1)
+        bias = None if call.bias is None else call.bias[e][order]
+        return experts.in_order(gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype), 1)
 
     return product
 
@@ -347,7 +341,7 @@ def grouped_gemm(
     """
     _check_experts("experts", experts)
     _check_options([experts], act_quant)
-    call = native.split_activation(activation)
+    named = native.split_activation(activation)
     x = _autocast(x)
     _check_x(x, experts.device, experts.k)
     _check_routing(routing, experts, x.shape[0], gathered)
@@ -361,10 +355,11 @@ def grouped_gemm(
             raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
     direct = arguments.runs_directly(x, bias, routing.order)
     _check_recordable("grouped_gemm", direct, x, bias)
-    options: tuple[Any, ...] = (*call, act_quant, act_symmetric, out_dtype or x.dtype, gathered)
+    call = Call(bias, *named, out_dtype=out_dtype or x.dtype, act_quant=act_quant, act_symmetric=act_symmetric)
     if direct:
-        return _grouped_gemm(x, experts, *routing, bias, *options)
-    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *_fields(experts), *routing, bias, *options))
+        return _grouped_gemm(x, experts, routing, gathered, call)
+    fields = (*_fields(experts), *routing, gathered)
+    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *fields, *_OF_GROUPS.values(call)))
 
 
 def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bool) -> None:
@@ -379,26 +374,11 @@ def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bo
         raise ValueError(f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}")
 
 
-def _grouped_gemm(
-    x: Tensor,
-    experts: PackedExperts,
-    offsets: Tensor,
-    order: Tensor,
-    top: int,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
-    out_dtype: torch.dtype,
-    gathered: bool,
-) -> Tensor:
+def _grouped_gemm(x: Tensor, experts: PackedExperts, routing: Routing, gathered: bool, call: Call) -> Tensor:
     _check_capture("grouped_gemm", x)
-    named = native.named_activation(activation, low, high)
-    product = _product(experts, act_quant, act_symmetric, bias, named, out_dtype)
-    rows = x if gathered else x[order.long() // max(top, 1)]
-    return reference_experts.grouped_gemm(rows, offsets.diff().tolist(), experts.n, product, out_dtype)
+    rows = x if gathered else x[routing.order.long() // max(routing.top, 1)]
+    counts = routing.offsets.diff().tolist()
+    return reference_experts.grouped_gemm(rows, counts, experts.n, _product(experts, call), call.out_dtype)
 
 
 def mixed_moe(
@@ -454,7 +434,7 @@ def mixed_moe(
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)
     _check_options([gate_up, down], act_quant)
-    call = native.split_activation(activation, reference_experts.check_gate)
+    named = native.split_activation(activation, reference_experts.check_gate)
     x = _autocast(x)
     _check_x(x, gate_up.device, gate_up.k)
     if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
@@ -477,10 +457,12 @@ def mixed_moe(
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
     direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
     _check_recordable("mixed_moe", direct, x, topk_weights)
-    options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
+    call = Call(None, *named, act_quant=act_quant, act_symmetric=act_symmetric)
+    of_ids = (topk_ids, topk_weights, expert_map)
     if direct:
-        return _mixed_moe(x, _gated(gate_up, direct=True), down, *options)
-    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
+        return _mixed_moe(x, _gated(gate_up, direct=True), down, *of_ids, call)
+    fields = (*_fields(gate_up), *_fields(down), *of_ids)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *fields, *_OF_LAYER.values(call)))
 
 
 def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor) -> bool:
@@ -504,12 +486,8 @@ def _launch_moe(
     down: PackedExperts,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
     expert_map: Tensor | None,
+    call: Call,
 ) -> Tensor:
     x = native.row_matrix(x)
     weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
@@ -526,11 +504,11 @@ def _launch_moe(
         down.weight.native,
         perms[1],
         down.n,
-        native.ACT_QUANT[act_quant],
-        act_symmetric,
-        native.ACTIVATIONS[activation],
-        low,
-        high,
+        native.ACT_QUANT[call.act_quant],
+        call.act_symmetric,
+        native.ACTIVATIONS[call.activation],
+        call.low,
+        call.high,
         weights.data_ptr(),
         native.DATA_TYPES[weights.dtype],
         y.data_ptr(),
@@ -549,27 +527,23 @@ def _mixed_moe(
     down: PackedExperts,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
     expert_map: Tensor | None,
+    call: Call,
 ) -> Tensor:
     _check_ids(topk_ids, gate_up.experts, expert_map)
     has_kernels = _has_kernels(x, gate_up, down, topk_ids, topk_weights)
-    if has_kernels and activation != reference_experts.CLAMPED_SWIGLU:
-        options = (activation, low, high, act_quant, act_symmetric, expert_map)
-        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, *options)
+    if has_kernels and call.activation != reference_experts.CLAMPED_SWIGLU:
+        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
     _check_capture("mixed_moe", x)
+    of_sums = call.before_activation()
     return reference_experts.mixed_moe(
         x,
-        _product(gate_up, act_quant, act_symmetric),
-        _product(down, act_quant, act_symmetric),
+        _product(gate_up, of_sums),
+        _product(down, of_sums),
         down.k,
         topk_ids,
         topk_weights,
-        native.named_activation(activation, low, high),
+        call.named_activation,
         gate_up.experts,
         expert_map,
     )
@@ -602,9 +576,14 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
     return PackedExperts.of_parts(parts, *fields[len(PARTS) :])
 
 
+_OF_GROUPS = CallSchema("residual", "saturate", "batch_invariant", "architecture", "exact")
+_OF_LAYER = CallSchema("bias", "residual", "out_dtype", "saturate", "batch_invariant", "architecture", "exact")
+
+
 def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
-    gate_up = _gated(_experts(args[:_FIELDS]), direct=False)
-    return _mixed_moe(x, gate_up, _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
+    (*fields, topk_ids, topk_weights, expert_map), call = _OF_LAYER.split(args)
+    gate_up, down = _gated(_experts(fields[:_FIELDS]), direct=False), _experts(fields[_FIELDS:])
+    return _mixed_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
 
 
 def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
@@ -612,23 +591,24 @@ def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 def _grouped_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    return _grouped_gemm(x, _experts(args[:_FIELDS]), *args[_FIELDS:])
+    (*fields, offsets, order, top, gathered), call = _OF_GROUPS.split(args)
+    return _grouped_gemm(x, _experts(fields), Routing(offsets, order, top), gathered, call)
 
 
 def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
-    order, out_dtype = args[_FIELDS + 1], args[-2]
-    return x.new_empty((order.shape[0], args[_N]), dtype=out_dtype)
+    (*fields, _, order, _, _), call = _OF_GROUPS.split(args)
+    return x.new_empty((order.shape[0], fields[_N]), dtype=call.out_dtype)
 
 
 library.register(
-    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, Tensor? bias, str? activation, "
-    "float low, float high, str act_quant, bool act_symmetric, ScalarType out_dtype, bool gathered) -> Tensor",
+    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, bool gathered, "
+    f"{_OF_GROUPS.text}) -> Tensor",
     _grouped_gemm_op,
     _grouped_gemm_fake,
 )
 library.register(
-    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, str? activation, "
-    "float low, float high, str act_quant, bool act_symmetric, Tensor? expert_map) -> Tensor",
+    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    f"{_OF_LAYER.text}) -> Tensor",
     _mixed_moe_op,
     _mixed_moe_fake,
 )

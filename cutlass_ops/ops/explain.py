@@ -13,6 +13,7 @@ from .. import _C, reference
 from ..weights.packed_weight import PackedWeight
 from . import arguments, gemm, native, products
 from .activations import MAX_M, QuantizedActivations
+from .call import Call
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
@@ -181,8 +182,10 @@ def explain(
         x = torch.empty_like(x, dtype=dtype, device="meta")
     m = math.prod(shape[:-1])
     if not isinstance(x, QuantizedActivations):
-        end = (bias, *native.split_activation(activation), residual, out_dtype or dtype, saturate, batch_invariant, 0, exact)
-        compute = products.panel_type(m, weight, gpu is not None, dtype, act_quant, end)
+        named = native.split_activation(activation)
+        choice = (batch_invariant, architecture, exact)
+        call = Call(bias, *named, residual, out_dtype or dtype, saturate, act_quant, act_symmetric, *choice)
+        compute = products.panel_type(m, weight, gpu is not None, dtype, call)
         if compute is not None:
             return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:

@@ -17,13 +17,12 @@ from ..weights import formats
 from ..weights.packed_weight import PackedWeight
 from .activations import QuantizedActivations
 from .arguments import without_autocast
+from .call import Call
 from .native import (
     ACT_QUANT,
     DATA_TYPES,
     current_stream,
     data_type,
-    named_activation,
-    native_epilogue,
     on_device,
     pointer,
     row_matrix,
@@ -37,10 +36,6 @@ _CPU_PANEL_VALUES = 1 << 20
 #: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes longer than it gains.
 _CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
 
-#: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
-#: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
-End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int, bool]
-
 
 def _launch(
     weight: PackedWeight,
@@ -48,31 +43,26 @@ def _launch(
     quantized: _C.QuantizedActivations | None,
     m: int,
     x_type: _C.DataType,
-    act_quant: _C.ActQuant,
-    act_symmetric: bool,
     shape: tuple[int, ...],
-    end: End,
+    call: Call,
 ) -> Tensor:
     """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
-    if residual is not None:
-        residual = row_matrix(residual)
-    epilogue = native_epilogue(weight.bias if bias is None else bias, activation, low, high, residual, saturate)
+    residual = None if call.residual is None else row_matrix(call.residual)
     y: Tensor = _C.mixed_gemm(
         weight.native,
         x,
         quantized,
         m,
         x_type,
-        act_quant,
-        act_symmetric,
-        epilogue,
+        ACT_QUANT[call.act_quant] if quantized is None else _C.ActQuant.none,
+        call.act_symmetric or quantized is not None,
+        call.epilogue(call.bias_of(weight), residual),
         shape,
-        out_dtype,
-        DATA_TYPES[out_dtype],
-        batch_invariant,
-        architecture,
-        exact,
+        call.out_dtype,
+        DATA_TYPES[call.out_dtype],
+        call.batch_invariant,
+        call.architecture,
+        call.exact,
         weight.gpu,
         current_stream(weight.gpu),
     )
@@ -84,20 +74,16 @@ def _cpu_gemm(
     quantized: _C.QuantizedActivations | None,
     m: int,
     weight: PackedWeight,
-    act_quant: _C.ActQuant,
-    act_symmetric: bool,
     shape: tuple[int, ...],
-    end: End,
+    call: Call,
 ) -> Tensor:
     """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
 
     A row has the same bits whatever M and the number of threads are.
     """
-    bias, activation, low, high, residual, out_dtype, saturate, *_ = end
-    if bias is None:
-        bias = weight.bias
-    plain = activation is None and residual is None and not saturate
-    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32, device="cpu")
+    bias = call.bias_of(weight)
+    plain = call.activation is None and call.residual is None and not call.saturate
+    y = torch.empty(shape, dtype=call.out_dtype if plain else torch.float32, device="cpu")
     first = bias if plain else None
     _C.cpu_mixed_gemm(
         weight.native,
@@ -105,8 +91,8 @@ def _cpu_gemm(
         data_type(x) if quantized is None else _C.DataType.none,
         x.data_ptr(),
         x.stride(0),
-        act_quant,
-        act_symmetric,
+        ACT_QUANT[call.act_quant] if quantized is None else _C.ActQuant.none,
+        call.act_symmetric or quantized is not None,
         quantized,
         pointer(first),
         data_type(first),
@@ -114,28 +100,33 @@ def _cpu_gemm(
         DATA_TYPES[y.dtype],
         torch.get_num_threads(),
     )
-    if plain:
-        return y
-    rows = None if residual is None else residual.view(shape)
-    return reference.epilogue(y, bias, named_activation(activation, low, high), rows, out_dtype, saturate)
+    return y if plain else finish(y, bias, call)
 
 
-def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, act_quant: str, end: End) -> torch.dtype | None:
+def finish(sums: Tensor, bias: Tensor | None, call: Call) -> Tensor:
+    """What comes after fp32 sums of the result's shape."""
+    residual = None if call.residual is None else call.residual.view(sums.shape)
+    return reference.epilogue(sums, bias, call.named_activation, residual, call.out_dtype, call.saturate)
+
+
+def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, call: Call) -> torch.dtype | None:
     """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where kernels compute it.
 
     On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16 where it has instructions
     for that and nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
     """
-    if act_quant != "none":
+    if call.act_quant != "none":
         return None
     if on_gpu:
         return torch.float32 if dtype is torch.float32 else None
-    bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, _, exact = end
-    bias = weight.bias if bias is None else bias
-    rounds_once = activation is None and residual is None and not saturate and (bias is None or bias.dtype is dtype)
-    in_bfloat16 = dtype is out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
+    if call.batch_invariant or call.exact or m < min(_CPU_PANEL_ROWS.values()):
+        return None
+    bias = call.bias_of(weight)
+    rounds_once = call.activation is None and call.residual is None and not call.saturate
+    rounds_once = rounds_once and (bias is None or bias.dtype is dtype)
+    in_bfloat16 = dtype is call.out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
     compute = torch.bfloat16 if in_bfloat16 else torch.float32
-    return None if batch_invariant or exact or m < _CPU_PANEL_ROWS[compute] else compute
+    return None if m < _CPU_PANEL_ROWS[compute] else compute
 
 
 def check_panels(batch_invariant: bool) -> None:
@@ -172,12 +163,11 @@ def rounded_book(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
     return weight if weight.book is None else replace(weight, book=weight.book.to(dtype).float())
 
 
-def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End, compute: torch.dtype) -> Tensor:
+def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], call: Call, compute: torch.dtype) -> Tensor:
     """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
-    check_panels(batch_invariant)
+    check_panels(call.batch_invariant)
     total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
-    bias = weight.bias if bias is None else bias
+    bias = call.bias_of(weight)
     added = None if compute is torch.float32 else bias
     weight, x = rounded_book(weight, x.dtype), x.to(compute)
     with without_autocast(x.device):
@@ -185,26 +175,24 @@ def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End
             total[:, rows] = F.linear(x, values, None if added is None else added[rows])
     if compute is not torch.float32:
         return total.masked_fill_(~total.isfinite(), torch.nan).view(shape)  # as reference.epilogue
-    rows_added = None if residual is None else residual.view(shape)
-    return reference.epilogue(total.view(shape), bias, named_activation(activation, low, high), rows_added, out_dtype, saturate)
+    return finish(total.view(shape), bias, call)
 
 
-def gemm_floats(
-    x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: End
-) -> Tensor:
+def gemm_floats(x: Tensor, m: int, weight: PackedWeight, shape: tuple[int, ...], call: Call) -> Tensor:
     """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
-    if (compute := panel_type(m, weight, weight.gpu >= 0, x.dtype, act_quant, end)) is not None:
-        return panel_gemm(x, weight, shape, end, compute)
-    if weight.gpu < 0:
-        return _cpu_gemm(row_matrix(x), None, m, weight, ACT_QUANT[act_quant], act_symmetric, shape, end)
-    batch_invariant = end[7]
-    if batch_invariant:
+    on_gpu, dtype = weight.gpu >= 0, x.dtype
+    if not on_gpu or dtype is torch.float32:
+        compute = panel_type(m, weight, on_gpu, dtype, call)
+        if compute is not None:
+            return panel_gemm(x, weight, shape, call, compute)
+    if not on_gpu:
+        return _cpu_gemm(row_matrix(x), None, m, weight, shape, call)
+    if call.batch_invariant:
         # Rows that start on 16 bytes are read by other kernels than those that do not.
         x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
         if x.data_ptr() % 16:
             x = x.clone()
-    x_type, mode = DATA_TYPES[x.dtype], ACT_QUANT[act_quant]
-    return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
+    return _launch(weight, x, None, m, DATA_TYPES[dtype], shape, call)
 
 
 def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
@@ -214,15 +202,15 @@ def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
     return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows)
 
 
-def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
+def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], call: Call) -> Tensor:
     """Quantised activations -> ``[M, N]``, seen as ``shape``."""
     m = x.codes.shape[0]
     quantized = native_quantized(x)
     if weight.gpu < 0:
-        return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
+        return _cpu_gemm(x.codes, quantized, m, weight, shape, call)
     # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
     x_type = DATA_TYPES[x.dtype if m else torch.float16]
-    return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
+    return _launch(weight, x.codes, quantized, m, x_type, shape, call)
 
 
 def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
