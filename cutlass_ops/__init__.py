@@ -8,12 +8,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints import load_checkpoint
-from .files.conversion_plan import Options
 from .files.packed_file import load_packed, save_packed
 from .integrations.hf import load_model
 from .integrations.registration import register_when_imported
 from .nn.conv import replace_convs
-from .nn.linear import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
+from .nn.linear import MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn.quantize_model import quantize_model
 from .ops import gradients_conv as gradients_conv  # the gradient of mixed convolutions
 from .ops.activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
@@ -37,10 +36,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Explanation",
-    "Fused",
     "MixedLinear",
     "NestedAbsmax",
-    "Options",
     "PackedExperts",
     "PackedWeight",
     "QuantizedActivations",
