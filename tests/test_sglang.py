@@ -76,7 +76,8 @@ from cutlass_ops.nn import MixedLinear
 from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
 
 # On a CPU, too, SGLang asks torch for the GPU's capability.
-compressed_tensors.CompressedTensorsConfig._check_scheme_supported = lambda self, capability, error=True: True
+config = compressed_tensors.CompressedTensorsConfig
+config._check_scheme_supported = lambda self, capability, error=True: True
 
 keep = MixedLinear.__init__
 def told(self, packed, act_quant="none", *args):

@@ -127,7 +127,8 @@ def main():
         linear._reason_against_int8 = int8_reason if name == "w8a8 stock" else lambda c: None
         most = 64 if INVARIANT else 4
         llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, seed=0,
-                  max_num_seqs=most, tensor_parallel_size=size, enforce_eager="compiled" not in name,
+                  max_num_seqs=most, tensor_parallel_size=size,
+                  enforce_eager="compiled" not in name,
                   additional_config={"cutlass_ops": settings},
                   kv_cache_memory_bytes=1 << 26, generation_config="vllm",
                   quantization="cutlass_ops" if name.endswith("at load") else None)

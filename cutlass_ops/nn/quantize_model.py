@@ -103,7 +103,7 @@ def quantize_model(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
 
-        unet = UNet2DConditionModel.from_pretrained(name, subfolder="unet", torch_dtype=torch.float16)
+        unet = UNet2DConditionModel.from_pretrained(name, torch_dtype=torch.float16)
         co.quantize_model(unet, bits=8, act_quant="block", convs=True)
 
     Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K, and with ``convs``
