@@ -20,10 +20,12 @@ from .ops.conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .ops.conv_int8 import conv2d_int8, linear_int8
 from .ops.drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .ops.embedding import embedding
-from .ops.experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
+from .ops.expert_packing import reorder_experts
+from .ops.experts import grouped_gemm, mixed_moe
 from .ops.explain import Explanation, explain
 from .ops.gemm import dequantize, mixed_gemm
 from .ops.quantize import quantize
+from .ops.routing import Routing, route
 from .version import __version__ as __version__
 from .weights.packed_experts import PackedExperts
 from .weights.packed_weight import PackedWeight

@@ -10,9 +10,10 @@ from warnings import warn
 from torch import Tensor, nn
 
 from ..ops import arguments, native
-from ..ops.experts import PackedExperts, WeightsOnDemand, reorder_experts
+from ..ops.expert_packing import WeightsOnDemand, reorder_experts
 from ..ops.quantize import FLOAT_TYPES, check_options, quantize
 from ..weights import formats
+from ..weights.packed_experts import PackedExperts
 from ..weights.reorder import reorder
 from ..weights.weight import QuantizedWeight
 from .architecture import output_heads
