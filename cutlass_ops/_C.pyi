@@ -324,6 +324,18 @@ tap_vector: int  # output channels
 
 def depthwise_conv(problem: ImageProblem, taps_ptr: int, stream: int) -> None: ...
 def finish_sums(problem: ImageProblem, sums_ptr: int, stream: int) -> None: ...
+def quantized_values(
+    x_ptr: int,
+    out_ptr: int,
+    x_type: DataType,
+    out_type: DataType,
+    rows: int,
+    columns: int,
+    block: int,
+    symmetric: bool,
+    range_ptr: int,
+    stream: int,
+) -> None: ...
 
 class ConvOrder:
     by_channels: ConvOrder

@@ -16,6 +16,7 @@ from safetensors.torch import save as to_safetensors
 from torch import Tensor
 
 from cutlass_ops import CheckpointError, QuantizedWeight, load_checkpoint
+from cutlass_ops.checkpoints import _DIALECTS
 from cutlass_ops.reference import dequantize_weight
 
 Model = tuple[dict[str, Tensor], dict[str, Any]]
@@ -107,5 +108,5 @@ VALUES = st.one_of(
     st.sampled_from(
         [0, 1, 2, 3, 8, 16, 48, 64, 128, -1, 1 << 31, 1 << 64, 10**400, 0.5, "", "4", "re:m", "re:(m+)+$", "re:[", True, None]
     ),
-    st.sampled_from(["gptq", "gptq_v2", "awq", "gemm", "gemv", "compressed-tensors", "hqq", "torchao", "bitsandbytes"]),
+    st.sampled_from([*_DIALECTS, "gptq_v2", "gemm", "gemv"]),
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 import cutlass_ops as co
+from cutlass_ops import reference
 from cutlass_ops.weights.packed_experts import in_eights
 
 pytestmark = pytest.mark.gpu
@@ -174,7 +175,7 @@ def test_a_layer_of_quantised_activations_is_the_cpus(kind: str, size: str, act_
         assert bool((error <= 2e-2 * reference).all())
 
 
-ACTIVATIONS = [None, "relu", "relu6", "gelu", "silu", ("clamp", -0.25, 0.5), ("clamped_swiglu", 1.702, 0.5)]
+ACTIVATIONS = [None, *reference.ACTIVATIONS, ("clamp", -0.25, 0.5), ("clamped_swiglu", 1.702, 0.5)]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -311,6 +312,48 @@ def test_a_token_may_have_any_number_of_experts(top: int) -> None:
             expected = co.mixed_moe(x, gate_up, down, ids, weights)
             on_gpu = [value.to("cuda") for value in (x, gate_up, down, ids, weights)]
             check(co.mixed_moe(*on_gpu), expected, torch.float16)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_row_panels_that_are_dealt_to_all_ctas(kind: str) -> None:
+    random = torch.Generator().manual_seed(0)
+
+    def packed(n: int, k: int, gated: bool) -> co.PackedExperts:
+        weights = [(torch.randn(n, k, generator=random) / k**0.5).half() for _ in range(4)]
+        return co.reorder_experts([co.quantize(weight, **FORMATS[kind]) for weight in weights] * 24, gated)
+
+    gate_up, down = packed(512, 512, True), packed(512, 256, False)  # 96 experts
+    weights = gate_up.to("cuda"), down.to("cuda")
+    for m in (32, 100):  # 256 positions, whose rows CTAs find, and more
+        x, w = torch.randn(m, 512, generator=random).half(), torch.rand(m, 8, generator=random)
+        ids = torch.zeros(m, 8, dtype=torch.int64, device="cuda")
+        on_gpu = x.cuda(), *weights, ids, w.cuda()
+        co.mixed_moe(*on_gpu)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured = co.mixed_moe(*on_gpu)
+        of_one = torch.randint(7, 8, ids.shape)
+        for routing in (torch.randint(-1, 96, ids.shape, generator=random), of_one, -of_one, of_one.cumsum(1) + 30):
+            ids.copy_(routing)
+            expected, found = co.mixed_moe(x, gate_up, down, routing.clamp(min=-1), w), co.mixed_moe(*on_gpu)
+            check(found, expected, torch.float16)
+            graph.replay()
+            assert torch.equal(captured, found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "act_quant"),
+    [("int4", "none"), ("nf4", "none"), ("int8 with zero points", "token"), ("int4 in short groups", "block")],
+)
+def test_rows_that_ctas_find_in_256_ids_have_the_bits_of_sorted_ones(kind: str, act_quant: str) -> None:
+    some_experts = torch.randint(-1, 20, (20,), generator=torch.Generator().manual_seed(0)).int().cuda()
+    for top, expert_map in ((8, None), (4, some_experts), (1, None)):
+        on_cpu = layer(256 // top + 1, torch.bfloat16, kind, "long", top)
+        gate_up, down, x, ids, w = (value.to("cuda") for value in on_cpu)
+        options: dict[str, Any] = {"act_quant": act_quant, "expert_map": expert_map}
+        sorted_first = co.mixed_moe(x, gate_up, down, ids, w, **options)  # type: ignore[arg-type]
+        found = co.mixed_moe(x[:-1], gate_up, down, ids[:-1], w[:-1], **options)  # type: ignore[arg-type]
+        assert torch.equal(found, sorted_first[:-1])
 
 
 def test_other_rows_change_no_bits_of_an_expert() -> None:

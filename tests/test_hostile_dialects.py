@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from cutlass_ops import QuantizedWeight, load_checkpoint
+from cutlass_ops.checkpoints.directory import CODES
 from cutlass_ops.reference import dequantize_weight
 
 MANY = settings(
@@ -46,7 +47,9 @@ def read_all(path: Path) -> int:
 def test_the_honest_models_are_read(tmp_path: Path, name: str, weights: int) -> None:
     path = write(tmp_path, name, FILES[name])
     assert read_all(path) == weights
-    assert not load_checkpoint(path).others
+    checkpoint = load_checkpoint(path)
+    assert not checkpoint.others
+    assert all(any(part.endswith(CODES) for part in entry.parts) for entry in checkpoint.entries.values())
     (tmp_path / "config.json").unlink()  # their tensors tell, too
     assert read_all(path) == weights
 

@@ -201,3 +201,17 @@ def test_codes_beyond_their_bits(tmp_path: Path) -> None:
     write(tmp_path, state(**{**BY_HAND, "codes": codes}, nbits=scalar(5), packing=text("8bit_u8")))  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="holds 32; with 5 bits the largest is 31"):
         load_checkpoint(path)["m"]
+
+
+@pytest.mark.parametrize("bits", [4.0, 5.0])
+def test_bits_stored_as_a_float_are_those_of_the_integer(tmp_path: Path, bits: float) -> None:
+    codes = torch.arange(int(128 * (4 if bits == 4 else 8) / 8), dtype=torch.uint8).view(-1, 32) % 32
+    packing = text("4bit_u8" if bits == 4 else "8bit_u8")
+    weights = []
+    for stored in (scalar(int(bits)), torch.tensor(bits, dtype=torch.float16)):
+        made = state(**{**BY_HAND, "codes": codes}, nbits=stored, packing=packing)  # type: ignore[arg-type]
+        checkpoint = load_checkpoint(write(tmp_path, made))
+        weights.append((checkpoint["m"], checkpoint.entries["m"].values()))
+    (found, values), (expected, expected_values) = weights
+    assert torch.equal(found.codes, expected.codes)
+    assert torch.equal(values, expected_values)

@@ -123,6 +123,9 @@ def test_scales_of_a_kv_cache_are_left_out_with_a_word(name: str, tmp_path: Path
         ("weight", torch.ones(64, 64).to(torch.float8_e4m3fn)),
         ("qweight", torch.ones(8, 64, dtype=torch.int32)),
         ("weight_packed", torch.ones(64, 32, dtype=torch.uint8)),
+        ("W_q", torch.ones(32, 64, dtype=torch.uint8)),
+        ("_weight_qdata", torch.ones(64, 64, dtype=torch.int8)),
+        ("weight_blocks", torch.ones(64, 2, 16, dtype=torch.uint8)),
     ],
 )
 def test_codes_of_another_format_are_refused(part: str, codes: torch.Tensor, tmp_path: Path) -> None:

@@ -325,7 +325,7 @@ def test_layers_of_bitsandbytes_are_left() -> None:
         ({"act_quant": "row"}, ValueError, "act_quant is 'row'; supported are 'none', 'token' and 'block'"),
         ({"clip": "mae"}, ValueError, "clip is 'mae'"),
         ({"book": "af4"}, ValueError, "book is 'af4'"),
-        ({"book": "nf4", "bits": 8}, ValueError, "bits is 8; a code book has values for 4"),
+        ({"book": "nf4", "bits": 8}, ValueError, "bits is 8; 'nf4' has 16 values"),
         ({"book": "nf4", "clip": "mse"}, ValueError, "both book and clip"),
         ({"book": "nf4", "act_quant": "token"}, ValueError, "act_quant is 'token'; with a code book it is 'none'"),
         ({"skip": "lm_head"}, TypeError, "skip is 'lm_head'; a tuple of module names"),

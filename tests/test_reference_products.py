@@ -240,7 +240,7 @@ def test_activations_are_quantised_after_the_gather(act_quant: str) -> None:
 @pytest.mark.parametrize("act_quant", ["none", "block", "token"])
 @pytest.mark.parametrize("act_symmetric", [True, False])
 @pytest.mark.parametrize("bad", [NAN, INF, -INF])
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)])
+@pytest.mark.parametrize("activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 1.0)])
 def test_a_row_with_nan_or_inf_is_nan_and_the_others_untouched(
     act_quant: str, act_symmetric: bool, bad: float, activation: reference.Activation
 ) -> None:
@@ -303,7 +303,7 @@ def test_the_result_is_rounded_once() -> None:
     assert y.item() == 2050
 
 
-@pytest.mark.parametrize("activation", [None, "relu", "relu6", "gelu", "silu", ("clamp", -1.0, 1.0)])
+@pytest.mark.parametrize("activation", [None, *reference.ACTIVATIONS, ("clamp", -1.0, 1.0)])
 def test_a_sum_that_is_not_finite_is_nan_whatever_follows(activation: reference.Activation) -> None:
     total = torch.tensor([[NAN, INF, -INF, 0.5]])
     y = epilogue(total, torch.ones(4), activation, torch.ones(1, 4), torch.float16, saturate=True)

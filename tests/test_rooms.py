@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "cutlass_ops"
@@ -57,3 +58,18 @@ def test_rooms_import_only_what_is_below_them() -> None:
                 f"{path.name} of {room} imports {to}" for to in imported(path) if to != room and height[to] >= height[room]
             ]
     assert wrong == []
+
+
+def test_the_guide_names_files_that_exist() -> None:
+    """Each path in docs/contributing.md, from the repository's root or the package's; a name alone, anywhere in the sources."""
+    root = PACKAGE.parent
+    named = re.findall(r"`([\w./*-]+)`", (root / "docs" / "contributing.md").read_text())
+    files = [name for name in named if "/" in name or name.endswith((".py", ".h", ".cpp", ".cu", ".md"))]
+    paths = [name for name in files if "NAME" not in name]
+    assert len(paths) > 60
+    missing = []
+    for path in paths:
+        anywhere = [] if "/" in path else [f"{folder}/**/{path}" for folder in ("csrc", "cutlass_ops")]
+        if not any(next(root.glob(pattern), None) for pattern in (path, f"cutlass_ops/{path}", *anywhere)):
+            missing.append(path)
+    assert missing == []

@@ -1,4 +1,4 @@
-"""An activation that does not exist is refused wherever one is chosen by its name: by operators, and by what they call."""
+"""Activations by their names: one that does not exist is refused wherever it is chosen, by operators and by what they call."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import cutlass_ops as co
-from cutlass_ops import nn, reference
+from cutlass_ops import _C, nn, reference
 from cutlass_ops.nn.experts import MixedExperts
 from cutlass_ops.ops import gradients, products
 from cutlass_ops.ops.call import Call
@@ -54,7 +54,21 @@ def test_it_is_refused(place: str, activation: Any) -> None:
         PLACES[place](activation)
 
 
-@pytest.mark.parametrize("activation", ["gelu", "silu"])
+def test_the_extension_has_every_activation_and_no_other() -> None:
+    named = {name for name in vars(_C.Activation) if isinstance(getattr(_C.Activation, name), _C.Activation)}
+    assert named == {"none", *reference.ACTIVATIONS, "clamp"}
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_every_activation_has_a_gradient(activation: str) -> None:
+    x = torch.linspace(-3.9, 8.1, 64)[None].requires_grad_()  # at no bound
+    eye = co.reorder(co.QuantizedWeight(8 + torch.eye(64, dtype=torch.uint8), torch.ones(64, 1), group_size=-1))
+    (expected,) = torch.autograd.grad(reference.activate(x, activation).sum(), x)
+    (found,) = torch.autograd.grad(co.mixed_gemm(x, eye, activation=activation).sum(), x)
+    torch.testing.assert_close(found, expected)
+
+
+@pytest.mark.parametrize("activation", [name for name in reference.ACTIVATIONS if name not in ("relu", "relu6")])
 def test_static_int8_refuses_those_that_are_no_clamps(activation: str) -> None:
     for place in ("linear_int8", "the limits of static int8"):
         with pytest.raises(ValueError, match=f"activation is '{activation}'; static int8 takes None, 'relu', 'relu6'"):

@@ -69,7 +69,10 @@ def known_races(text: str) -> tuple[int, int]:
     return len(races), sum(known)
 
 
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
+PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", "gpu and not slow"]
+# memcheck keeps memory that was freed, some 220 MB a test where each tensor is a separate allocation. A process then runs so
+# many tests, and an H100 has memory for three processes, an H200 for six.
+MOST_UNCACHED = 80
 # The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
 # The last line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
@@ -156,22 +159,25 @@ def cpp_program() -> Path | None:
 
 def python_tests(select: str) -> list[str]:
     """Return the identifiers of the GPU tests that pytest -k selects."""
-    command = [*PYTEST, "--collect-only", "-k", select]
+    command = [*PYTEST, "-qq", "--collect-only", "-k", select]
     listed = subprocess.run(command, cwd=ROOT, text=True, stdout=subprocess.PIPE, check=False).stdout
     return [line for line in listed.splitlines() if "::" in line and not line.startswith("ERROR")]
 
 
-def python_runs(tool: str, name: str, select: str, environment: dict[str, str], jobs: int, folder: Path) -> list[Run]:
-    """Return runs of pytest on the tests that -k selects, dealt among ``jobs`` processes."""
-    if jobs == 1:
+def python_runs(
+    tool: str, name: str, select: str, environment: dict[str, str], jobs: int, folder: Path, most: int | None = None
+) -> list[Run]:
+    """Return runs of pytest on the tests that -k selects, dealt among ``jobs`` processes, or more, of ``most`` tests each."""
+    if jobs == 1 and not most:
         return [Run(tool, name, [*PYTEST, "-k", select], environment)]
     tests = python_tests(select)
+    parts = max(jobs, -(-len(tests) // most)) if most else jobs
     planned = []
-    for job in range(min(jobs, len(tests))):
+    for part in range(min(parts, len(tests))):
         # The names of all tests are too long for a command line.
-        names = folder / f"{name}-{job}".replace(", ", "-")
-        names.write_text("\n".join(tests[job::jobs]))
-        planned.append(Run(tool, f"{name} {job + 1}/{jobs}", [*PYTEST, f"@{names}"], environment))
+        names = folder / f"{name}-{part}".replace(", ", "-")
+        names.write_text("\n".join(tests[part::parts]))
+        planned.append(Run(tool, f"{name} {part + 1}/{parts}", [*PYTEST, f"@{names}"], environment))
     return planned
 
 
@@ -187,7 +193,7 @@ def runs(tool: str, only: str | None, select: str, jobs: int, folder: Path) -> l
             # Without torch's cache each tensor is a separate allocation, so an access one byte out of bounds is found. A
             # CUDA graph cannot be captured that way; those tests run with the cache.
             uncached = {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-            planned += python_runs(tool, "Python", f"{select} and not graph", uncached, jobs, folder)
+            planned += python_runs(tool, "Python", f"{select} and not graph", uncached, jobs, folder, MOST_UNCACHED)
             planned += python_runs(tool, "Python, graphs", f"{select} and graph", {}, jobs, folder)
         else:
             planned += python_runs(tool, "Python", select, {}, jobs, folder)

@@ -83,6 +83,19 @@ void register_conv(py::module_& m) {
       py::arg("problem"), py::arg("sums_ptr"), py::arg("stream"),
       "Write the epilogue of sums [m, n] of x's 16-bit type, which may lie where the result goes, on the current device.");
 
+  m.def(
+      "quantized_values",
+      [](Pointer x, Pointer out, DataType x_type, DataType out_type, int64_t rows, int columns, int block, bool symmetric,
+         Pointer range, Pointer stream) {
+        QuantizedValues const problem{as<void>(x), x_type, as<void>(out), out_type, rows, columns, block, symmetric,
+                                      as<uint32_t>(range)};
+        check(quantized_values(problem, as<void>(stream)));
+      },
+      py::arg("x_ptr"), py::arg("out_ptr"), py::arg("x_type"), py::arg("out_type"), py::arg("rows"), py::arg("columns"),
+      py::arg("block"), py::arg("symmetric"), py::arg("range_ptr"), py::arg("stream"),
+      "Write the values that codes of x [rows, columns] stand for, one scale for `block` columns or, with -1, for a row; or "
+      "for all of x, whose range goes to range_ptr, on the current device.");
+
   using Pair = std::array<int, 2>;
   py::enum_<ConvOutput>(m, "ConvOutput")
       .value("int8", ConvOutput::kInt8)

@@ -85,12 +85,7 @@ void dequantize_panel(CpuProduct const& p, int panel, int rows, void* out, DataT
 
 void dequantize(CpuProduct const& p, int panel, int rows, void* out, DataType type) {
   KeepDenormals const keep;
-  bool const four = p.weight.bits == 4;
-  auto const run = p.weight.e4m3 ? dequantize_panel<E4m3>
-                   : p.codebook  ? dequantize_panel<Codebook4>
-                   : four        ? dequantize_panel<Int4>
-                                 : dequantize_panel<Int8>;
-  run(p, panel, rows, out, type);
+  with_format(p, [&](auto format) { dequantize_panel<decltype(format)>(p, panel, rows, out, type); });
 }
 
 }  // namespace

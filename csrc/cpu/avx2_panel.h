@@ -17,15 +17,11 @@ void multiply(CpuProduct const& p, int panel, int first, int rows) {
     for (int m = first; m < first + rows; ++m) multiply_row(p, panel, m);
     return;
   }
-  bool const four = p.weight.bits == 4;
   if (p.has_floats) {
-    if (p.weight.e4m3) return multiply_tiles<FloatTiles<E4m3>>(p, panel, first, rows);
-    if (p.codebook) return multiply_tiles<FloatTiles<Codebook4>>(p, panel, first, rows);
-    return four ? multiply_tiles<FloatTiles<Int4>>(p, panel, first, rows)
-                : multiply_tiles<FloatTiles<Int8>>(p, panel, first, rows);
+    return with_format(p, [&](auto format) { multiply_tiles<FloatTiles<decltype(format)>>(p, panel, first, rows); });
   }
-  return four ? multiply_tiles<IntegerTiles<Four>>(p, panel, first, rows)
-              : multiply_tiles<IntegerTiles<Eight>>(p, panel, first, rows);
+  return p.weight.bits == 4 ? multiply_tiles<IntegerTiles<Four>>(p, panel, first, rows)
+                            : multiply_tiles<IntegerTiles<Eight>>(p, panel, first, rows);
 }
 
 template <class Four, class Eight>

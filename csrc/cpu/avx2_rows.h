@@ -276,11 +276,8 @@ void multiply_integers(CpuProduct const& p, int panel, int m) {
 }
 
 void multiply_row(CpuProduct const& p, int panel, int m) {
-  int const bits = p.weight.bits;
-  if (!p.has_floats) return bits == 4 ? multiply_integers<4>(p, panel, m) : multiply_integers<8>(p, panel, m);
-  if (p.weight.e4m3) return multiply_floats<E4m3>(p, panel, m);
-  if (p.codebook) return multiply_floats<Codebook4>(p, panel, m);
-  return bits == 4 ? multiply_floats<Int4>(p, panel, m) : multiply_floats<Int8>(p, panel, m);
+  if (!p.has_floats) return p.weight.bits == 4 ? multiply_integers<4>(p, panel, m) : multiply_integers<8>(p, panel, m);
+  with_format(p, [&](auto format) { multiply_floats<decltype(format)>(p, panel, m); });
 }
 
 // Of a fragment's 64 bytes: lane t's sixteen, words, bytes.

@@ -109,6 +109,14 @@ struct E4m3 {
   }
 };
 
+// Calls `function` with the format of the weight's codes.
+template <class Function>
+void with_format(CpuProduct const& p, Function const& function) {
+  if (p.weight.e4m3) return function(E4m3(p));
+  if (p.codebook) return function(Codebook4(p));
+  return p.weight.bits == 4 ? function(Int4(p)) : function(Int8(p));
+}
+
 // The runs of a span of columns, which is one or two of 32 (CpuProduct::run): their scale blocks, and the place of the panel's
 // group vectors. Found once for all rows: a division takes as long as the products of 64 columns.
 struct Runs {

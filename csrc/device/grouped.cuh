@@ -1,5 +1,6 @@
 // Products whose rows of x and weights are experts': rows sorted by expert, each expert's from a multiple of 16 on ("slots"),
-// and tiles of these, which a kernel before has written (kernels/route.cu). How many there are is known on the GPU alone.
+// and tiles of these, which a kernel before has written (kernels/route.cu). How many there are is known on the GPU alone. Where
+// they are few, no kernel sorts them: slots are positions, and each CTA finds its tile's from the ids.
 #pragma once
 
 #include "cutlass_ops/layout.h"
@@ -8,23 +9,116 @@
 
 namespace cutlass_ops {
 
-// Tile `index` of `height` rows: none, if it is beyond the last.
-struct GroupTile {
-  int expert = 0, first_row = 0, rows = 0;
+// The experts of positions `first`, `first` + kStep, and so on before `end`; p.experts: none. Loads are in flight together.
+template <int kStep, int kCount>
+__device__ __forceinline__ void load_experts(RouteProblem const& p, int first, int end, int (&experts)[kCount]) {
+  int64_t const known = p.expert_map ? p.map_size : p.experts;
+  auto const load = [&](auto const* ids) {
+#pragma unroll
+    for (int i = 0; i < kCount; ++i) {
+      int64_t const id = first + i * kStep < end ? int64_t(ids[first + i * kStep]) : -1;
+      experts[i] = id >= 0 && id < known ? int(id) : -1;
+    }
+  };
+  if (p.wide_ids) {
+    load(static_cast<int64_t const*>(p.ids));
+  } else {
+    load(static_cast<int32_t const*>(p.ids));
+  }
+  if (p.expert_map) {
+#pragma unroll
+    for (int& expert : experts) expert = expert >= 0 ? p.expert_map[expert] : -1;
+  }
+#pragma unroll
+  for (int& expert : experts) expert = unsigned(expert) < unsigned(p.experts) ? expert : p.experts;
+}
 
-  GroupTile() = default;
-  __device__ __forceinline__ GroupTile(Groups const& groups, int index, int height) {
+__device__ __forceinline__ int expert_of(RouteProblem const& p, int position) {
+  int expert[1];
+  load_experts<1>(p, position, position + 1, expert);
+  return expert[0];
+}
+
+// A tile of at most kSlotRows rows of an expert, in shared memory.
+struct SlotTile {
+  int expert, rows;
+  int slots[kSlotRows];
+
+  // One that `route` stored, by a warp.
+  __device__ __forceinline__ void load(Groups const& groups, int index) {
     // No __ldg(): the compiler may move one before pdl_wait(), and the kernel before writes these.
-    if (index >= *groups.count) return;
     int4 const stored = reinterpret_cast<int4 const*>(groups.tiles)[index];
-    int const before = (index - stored.w) * height;
-    expert = stored.x, first_row = stored.y + before, rows = min(height, stored.z - before);
+    int const lane = threadIdx.x % 32, before = (index - stored.w) * kSlotRows;
+    if (lane < kSlotRows) slots[lane] = stored.y + before + lane;
+    if (lane == 0) expert = stored.x, rows = min(kSlotRows, stored.z - before);
+  }
+};
+
+// The tiles of at most kMostFoundPositions positions, which are slots then, found by a warp from their ids: in the order of the
+// positions of their first rows, and rows in that of theirs.
+class FoundTiles {
+  static constexpr int kRounds = kMostFoundPositions / 32;
+
+  int positions_, none_, experts_[kRounds], ranks_[kRounds];  // ranks: among the expert's rows
+  int count_ = 0;
+
+  // Whether this lane's position of a round is the first of a tile.
+  __device__ __forceinline__ bool starts(int round) const { return experts_[round] < none_ && ranks_[round] % kSlotRows == 0; }
+
+ public:
+  // `counts`: room for a byte an expert, in whole 16.
+  __device__ __forceinline__ FoundTiles(RouteProblem const& route, uint8_t* counts)
+      : positions_(route.positions()), none_(route.experts) {
+    int const lane = threadIdx.x % 32;
+    unsigned const lanes_before = (1u << lane) - 1;
+    load_experts<32>(route, lane, positions_, experts_);
+    for (int i = lane * 16; i < route.experts; i += 32 * 16) *reinterpret_cast<uint4*>(counts + i) = make_uint4(0, 0, 0, 0);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i * 32 >= positions_) break;
+      bool const exists = experts_[i] < none_;
+      unsigned const same = __match_any_sync(~0u, experts_[i]);
+      int const earlier = exists ? counts[experts_[i]] : 0;  // those of all rounds need not fit in a byte: nobody reads them
+      ranks_[i] = earlier + __popc(same & lanes_before);
+      __syncwarp();
+      if (exists && !(same & lanes_before)) counts[experts_[i]] = uint8_t(earlier + __popc(same));
+      __syncwarp();
+      count_ += __popc(__ballot_sync(~0u, starts(i)));
+    }
+  }
+
+  __device__ __forceinline__ int count() const { return count_; }
+
+  __device__ __forceinline__ void store(int index, SlotTile& tile) const {
+    int const lane = threadIdx.x % 32;
+    int tiles = 0, expert = -1, first = 0;  // first: the rank of the tile's first row
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i * 32 >= positions_) break;
+      unsigned const starting = __ballot_sync(~0u, starts(i));
+      int const lanes_before = __popc(starting & ((1u << lane) - 1));
+      unsigned const here = __ballot_sync(~0u, starts(i) && tiles + lanes_before == index);
+      tiles += __popc(starting);
+      if (here) expert = __shfl_sync(~0u, experts_[i], __ffs(here) - 1), first = __shfl_sync(~0u, ranks_[i], __ffs(here) - 1);
+    }
+    int rows = 0;
+#pragma unroll
+    for (int i = 0; i < kRounds; ++i) {
+      if (i * 32 >= positions_) break;
+      int const row = ranks_[i] - first;
+      bool const mine = experts_[i] == expert && row >= 0 && row < kSlotRows;
+      if (mine) tile.slots[row] = i * 32 + lane;
+      rows += __popc(__ballot_sync(~0u, mine));
+    }
+    if (lane == 0) tile.expert = expert, tile.rows = rows;
   }
 };
 
 // The row of x of an expert's slot.
 __device__ __forceinline__ int row_of_slot(Groups const& groups, int slot) {
-  return groups.positions ? groups.positions[slot] / groups.top : slot;
+  int const position = groups.positions ? groups.positions[slot] : slot;
+  return groups.top ? position / groups.top : position;
 }
 
 // x whose rows are found by their numbers, in pieces of 16 bytes.
@@ -67,7 +161,7 @@ __device__ __forceinline__ void gate(float (&sums)[kSums], Groups const& groups)
 }
 
 // Four sums of neighbouring features from n on to outputs of a row of the tile.
-__device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, GroupTile const& tile, Groups const& groups,
+__device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, SlotTile const& tile, Groups const& groups,
                                              EpilogueParams const& p) {
   if (x_row >= tile.rows || n >= p.n) return;
 #pragma unroll
@@ -77,19 +171,19 @@ __device__ __forceinline__ void finish_group(float (&v)[4], int x_row, int n, Gr
 #pragma unroll
     for (int i = 0; i < 4; ++i) v[i] += load_float(groups.bias, groups.bias_type, row + i);
   }
-  store_finished(v, tile.first_row + x_row, n, p);
+  store_finished(v, tile.slots[x_row], n, p);
 }
 
 // A warp's sums of 16 rows of an expert from `row` on, gate's and up's of eight features, and eight rows of x from `first` of the
 // tile's on, in the order of wgmma's accumulators, to 16-bit outputs. `row_scales`: of the rows of x, or null.
-__device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first, int row, GroupTile const& tile,
+__device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_scales, int first, int row, SlotTile const& tile,
                                              Groups const& groups, EpilogueParams const& p) {
   int const lane = threadIdx.x % 32;
   if (row_scales) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       int const x_row = first + lane % 4 * 2 + i;
-      float const scale = x_row < tile.rows ? row_scales[row_of_slot(groups, tile.first_row + x_row)] : 0.0f;
+      float const scale = x_row < tile.rows ? row_scales[row_of_slot(groups, tile.slots[x_row])] : 0.0f;
       v[i] *= scale, v[2 + i] *= scale;
     }
   }
@@ -109,7 +203,7 @@ __device__ __forceinline__ void finish_gated(float (&v)[4], float const* row_sca
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(pair) : "r"(pair));
   int const x_row = first + lane / 4, n = row / 2 + lane % 4 * 2;
   if (x_row < tile.rows && n < p.n)
-    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.first_row + x_row) * p.n + n) = pair;
+    *reinterpret_cast<uint32_t*>(static_cast<uint16_t*>(p.out) + int64_t(tile.slots[x_row]) * p.n + n) = pair;
 }
 
 }  // namespace cutlass_ops

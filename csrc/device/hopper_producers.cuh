@@ -182,8 +182,8 @@ __device__ __forceinline__ void produce_rows_by_index(uint8_t* stages, Barriers<
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p);
-    RowsByIndex<C::kBlockM, C::kColumnPanels, C::kPanelBytes, kIndexWarps> const rows(p.groups, p.rows, work.first_x_row,
-                                                                                      work.end_x_row, warp);
+    RowsByIndex<C::kBlockM, C::kColumnPanels, C::kPanelBytes, kIndexWarps> const rows(
+        p.groups, p.rows, warp, [&](int row) { return slot_of_row(work, row); });
 #pragma unroll 1
     for (int k = work.first_k(p), end = work.end_k(p); k < end; ++k, ring.advance()) {
       ClusterBarrier::wait(&barriers.empty[ring.stage], ring.phase ^ 1);

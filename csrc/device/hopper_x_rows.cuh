@@ -57,6 +57,13 @@ class XRows {
   }
 };
 
+// The slot of a row of a tile whose rows have slots that follow each other, or -1.
+template <class Work>
+__device__ __forceinline__ int slot_of_row(Work const& work, int row) {
+  int const slot = work.first_x_row + row;
+  return slot < work.end_x_row ? slot : -1;
+}
+
 // Of a tile of kBlockM rows, for kWarps warps together; kPanels: of 128 bytes of a row, kPanelBytes apart in shared memory.
 template <int kBlockM, int kPanels, int kPanelBytes, int kWarps>
 class RowsByIndex {
@@ -66,14 +73,15 @@ class RowsByIndex {
   int row_;           // of a step's rows, this lane's
 
  public:
-  // Slots from `slot` to `end`, as many as a tile has.
-  __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int slot, int end, int warp) {
+  // slot_of(i): of the tile's row i; -1: there is none.
+  template <class SlotOf>
+  __device__ __forceinline__ RowsByIndex(Groups const& groups, RowPieces const& rows, int warp, SlotOf slot_of) {
     int const lane = threadIdx.x % 32;
     row_ = warp * 4 + lane / 8;
 #pragma unroll
     for (int i = 0; i < kHeld; ++i) {
-      int const mine = slot + i * 32 + lane;
-      first_[i] = mine < end ? row_of_slot(groups, mine) * rows.stride : -1;
+      int const slot = slot_of(i * 32 + lane);
+      first_[i] = slot >= 0 ? row_of_slot(groups, slot) * rows.stride : -1;
     }
   }
 

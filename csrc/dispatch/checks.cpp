@@ -216,6 +216,14 @@ Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace work
                           {"out", problem.out, bytes_of(problem.out_type)}});
 }
 
+// Of what comes after fp32 sums that are not a product's.
+static Status check_epilogue_types(GemmProblem const& problem) {
+  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
+  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
+  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  return {};
+}
+
 Status check_depthwise(GemmProblem const& problem, float const* taps) {
   ImageRows const& image = problem.image;
   if (Status status = check_sizes(problem, 1); !status.ok()) return status;
@@ -241,9 +249,7 @@ Status check_depthwise(GemmProblem const& problem, float const* taps) {
     return unsupported("the activations of a depthwise convolution are quantised; floats are supported");
   }
   if (!is_float(problem.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
-  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
-  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
-  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (Status status = check_epilogue_types(problem); !status.ok()) return status;
   if (reinterpret_cast<uintptr_t>(taps) % 16) {
     return invalid("the weight's values start at an address that is no multiple of 16 bytes");
   }
@@ -257,9 +263,7 @@ Status check_finish(GemmProblem const& problem, void const* sums) {
   }
   if (problem.x_type != DataType::kFloat16 && problem.x_type != DataType::kBFloat16)
     return unsupported("the sums have a type that is not fp16 or bf16");
-  if (!is_float(problem.out_type)) return unsupported("out_dtype is not float16, bfloat16 or float32");
-  if (problem.bias && !is_float(problem.bias_type)) return invalid("bias_type is not a float type");
-  if (problem.residual && !is_float(problem.residual_type)) return invalid("residual_type is not a float type");
+  if (Status status = check_epilogue_types(problem); !status.ok()) return status;
   return check_addresses(
       {{"the sums", sums, 2, problem.m > 0}, {"out", problem.out, bytes_of(problem.out_type), problem.m > 0}});
 }
@@ -303,6 +307,21 @@ Status check_quantize(QuantizeProblem const& p) {
   if (status.ok() && p.up) status = check_stride("up_stride", p.up_stride, p.k, p.m);
   if (status.ok() && p.residual) status = check_stride("residual_stride", p.residual_stride, p.k, p.m);
   return status;
+}
+
+Status check_quantized_values(QuantizedValues const& p) {
+  if (!is_float(p.x_type)) return unsupported("x has a type that is not fp16, bf16 or fp32");
+  if (!is_float(p.out_type)) return unsupported("out_type is not fp16, bf16 or fp32");
+  if (p.rows < 0 || p.rows > std::numeric_limits<int32_t>::max() || p.columns < 1) {
+    return invalid("x is [" + std::to_string(p.rows) + ", " + std::to_string(p.columns) +
+                   "]; 0 to 2^31 - 1 rows of at least 1 column are supported");
+  }
+  if (p.block != -1 && p.block != 32 && p.block != 64 && p.block != 128)
+    return unsupported("block is " + std::to_string(p.block) + "; supported are 32, 64, 128 and -1");
+  bool const any = p.rows > 0;
+  return check_addresses({{"x", p.x, bytes_of(p.x_type), any},
+                          {"out", p.out, bytes_of(p.out_type), any},
+                          {"range", p.range, int(sizeof(uint32_t)), false}});
 }
 
 Status check_sums(PackedWeight const& w, void const* colsums) {

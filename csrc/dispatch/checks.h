@@ -43,6 +43,7 @@ Status check_launch(GemmProblem const& problem, Plan const& plan, Workspace work
 Status check_depthwise(GemmProblem const& problem, float const* taps);
 Status check_finish(GemmProblem const& problem, void const* sums);
 Status check_quantize(QuantizeProblem const& problem);
+Status check_quantized_values(QuantizedValues const& problem);
 Status check_sums(PackedWeight const& weight, void const* colsums);
 Status check_dequantize(DequantizeProblem const& problem);
 Status check_flat(FlatProblem const& problem, bool quantizes);

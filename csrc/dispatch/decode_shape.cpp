@@ -161,7 +161,12 @@ WgmmaDecodeShape wgmma_decode_shape(GemmProblem const& p, Device const& device, 
   return best;
 }
 
-WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, int row_tiles) {
+bool decodes_exactly(GroupedGemm const& p) {
+  PackedWeight const& w = p.weight;
+  return has_integer_codes(w) && !has_short_groups(w) && !w.offsets && w.scale_type == p.x_type;
+}
+
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device, double row_tiles, int most_tiles) {
   constexpr int kGroups = WgmmaDecodeShape::warpgroups(false), kMost = WgmmaDecodeShape::most_row_panels_of(false, false);
   constexpr int kStartCost = 12;  // of a CTA, in the unit below
   WgmmaDecodeShape best;
@@ -182,12 +187,27 @@ WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& p, Device const& device
       // As in wgmma_decode_shape. Two CTAs share an SM; one that has it alone takes some 0.6 of the time. Waves of them are
       // whole, unless they are many.
       double const cta = (2.0 * shape.most_row_panels + 1) * tiles + kStartCost + (c > 1 ? 2 + 4 * log : 0);
-      double const waves = double(row_tiles) * needed / (2 * cluster_places(device, c));
+      double const waves = row_tiles * needed / (2 * cluster_places(device, c));
       double const time = cta * (waves <= 0.5 ? 0.6 : waves <= 2 ? std::ceil(waves) : waves + 0.5);
       if (best.cluster && time >= least) continue;
       if (!lay_out_stages(w, sizes, tiles, &shape)) continue;
       least = time, best = shape;
     }
+  }
+  // Or all CTAs that run at a time have equal parts of what there is, in turns of up to `most` row panels, each of which reads x.
+  int const ctas = 2 * device.multiprocessors;
+  auto const share = [&](double tiles) { return std::ceil(tiles * all_row_panels / ctas); };
+  bool const has_registers = w.scale_type == p.x_type && !w.offsets && !(w.zeros && decodes_exactly(p));
+  if (!has_registers || (share(most_tiles) - 1) / all_row_panels + 2 > WgmmaDecodeShape::kMostDealtTiles) return best;
+  for (int most : {kGroups, 2 * kGroups, kGroups * kMost}) {
+    WgmmaDecodeShape shape;
+    shape.cluster = 1, shape.clusters = ctas, shape.most_row_panels = most, shape.dealt = true;
+    double const row_panels = share(row_tiles), turns = std::ceil(row_panels / most) + 0.5;
+    if (row_panels < kGroups) break;  // a warpgroup would have nothing to do
+    double const time = (2 * row_panels + turns) * all_tiles + kStartCost;
+    if (best.cluster && time >= least) continue;
+    if (!lay_out_stages(w, sizes, WgmmaDecodeShape::kMostStages, &shape)) continue;  // the ring turns on from turn to turn
+    least = time, best = shape;
   }
   return best;
 }

@@ -17,7 +17,10 @@ constexpr int kSlotRows = 16;  // an expert's slots begin at a multiple
 // Rows of x of a tile, of the kernels for more rows of an expert than wgmma_decode_fold16's 16: of 16-bit x, and of int8.
 constexpr int kGroupedHeights[] = {64, 96, 144, 208}, kGroupedInt8Heights[] = {64, 96, 144, 176};
 
-// Where the tables of slots lie on the GPU.
+// Positions for whose rows wgmma_decode_fold16 finds its tiles from their ids, at most; slots are positions then.
+constexpr int kMostFoundPositions = 256;
+
+// Where the tables of slots lie on the GPU; none: slots are positions.
 struct RowSlots {
   StoredTile* tiles = nullptr;
   int* tile_count = nullptr;
@@ -43,11 +46,12 @@ struct GatherProblem {
 
 // Of a product.
 struct Groups {
-  StoredTile const* tiles = nullptr;
-  int const* count = nullptr;      // of tiles
-  int const* positions = nullptr;  // of slots: a slot's row of x is its position / top; null: x is in slots itself
-  int top = 1;
-  int row_panels = 0;  // of one expert, of 64 features
+  StoredTile const* tiles = nullptr;  // null: slots are positions, and tiles are found from `route`
+  int const* count = nullptr;         // of tiles
+  RouteProblem route;
+  int const* positions = nullptr;  // of slots; null: slots are positions, or x is in slots
+  int top = 0;                     // a slot's row of x is its position / top; 0: x is in slots
+  int row_panels = 0;              // of one expert, of 64 features
   // Whether an expert's features are gate's and up's, eight and eight: then the output is activation(gate) * up.
   bool gated = false;
   Activation activation = Activation::kNone;
@@ -72,8 +76,11 @@ struct GroupedGemm {
   Groups groups;
 };
 
-// How a cluster of wgmma_decode_fold16 shares a tile of an expert's rows; cluster is 0 if none fits. `tiles`: that are
-// expected.
-WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, int tiles);
+// Whether wgmma_decode takes experts of few rows, whose products are exact; otherwise wgmma_decode_fold16 does.
+bool decodes_exactly(GroupedGemm const& problem);
+
+// How clusters of either kernel share tiles of experts' rows; cluster is 0 if none fits. `tiles`: that are expected, and
+// the most.
+WgmmaDecodeShape grouped_decode_shape(GroupedGemm const& problem, Device const& device, double tiles, int most_tiles);
 
 }  // namespace cutlass_ops

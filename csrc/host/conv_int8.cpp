@@ -62,8 +62,16 @@ Status check_numbers(ConvProblem const& p) {
                                 {"y_zero_point", p.y_zero_point, y_low, p.out_type == ConvOutput::kInt32 ? 0 : y_low + 255}});
   if (!status.ok()) return status;
   if (status = check_activation(p.activation, p.clamp_low, p.clamp_high); !status.ok()) return status;
-  if (p.activation == Activation::kGelu || p.activation == Activation::kSilu)
-    return unsupported("activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
+  switch (p.activation) {
+    case Activation::kNone:
+    case Activation::kRelu:
+    case Activation::kRelu6:
+    case Activation::kClamp:
+      break;
+    case Activation::kGelu:
+    case Activation::kSilu:
+      return unsupported("activation is gelu or silu; static int8 takes none, relu, relu6 and clamp");
+  }
   if (p.activation != Activation::kNone && p.out_type == ConvOutput::kInt32)
     return invalid("there is an activation, but the result is the int32 sums themselves");
   if (!is_float(p.weight.scale_type)) return invalid("scale_type is not a float type");

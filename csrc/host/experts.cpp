@@ -40,9 +40,9 @@ int scale_blocks(MoeProblem const& p, MoePlan const& plan, int k) {
   return plan.int8 && p.act_quant == ActQuant::kBlock ? int(padded_k(k) / kKPerTile) : 1;
 }
 
-int padded_slots(RouteProblem const& r) {
+int padded_slots(RouteProblem const& r, bool routes) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
-  return int(ceil_div(positions + touched * (kSlotRows - 1), kSlotRows) * kSlotRows);
+  return int(ceil_div(positions + (routes ? touched * (kSlotRows - 1) : 0), kSlotRows) * kSlotRows);
 }
 int most_tiles(RouteProblem const& r, int height) {
   int64_t const positions = r.positions(), touched = std::min<int64_t>(r.experts, positions);
@@ -59,7 +59,7 @@ MoeLayout lay_out(MoeProblem const& p, MoePlan const& plan) {
   int const x_slots = plan.gathers ? slots : 0;
   // offsets, order, tiles, their count and that of slots, positions of slots and slots of positions
   size_t const table_ints = size_t(r.experts) + 1 + size_t(r.positions()) * 2 + size_t(tiles) * 4 + 8 + size_t(slots);
-  at.x = align_256(table_ints * sizeof(int) + 64);
+  at.x = plan.routes ? align_256(table_ints * sizeof(int) + 64) : 0;
   at.x_values = at.x + align_256(size_t(x_slots) * padded_k(hidden) * 2);
   at.x_scales = at.x_values;
   if (quantizes)
@@ -152,7 +152,7 @@ double expected_tiles(RouteProblem const& r, int height) {
   double const rows = double(r.positions()) / r.experts, chance = 1.0 / r.experts;
   double const deviation = std::sqrt(rows * (1 - chance)) + 1e-9;
   double tiles = std::max(0.0, std::floor((rows - 8 * deviation) / height));
-  if (tiles == 0) tiles = 1 - std::pow(1 - chance, r.positions());
+  if (tiles == 0) tiles = 1 - std::pow(1 - std::min(1.0, double(r.top) / r.experts), r.tokens);  // a token's experts differ
   for (double more = std::max(1.0, std::ceil(tiles));; ++more) {
     double const likely = 0.5 * std::erfc((more * height + 0.5 - rows) / (deviation * std::sqrt(2.0)));
     if (likely < 1e-4) return tiles * r.experts;
@@ -201,19 +201,26 @@ bool gathers(MoeProblem const& p, int height) {
   return p.gate_up.perm || !pieces || p.gate_up.stack.k % 8 || p.route.tokens * stride > int64_t(INT_MAX) * 8;
 }
 
+// So many tiles that most routings have no more: what is chosen for them should not miss a wave of CTAs by one. Experts are
+// touched or not, and since a token's differ the deviation is some 0.6 of that of independent ones.
+double likely_tiles(RouteProblem const& r, int height) {
+  double const tiles = expected_tiles(r, height), share = std::min(1.0, tiles / r.experts);
+  return std::min(double(most_tiles(r, height)), tiles + 0.6 * std::sqrt(r.experts * share * (1 - share)));
+}
+
 // The plan of one product: its grid covers the largest possible number of tiles, its shape suits the expected number.
-bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, int expected, Plan* plan) {
+bool plan_product(GroupedGemm const& gemm, Device const& device, MoePlan const& moe, double expected, Plan* plan) {
   PackedWeight const& w = gemm.weight;
   int const height = moe.block_m, tiles = moe.tiles;
   *plan = {};
   plan->block_m = height;
   if (height == WgmmaDecodeShape::kBlockM) {
-    plan->kernel = "wgmma_decode_fold16";
-    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected);
+    plan->kernel = decodes_exactly(gemm) ? "wgmma_decode" : "wgmma_decode_fold16";
+    plan->wgmma_decode = grouped_decode_shape(gemm, device, expected, tiles);
     WgmmaDecodeShape const& shape = plan->wgmma_decode;
     if (!shape.cluster) return false;
     plan->block_n = shape.most_row_panels * kRowsPerPanel, plan->cluster_size = shape.cluster;
-    plan->grid_x = tiles * shape.clusters * shape.cluster;
+    plan->grid_x = (shape.dealt ? 1 : tiles) * shape.clusters * shape.cluster;
     plan->threads = 32 * (4 * WgmmaDecodeShape::warpgroups(false) + 1);
     plan->shared_bytes = shape.shared_bytes, plan->stages = shape.stages;
     return true;
@@ -243,15 +250,17 @@ Status plan_moe(MoeProblem const& problem, Device const& device, MoePlan* plan) 
   if (Status status = check_moe(problem, device); !status.ok()) return status;
   *plan = {};
   RouteProblem const& r = problem.route;
-  plan->slots = padded_slots(r), plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
+  plan->block_m = tile_height(problem, device), plan->gathers = gathers(problem, plan->block_m);
   auto const fill_in = [&] {
+    plan->routes = plan->block_m != WgmmaDecodeShape::kBlockM || r.positions() > kMostFoundPositions;
+    plan->slots = padded_slots(r, plan->routes);
     plan->tiles = most_tiles(r, plan->block_m);
     plan->int8 = plan->block_m != WgmmaDecodeShape::kBlockM && multiplies_codes(problem);
-    // With more experts than positions nearly every position has a different expert.
-    int64_t const touched = std::min<int64_t>(r.experts, r.positions());
-    int const expected = int(std::min<int64_t>(plan->tiles, touched));
-    return plan_product(product_of(problem.gate_up, true), device, *plan, expected, &plan->gate_up) &&
-           plan_product(product_of(problem.down, false), device, *plan, expected, &plan->down);
+    double const expected = likely_tiles(r, plan->block_m);
+    GroupedGemm gate_up = product_of(problem.gate_up, true), down = product_of(problem.down, false);
+    gate_up.x_type = down.x_type = problem.x_type;
+    return plan_product(gate_up, device, *plan, expected, &plan->gate_up) &&
+           plan_product(down, device, *plan, expected, &plan->down);
   };
   if (!fill_in()) {
     plan->block_m = kGroupedHeights[0];  // groups whose vectors leave too little room
@@ -267,7 +276,10 @@ namespace {
 
 Status launch_product(GroupedGemm const& gemm, Plan const& plan, Stream stream) {
   PackedWeight const& w = gemm.weight;
-  if (plan.wgmma_decode.cluster > 0) return OF_FORMAT(w, launch_grouped_decode)(gemm, plan, stream);
+  if (plan.wgmma_decode.cluster > 0) {
+    return decodes_exactly(gemm) ? launch_grouped_decode(gemm, plan, stream)
+                                 : OF_FORMAT(w, launch_grouped_decode_fold16)(gemm, plan, stream);
+  }
   switch (loop_of(w, gemm.x_codes != ActQuant::kNone)) {
     case Loop::kInt8:
       return launch_grouped_gemm_a8(gemm, plan, stream);
@@ -332,12 +344,14 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   RouteProblem const& r = p.route;
   int const slots = plan.slots, hidden = p.gate_up.stack.k, intermediate = p.down.stack.k;
   RowSlots table;
-  table.tiles = reinterpret_cast<StoredTile*>(base);
-  auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
-  table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
-  Routing routing;
-  routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
-  status = launch_route(r, routing, table, plan.block_m, stream);
+  if (plan.routes) {
+    table.tiles = reinterpret_cast<StoredTile*>(base);
+    auto* ints = reinterpret_cast<int*>(table.tiles + plan.tiles);
+    table.tile_count = ints, table.used = ints + 1, table.position = ints + 8, table.of_position = table.position + slots;
+    Routing routing;
+    routing.order = table.of_position + r.positions(), routing.offsets = routing.order + r.positions();
+    status = launch_route(r, routing, table, plan.block_m, stream);
+  }
 
   bool const quantizes = p.act_quant != ActQuant::kNone;
   GroupedGemm gate_up = product_of(p.gate_up, true), down = product_of(p.down, false);
@@ -375,7 +389,8 @@ Status mixed_moe(MoeProblem const& p, MoePlan const& plan, Workspace workspace, 
   gate_up.rows = down.rows = down.x_rows = slots;
   if (plan.int8) gate_up.x_codes = down.x_codes = p.act_quant;
   gate_up.out = base + at.hidden;
-  for (GroupedGemm* gemm : {&gate_up, &down}) gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count;
+  for (GroupedGemm* gemm : {&gate_up, &down})
+    gemm->groups.tiles = table.tiles, gemm->groups.count = table.tile_count, gemm->groups.route = r;
   gate_up.groups.activation = p.activation;
   gate_up.groups.low = p.activation == Activation::kClamp ? p.clamp_low : 0.0f;
   gate_up.groups.high = p.activation == Activation::kClamp   ? p.clamp_high

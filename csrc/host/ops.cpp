@@ -121,7 +121,7 @@ Status mixed_gemm(GemmProblem const& problem, Plan const& chosen, Workspace work
                              problem.weight.perm,
                              ready.quantized,
                              layout.range ? reinterpret_cast<uint32_t*>(base + layout.range) : nullptr};
-    if (quantize.range) status = launch_find_range(quantize, stream);
+    if (quantize.range) status = launch_find_range(quantize, problem.act_symmetric, stream);
     if (status.ok())
       status = launch_quantize_activations(quantize, stream, {chosen.quantizer_starts_early, chosen.quantizer_spreads});
   } else if (status.ok() && layout.upcasts) {
@@ -158,6 +158,20 @@ Status finish_sums(GemmProblem const& problem, void const* sums, Stream stream) 
 Status quantize_activations(QuantizeProblem const& problem, Stream stream) {
   if (Status status = check_quantize(problem); !status.ok() || problem.m == 0) return status;
   return launch_quantize_activations(problem, stream);
+}
+
+Status quantized_values(QuantizedValues const& problem, Stream stream) {
+  if (Status status = check_quantized_values(problem); !status.ok() || problem.rows == 0) return status;
+  if (problem.range) {
+    QuantizeProblem all;
+    all.x = problem.x, all.x_type = problem.x_type;
+    // The order of columns is nothing to a range of all: as rows that are read 16 bytes at a time, if they can be.
+    int64_t const count = problem.rows * problem.columns;
+    all.k = count % kKPerTile ? problem.columns : kKPerTile, all.x_stride = all.k, all.m = int(count / all.k);
+    all.range = problem.range;
+    if (Status status = launch_find_range(all, problem.symmetric, stream); !status.ok()) return status;
+  }
+  return launch_quantized_values(problem, stream);
 }
 
 Status weight_colsum(PackedWeight const& weight, void* colsums, Stream stream) {
@@ -216,6 +230,7 @@ Status mixed_gemm(GemmProblem const&, Workspace, Stream) { return no_cuda(); }
 Status depthwise_conv(GemmProblem const&, float const*, Stream) { return no_cuda(); }
 Status finish_sums(GemmProblem const&, void const*, Stream) { return no_cuda(); }
 Status quantize_activations(QuantizeProblem const&, Stream) { return no_cuda(); }
+Status quantized_values(QuantizedValues const&, Stream) { return no_cuda(); }
 Status weight_colsum(PackedWeight const&, void*, Stream) { return no_cuda(); }
 Status pack(PackProblem const&, Stream) { return no_cuda(); }
 Status unpack(PackProblem const&, Stream) { return no_cuda(); }

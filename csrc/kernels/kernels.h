@@ -81,13 +81,14 @@ constexpr Tile wgmma_decode_tile(int ctas_per_sm) {
   return {kRowsPerPanel, WgmmaDecodeShape::kBlockM, 2, ctas_per_sm, kHopperSharedBytes};
 }
 Status launch_wgmma_decode(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
+// wgmma_decode_grouped.cu: of experts, a tile of 16 rows after another, where decodes_exactly() says so.
+Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // wgmma_decode_fold16.cuh: as wgmma_decode.cu, weights of every format rounded once to the type of x; two CTAs per SM.
 template <class Format>
 Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, float* splitk_workspace, Stream stream);
-// Of experts, a tile of 16 rows after another.
 template <class Format>
-Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream);
+Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream);
 
 // ---- before and after it
 
@@ -102,7 +103,10 @@ struct QuantizerStart {
 Status launch_quantize_activations(QuantizeProblem const& problem, Stream stream, QuantizerStart start = {});
 
 // The range of all x to problem.range, for the quantiser after it.
-Status launch_find_range(QuantizeProblem const& problem, Stream stream);
+Status launch_find_range(QuantizeProblem const& problem, bool symmetric, Stream stream);
+
+// quantized_values.cu: as quantized_values(); of one range, if problem.range has it
+Status launch_quantized_values(QuantizedValues const& problem, Stream stream);
 
 // compensate_zeros.cu: problem.quantized.zero_values and zero_scales
 Status launch_compensate_zeros(GemmProblem const& problem, Stream stream);
@@ -119,7 +123,7 @@ Status launch_conv_depthwise(GemmProblem const& problem, float const* taps, Stre
 Status launch_finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
 
 // route.cu: the slots of positions (with `slots.tiles` null the routing alone), tiles being of `height` rows; rows of x to
-// their slots, `rows` at most; and the weighted sums of rows [slots][n] to y.
+// their slots, `rows` at most; and the weighted sums of rows [slots][n] to y. Both take positions for slots where `slots` is empty.
 Status launch_route(RouteProblem const& problem, Routing const& routing, RowSlots const& slots, int height, Stream stream);
 Status launch_gather_rows(RouteProblem const& route, RowSlots const& slots, GatherProblem const& problem, int rows,
                           Stream stream);

@@ -628,9 +628,8 @@ Status launch_range(Params p, Stream stream) {
 
 }  // namespace
 
-Status launch_find_range(QuantizeProblem const& q, Stream stream) {
+Status launch_find_range(QuantizeProblem const& q, bool symmetric, Stream stream) {
   auto const [p, fast] = parameters(q, {});
-  bool const symmetric = !q.out.zeros;
   if (!fast) return (symmetric ? launch_range<float, true> : launch_range<float, false>)(p, stream);
   if (q.x_type == DataType::kFloat16) return (symmetric ? launch_range<__half, true> : launch_range<__half, false>)(p, stream);
   return (symmetric ? launch_range<__nv_bfloat16, true> : launch_range<__nv_bfloat16, false>)(p, stream);

@@ -1,7 +1,7 @@
 // Before and after products of experts: where each expert's rows lie ("slots", device/grouped.cuh), x in that order, and the
 // weighted sums of what comes out.
 #include "cutlass_ops/layout.h"
-#include "device/epilogue.cuh"
+#include "device/grouped.cuh"
 #include "device/launch.cuh"
 #include "dispatch/problem.h"
 #include "kernels/kernels.h"
@@ -19,12 +19,6 @@ struct RouteParams {
 };
 
 constexpr int kEach = 8;  // positions of a thread at a time
-
-__device__ __forceinline__ int expert_of(RouteProblem const& p, int position) {
-  int64_t id = p.wide_ids ? static_cast<int64_t const*>(p.ids)[position] : static_cast<int32_t const*>(p.ids)[position];
-  if (p.expert_map) id = id >= 0 && id < p.map_size ? p.expert_map[id] : -1;
-  return id >= 0 && id < p.experts ? int(id) : p.experts;
-}
 
 // The sum of all threads' values, for all of them. `scratch`: one a warp.
 __device__ __forceinline__ int sum_of_threads(int value, int* scratch) {
@@ -110,8 +104,8 @@ constexpr int kGatherWarps = 8;
 __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant__ GatherParams const p) {
   pdl_wait_and_launch_dependents();
   int const slot = blockIdx.x * kGatherWarps + threadIdx.x / 32, lane = threadIdx.x % 32;
-  if (slot >= *p.slots.used) return;
-  int const position = p.slots.position[slot];
+  if (slot >= (p.slots.used ? *p.slots.used : p.route.positions())) return;
+  int const position = p.slots.position ? p.slots.position[slot] : slot;
   if (position < 0) return;
   GatherProblem const& g = p.problem;
   int const row = g.in_slots ? slot : position / p.route.top;
@@ -122,7 +116,9 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
       g.out_scales[int64_t(block) * g.out_scale_stride + slot] = g.scales[int64_t(block) * g.scale_stride + row];
   }
   if (g.perm) {
-    int32_t const* const perm = g.perm + int64_t(expert_of(p.route, position)) * g.k;
+    int const expert = expert_of(p.route, position);
+    if (expert == p.route.experts) return;  // slots are positions
+    int32_t const* const perm = g.perm + int64_t(expert) * g.k;
     for (int i = lane; i < g.k; i += 32) to[i] = from[__ldg(perm + i)];
   } else if (!p.whole_pieces) {
     for (int i = lane; i < g.k; i += 32) to[i] = from[i];
@@ -136,8 +132,8 @@ __global__ void __launch_bounds__(32 * kGatherWarps) gather_rows(__grid_constant
 
 struct SumParams {
   RouteProblem route;
-  int const* of_position;
-  void const* rows;  // [slots][n] of fp32, or of row_type; n is a multiple of 8
+  int const* of_position;  // null, where rows are fp32: they are those of positions
+  void const* rows;        // [slots][n] of fp32, or of row_type; n is a multiple of 8
   DataType row_type;
   int n, slices;  // slices: of a row, of a warp each
   void const* weights;
@@ -168,10 +164,19 @@ __global__ void __launch_bounds__(32 * kSumWarps) sum_experts(__grid_constant__ 
     int slots[kCount];
     float weights[kCount];
     uint4 values[kCount];
+    auto const load = [&](int j, int row) { values[j] = __ldcs(rows + int64_t(row) * (p.n / kColumns)); };
+    if (!kFloatRows || p.of_position) {
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) slots[j] = p.of_position[position + j];
+      for (int j = 0; j < kCount; ++j) slots[j] = p.of_position[position + j];
 #pragma unroll
-    for (int j = 0; j < kCount; ++j) values[j] = __ldcs(rows + int64_t(max(slots[j], 0)) * (p.n / kColumns));
+      for (int j = 0; j < kCount; ++j) load(j, max(slots[j], 0));
+    } else {
+#pragma unroll
+      for (int j = 0; j < kCount; ++j) load(j, position + j);
+      load_experts<1>(p.route, position, position + kCount, slots);
+#pragma unroll
+      for (int& slot : slots) slot = slot < p.route.experts ? slot : -1;
+    }
     // The branch by their type stands once before all of them.
     auto const load_weights = [&](DataType type) {
 #pragma unroll

@@ -10,6 +10,9 @@
 //             Three warpgroups, four of a CTA that is alone, share the panels, or, where these are few, take turns at tiles
 //   end       sums leave registers for the CTA of the cluster that ends with those features, by st.async, and are added in a fixed order
 //
+// Experts' rows come in tiles of 16 of an expert. A cluster has a tile's row panels or, where these are `dealt`, each of the CTAs that run at a time an
+// equal part of all tiles' row panels: it takes them in turns, without draining its stages between, and ends with each in registers.
+//
 // Two kernels differ in what they multiply:
 //
 //   wgmma_decode         codes minus zero points, exactly; after a tile, sum = fma(the tile's sum, weight scale, sum), as in wgmma_gemm_a16.cu. Zero points
@@ -209,11 +212,64 @@ __device__ __forceinline__ void multiply_values(uint64_t x, StageAddress const& 
   if (releases) ClusterBarrier::arrive(empty);
 }
 
+// The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t, 2t + 1: the four lanes of
+// neighbouring rows exchange theirs, until each has four neighbouring features of a token.
+struct FeaturesOfRow {
+  int x_row, feature;  // from the piece's first
+  float sums[4];
+
+  __device__ __forceinline__ FeaturesOfRow(float (&v)[4], int m_block) {
+    int const lane = threadIdx.x % 32, i = lane / 4 % 4;
+    bool const high = i & 2, odd = i & 1;
+    float w[2][2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float mine = high ? v[2 + c] : v[c], theirs = __shfl_xor_sync(~0u, high ? v[c] : v[2 + c], 8);
+      w[0][c] = high ? theirs : mine, w[1][c] = high ? mine : theirs;
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
+      sums[2 * h] = odd ? theirs : mine, sums[2 * h + 1] = odd ? mine : theirs;
+    }
+    x_row = m_block * 8 + lane % 4 * 2 + odd;
+    feature = i / 2 * 8 + lane / 16 * 4;
+  }
+
+  __device__ __forceinline__ void scale(float factor) {
+#pragma unroll
+    for (float& sum : sums) sum *= factor;
+  }
+};
+
+// A piece's sums, of 16 features from n on and of eight rows of x of an expert's tile, to outputs.
+__device__ __forceinline__ void finish_piece(float (&v)[4], int n, int m_block, SlotTile const& tile, Params const& p) {
+  if (tile.rows <= m_block * 8) return;
+  if (p.groups.gated) {
+    finish_gated(v, p.token_scales, m_block * 8, n, tile, p.groups, p.epilogue);
+  } else {
+    FeaturesOfRow at(v, m_block);
+    if (p.token_scales && at.x_row < tile.rows) at.scale(p.token_scales[row_of_slot(p.groups, tile.slots[at.x_row])]);
+    finish_group(at.sums, at.x_row, n + at.feature, tile, p.groups, p.epilogue);
+  }
+}
+
+// Where in a ring of stages a warp is.
+struct RingPlace {
+  int stage;
+  uint32_t phase;
+
+  __device__ __forceinline__ void advance(WgmmaDecodeShape const& shape) {
+    stage += shape.sets;
+    if (stage >= shape.stages) stage -= shape.stages, phase ^= 1;
+  }
+};
+
 // A warpgroup's kRowPanels row panels, from `first` of the block's: their sums over the block's tiles, and those to the blocks
-// that end with them.
+// that end with them, or, where row panels are dealt, to outputs.
 template <class C, int kRowPanels>
 __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Params const& p, Part const& part, int warp,
-                                        int first) {
+                                        int first, RingPlace& place, SlotTile const& tile) {
   int const lane = threadIdx.x % 32, block = warp % 4, set = p.shape.sets > 1 ? warp / 4 : 0;
   float sums[kRowPanels][C::kSums] = {};
   // Pinned in registers, as in hopper_gemm.cuh.
@@ -231,8 +287,9 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
   if (C::kFolds && (C::kZeros || C::kOffsets)) asm volatile("" : "+r"(row));
   if (C::kInt8) asm volatile("" : "+r"(at.x_rows));
   if (C::kTokenZeros) asm volatile("" : "+r"(at.token_zeros));
-  int stage = set, to_quantize = warp / 4 + C::kWarpgroups;
-  uint32_t phase = 0;
+  int& stage = place.stage;
+  uint32_t& phase = place.phase;
+  int to_quantize = warp / 4 + C::kWarpgroups;
 #pragma unroll 1
   for (int i = set; i < part.tiles; i += p.shape.sets) {
     if constexpr (C::kQuantizes) {
@@ -267,8 +324,19 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     } else {
       multiply_codes<C, kRowPanels>(x, here, table, p, releases, empty, sums);
     }
-    stage += p.shape.sets;
-    if (stage >= p.shape.stages) stage -= p.shape.stages, phase ^= 1;
+    place.advance(p.shape);
+  }
+  if (C::kDeals && p.shape.dealt) {
+    // One after another: finish_piece is long.
+#pragma unroll 1
+    for (int i = 0; i < kRowPanels * C::kMBlocks; ++i) {
+      float v[4] = {};
+#pragma unroll
+      for (int j = 0; j < kRowPanels * C::kMBlocks * 4; ++j)
+        if (j / 4 == i) v[j % 4] = sums[j / 4 / C::kMBlocks][j % (4 * C::kMBlocks)];
+      finish_piece(v, (part.first_row_panel + first + i / C::kMBlocks) * kRowsPerPanel + block * 16, i % C::kMBlocks, tile, p);
+    }
+    return;
   }
   cute::cluster_arrive_relaxed();  // all blocks are done with their stages: sums take their place
   cute::cluster_wait();
@@ -290,36 +358,6 @@ __device__ __forceinline__ void consume(uint8_t* shared, Barriers& barriers, Par
     }
 }
 
-// The sums of a piece in the order of wgmma's accumulators, of rows g, g + 8 and rows of x 2t, 2t + 1: the four lanes of
-// neighbouring rows exchange theirs, until each has four neighbouring features of a token.
-struct FeaturesOfRow {
-  int x_row, feature;  // from the piece's first
-  float sums[4];
-
-  __device__ __forceinline__ FeaturesOfRow(float (&v)[4], int m_block) {
-    int const lane = threadIdx.x % 32, i = lane / 4 % 4;
-    bool const high = i & 2, odd = i & 1;
-    float w[2][2];
-#pragma unroll
-    for (int c = 0; c < 2; ++c) {
-      float mine = high ? v[2 + c] : v[c], theirs = __shfl_xor_sync(~0u, high ? v[c] : v[2 + c], 8);
-      w[0][c] = high ? theirs : mine, w[1][c] = high ? mine : theirs;
-    }
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      float mine = odd ? w[h][1] : w[h][0], theirs = __shfl_xor_sync(~0u, odd ? w[h][0] : w[h][1], 4);
-      sums[2 * h] = odd ? theirs : mine, sums[2 * h + 1] = odd ? mine : theirs;
-    }
-    x_row = m_block * 8 + lane % 4 * 2 + odd;
-    feature = i / 2 * 8 + lane / 16 * 4;
-  }
-
-  __device__ __forceinline__ void scale(float factor) {
-#pragma unroll
-    for (float& sum : sums) sum *= factor;
-  }
-};
-
 __device__ __forceinline__ void finish(float (&v)[4], int n, int m_block, float const* row_scales, EpilogueParams const& p) {
   FeaturesOfRow at(v, m_block);
   if (row_scales && at.x_row < p.m) at.scale(row_scales[at.x_row]);
@@ -333,16 +371,41 @@ template <class C>
 __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   extern __shared__ __align__(1024) uint8_t shared[];
   __shared__ Barriers barriers;
-  if (C::kGrouped && p.groups.positions) pdl_wait();  // tiles are those of the kernel before
+  __shared__ SlotTile tiles[WgmmaDecodeShape::kMostDealtTiles];  // of experts
+  __shared__ Dealt dealt;
+  int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   Part part = [&] {
     if constexpr (C::kGrouped) {
-      return Part::of_group(p);
+      if (warp == C::kWarps && cute::elect_one_sync()) {  // which expert's weights to copy is known late
+        cute::prefetch_tma_descriptor(&maps.codes);
+        cute::prefetch_tma_descriptor(&maps.scales);
+      }
+      if (p.groups.top) pdl_wait();  // what `route` or another kernel before this one wrote
+      if (warp == C::kWarps) {
+        auto const store = [&](int count, auto const& store_tile) {
+          Dealt const mine(p, count);
+          for (int i = 0, end = mine.tiles(p.groups.row_panels); i < end; ++i) store_tile(mine.first_tile + i, tiles[i]);
+          if (threadIdx.x % 32 == 0) dealt = mine;
+        };
+        if (p.groups.tiles) {
+          store(*p.groups.count, [&](int index, SlotTile& tile) { tile.load(p.groups, index); });
+        } else {
+          static_assert(C::kXBytes + C::kChunk >= kMostExperts);
+          FoundTiles const found(p.groups.route, shared);
+          store(found.count(), [&](int index, SlotTile& tile) { found.store(index, tile); });
+          cutlass::arch::fence_view_async_shared();  // before copies to the same memory
+        }
+      }
+      __syncthreads();
+      return Part(p);
     } else {
       return Part(p, WgmmaDecodeShape::unit(C::kOneCta));
     }
   }();
+  int next = 0;  // of the block's row panels of experts
   if constexpr (C::kGrouped) {
-    if (part.group.rows == 0) return pdl_wait();  // the grid is for as many tiles as there may be
+    next = dealt.begin;
+    if (!part.take(p, next, dealt, tiles)) return pdl_wait();  // the grid is for as many tiles as there may be
   }
   if constexpr (C::kCodebook) C::Table::fill_table(shared + p.shape.table, p.weight.book, threadIdx.x, C::kThreads);
   if constexpr (C::kTokenZeros && !C::kQuantizes) {
@@ -350,12 +413,14 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
       for (int i = 0; i < p.shape.stages; ++i) store_ones(cute::cast_smem_ptr_to_uint(shared) + i * C::kXStride + C::kXBytes);
     cutlass::arch::fence_view_async_shared();
   }
-  int const warp = __shfl_sync(~0u, threadIdx.x / 32, 0);
   if (threadIdx.x == 32 * C::kWarps) {
     for (int i = 0; i < p.shape.stages; ++i) {
       TransactionBarrier::init(&barriers.full[i], C::kQuantizes ? 1 + 128 : C::kGrouped ? 1 + 32 : 1);
       TransactionBarrier::init(&barriers.raw[i], 1);
-      ClusterBarrier::init(&barriers.empty[i], C::kReaders * (p.shape.sets > 1 ? 1 : min(C::kWarpgroups, part.row_panels)));
+      ClusterBarrier::init(&barriers.empty[i],
+                           C::kReaders * (p.shape.sets > 1             ? 1
+                                          : C::kDeals && p.shape.dealt ? C::kWarpgroups
+                                                                       : min(C::kWarpgroups, part.row_panels)));
     }
     TransactionBarrier::init(&barriers.sums, 1);
     cutlass::arch::fence_barrier_init();
@@ -363,7 +428,11 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   }
   __syncthreads();
   if (warp == C::kWarps) {
-    if (C::kGrouped || cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
+    if constexpr (C::kGrouped) {
+      produce_groups<C>(shared, barriers, maps, p, dealt, tiles);
+    } else {
+      if (cute::elect_one_sync()) produce<C>(shared, barriers, maps, p, part);
+    }
     __syncwarp();
     cute::cluster_arrive_relaxed();
     cute::cluster_wait();
@@ -373,25 +442,43 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
   if constexpr (C::kQuantizes) {
     if (warp / 4 < part.tiles) quantize<C>(cute::cast_smem_ptr_to_uint(shared), warp / 4, 0, barriers.full, p);
   }
-  int first = 0, count = part.row_panels;
-  if (p.shape.sets == 1) {
-    int base = part.row_panels / C::kWarpgroups, rest = part.row_panels % C::kWarpgroups, group = warp / 4;
-    first = group * base + min(group, rest), count = base + (group < rest);
-  }
-  switch (count) {
-    case 0:
-      cute::cluster_arrive_relaxed();
-      cute::cluster_wait();
-      break;
-    case 1:
-      consume<C, 1>(shared, barriers, p, part, warp, first);
-      break;
-    case 2:
-      consume<C, 2>(shared, barriers, p, part, warp, first);
-      break;
-    case 3:
-      if constexpr (C::kMostRowPanels >= 3) consume<C, 3>(shared, barriers, p, part, warp, first);
-      break;
+  RingPlace place{p.shape.sets > 1 ? warp / 4 : 0, 0};
+  bool more = false;
+  do {
+    int first = 0, count = part.row_panels;
+    if (p.shape.sets == 1) {
+      int base = part.row_panels / C::kWarpgroups, rest = part.row_panels % C::kWarpgroups, group = warp / 4;
+      first = group * base + min(group, rest), count = base + (group < rest);
+    }
+    SlotTile const& tile = tiles[part.tile];
+    switch (count) {
+      case 0:
+        if (C::kDeals && p.shape.dealt) {  // stages are read when all warpgroups say so
+          for (int i = 0; i < part.tiles; ++i, place.advance(p.shape)) {
+            TransactionBarrier::wait(&barriers.full[place.stage], place.phase);
+            if (threadIdx.x % 32 == 0) ClusterBarrier::arrive(&barriers.empty[place.stage]);
+          }
+        } else {
+          cute::cluster_arrive_relaxed();
+          cute::cluster_wait();
+        }
+        break;
+      case 1:
+        consume<C, 1>(shared, barriers, p, part, warp, first, place, tile);
+        break;
+      case 2:
+        consume<C, 2>(shared, barriers, p, part, warp, first, place, tile);
+        break;
+      case 3:
+        if constexpr (C::kMostRowPanels >= 3) consume<C, 3>(shared, barriers, p, part, warp, first, place, tile);
+        break;
+    }
+    if constexpr (C::kDeals) more = p.shape.dealt && part.take(p, next, dealt, tiles);
+  } while (more);
+  if (C::kDeals && p.shape.dealt) {
+    cute::cluster_arrive_relaxed();
+    cute::cluster_wait();
+    return;
   }
   if (p.shape.cluster == 1) {
     cutlass::arch::NamedBarrier::sync(32 * C::kWarps, 1);
@@ -417,15 +504,7 @@ __device__ __forceinline__ void decode_rows(Maps const& maps, Params const& p) {
     total(i, v);
     int const n = part.first_row_panel * kRowsPerPanel + row;
     if constexpr (C::kGrouped) {
-      if (part.group.rows <= x_rows * 8) continue;
-      if (p.groups.gated) {
-        finish_gated(v, p.token_scales, x_rows * 8, n, part.group, p.groups, p.epilogue);
-      } else {
-        FeaturesOfRow at(v, x_rows);
-        if (p.token_scales && at.x_row < part.group.rows)
-          at.scale(p.token_scales[row_of_slot(p.groups, part.group.first_row + at.x_row)]);
-        finish_group(at.sums, at.x_row, n + at.feature, part.group, p.groups, p.epilogue);
-      }
+      finish_piece(v, n, x_rows, tiles[part.tile], p);
     } else {
       finish(v, n, x_rows, C::kFolds ? p.token_scales : nullptr, p.epilogue);
     }
@@ -554,7 +633,11 @@ Status launch_grouped_config(GroupedGemm const& problem, Plan const& plan, Strea
                  log_cluster,
                  groups,
                  RowPieces(problem)};
-  return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  if constexpr (C::kFolds) {
+    return launch_plan(wgmma_decode_fold16<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  } else {
+    return launch_plan(wgmma_decode<C>, plan, C::kThreads, shape.shared_bytes, stream, maps, p);
+  }
 }
 
 }  // namespace

@@ -59,11 +59,12 @@ struct StageConfig {
 
 // Of wgmma_decode. Element: of x in memory, fp16, bf16, or int8 with separate scales. Scale: of weight scales.
 template <class Element_, int kBits_, bool kZeros_, bool kCodebook_ = false, class Scale_ = Element_, bool kQuantizes_ = false,
-          bool kTokenZeros_ = false, bool kOneCta_ = false>
-struct Config
-    : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_, kOneCta_> {
+          bool kTokenZeros_ = false, bool kOneCta_ = false, bool kGrouped_ = false>
+struct Config : StageConfig<Element_, kBits_, kQuantizes_ || std::is_same_v<Element_, int8_t>, kQuantizes_, kTokenZeros_,
+                            kOneCta_, kGrouped_> {
   using Scale = Scale_;
-  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false;
+  static constexpr bool kFolds = false, kCodebook = kCodebook_, kZeros = kZeros_, kOffsets = false,
+                        kDeals = kGrouped_ && !kZeros_;
   static constexpr int kScaleBytes = sizeof(Scale);
   static constexpr bool kIntegers = kQuantizes_ || std::is_same_v<Element_, int8_t>;
   using Int8Decode = std::conditional_t<kBits_ == 8, decode::Int8Int8,
@@ -85,6 +86,7 @@ struct FoldConfig : StageConfig<Element_, Format_::kBits, false, kQuantizes_, fa
   using Table = typename Fold::Unscaled;
   static constexpr bool kFolds = true, kCodebook = Format_::kTableBytes > 0;
   static constexpr bool kZeros = Fold::kZeros, kOffsets = Fold::kOffsets;
+  static constexpr bool kDeals = kGrouped_ && Fold::kNarrow && !kOffsets;  // the others need the registers
 };
 
 struct Maps {
@@ -118,11 +120,37 @@ struct Barriers {
   uint64_t full[kStages], empty[kStages], raw[kStages], sums;
 };
 
+// Row panels of experts, of all tiles one after another, that a block has: from `begin` to `end`, of which the first is of tile
+// `first_tile`.
+struct Dealt {
+  int begin, end, first_tile;
+
+  // Those of a cluster of a tile, or an equal part of those of all `tiles`.
+  __device__ __forceinline__ Dealt(Params const& p, int tiles) {
+    int const index = blockIdx.x >> p.log_cluster, row_panels = p.groups.row_panels;
+    if (p.shape.dealt) {
+      int const all = tiles * row_panels, base = all / p.shape.clusters, rest = all - base * p.shape.clusters;
+      begin = base * index + min(index, rest), end = begin + base + (index < rest);
+      first_tile = begin / row_panels;
+    } else {
+      first_tile = index / p.shape.clusters;
+      int const share = index - first_tile * p.shape.clusters;
+      begin = first_tile * row_panels + p.units.first(share);
+      end = first_tile < tiles ? begin + p.units.count(share) : begin;
+    }
+  }
+  Dealt() = default;
+
+  __device__ __forceinline__ int tiles(int row_panels) const {
+    return begin < end ? (end - 1) / row_panels - first_tile + 1 : 0;
+  }
+};
+
 // A block's part of the product: its row panels, but for the features before `begin` and from `end` on, which count from the
 // first row panel's.
 struct Part {
   int rank, first_row_panel, row_panels, begin, end, first_tile, tiles;
-  GroupTile group;  // of experts
+  int tile = 0, expert = 0;  // of experts: the block's tile
 
   __device__ __forceinline__ Part(Params const& p, int unit) {
     int index = blockIdx.x >> p.log_cluster;
@@ -138,20 +166,24 @@ struct Part {
     first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
-  // Clusters of one tile of rows after another.
-  static __device__ __forceinline__ Part of_group(Params const& p) {
-    Part part;
-    int const index = blockIdx.x >> p.log_cluster, tile = index / p.shape.clusters, share = index - tile * p.shape.clusters;
-    part.rank = blockIdx.x & (p.shape.cluster - 1);
-    part.group = GroupTile(p.groups, tile, WgmmaDecodeShape::kBlockM);
-    part.first_row_panel = p.units.first(share), part.row_panels = p.units.count(share);
-    part.begin = 0, part.end = part.row_panels * kRowsPerPanel;
-    part.first_tile = p.tiles.first(part.rank), part.tiles = p.tiles.count(part.rank);
-    return part;
+  // Of experts.
+  explicit __device__ __forceinline__ Part(Params const& p) {
+    rank = blockIdx.x & (p.shape.cluster - 1), row_panels = 0;
+    first_tile = p.tiles.first(rank), tiles = p.tiles.count(rank);
   }
 
- private:
-  Part() = default;
+  // The row panels of `dealt` from `next` on that are of one tile, as many as a stage may have; false: there are none.
+  __device__ __forceinline__ bool take(Params const& p, int& next, Dealt const& dealt, SlotTile const* slot_tiles) {
+    if (next >= dealt.end) return false;
+    int const index = next / p.groups.row_panels;
+    first_row_panel = next - index * p.groups.row_panels;
+    int const left = min(dealt.end - next, p.groups.row_panels - first_row_panel),
+              turns = (left + p.shape.most_row_panels - 1) / p.shape.most_row_panels;
+    row_panels = (left + turns - 1) / turns;
+    next += row_panels;
+    tile = index - dealt.first_tile, expert = slot_tiles[tile].expert;
+    return true;
+  }
 };
 
 }  // namespace

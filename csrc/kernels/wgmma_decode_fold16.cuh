@@ -53,7 +53,7 @@ Status launch_wgmma_decode_fold16(GemmProblem const& problem, Plan const& plan, 
 }
 
 template <class Format>
-Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+Status launch_grouped_decode_fold16(GroupedGemm const& problem, Plan const& plan, Stream stream) {
   return problem.x_type == DataType::kFloat16 ? launch_groups<__half, Format>(problem, plan, stream)
                                               : launch_groups<__nv_bfloat16, Format>(problem, plan, stream);
 }

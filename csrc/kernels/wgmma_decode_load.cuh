@@ -16,8 +16,28 @@ __device__ __forceinline__ void copy_weights(uint8_t* to, uint64_t* full, Maps c
   int const features = p.shape.most_row_panels * kRowsPerPanel, group = p.weight_rows.first(tile);
   bool const zeros = C::kZeros && w.zeros, offsets = C::kOffsets && w.offsets;
   if constexpr (C::kGrouped) {
-    int const row_panel = part.group.expert * p.groups.row_panels + part.first_row_panel;
+    int const row_panel = part.expert * p.groups.row_panels + part.first_row_panel;
     int const bytes = p.scale_bytes + (offsets ? p.offset_bytes : 0) + (zeros ? 1 : 0);
+    if (p.shape.dealt) {  // of as many row panels as there are, which no box of a map can be
+      using Bulk = cute::SM90_BULK_COPY_G2S;
+      int const rows = part.row_panels * kRowsPerPanel;
+      TransactionBarrier::arrive_and_expect_tx(full, part.row_panels * C::kChunk + p.weight_rows.count * rows * bytes);
+      uint8_t const* codes = w.codes + (int64_t(row_panel) * p.k_tiles + tile) * C::kChunk;
+#pragma unroll 1
+      for (int i = 0; i < part.row_panels; ++i, codes += int64_t(p.k_tiles) * C::kChunk)
+        Bulk::copy(codes, full, to + i * C::kChunk, C::kChunk);
+#pragma unroll 1
+      for (int i = 0; i < p.weight_rows.count; ++i) {
+        int64_t const from = int64_t(group + i) * p.n_pad + row_panel * kRowsPerPanel;
+        auto const copy = [&](void const* vectors, int at, int size) {
+          Bulk::copy(static_cast<uint8_t const*>(vectors) + from * size, full, to + at + i * features * size, rows * size);
+        };
+        copy(w.scales, p.shape.scales, p.scale_bytes);
+        if (offsets) copy(w.offsets, p.shape.offsets, p.offset_bytes);
+        if (zeros) copy(w.zeros, p.shape.zeros, 1);
+      }
+      return;
+    }
     TransactionBarrier::arrive_and_expect_tx(full,
                                              p.shape.most_row_panels * C::kChunk + p.weight_rows.count * features * bytes);
     Copy::copy(&maps.codes, full, uint64_t(cute::TMA::CacheHintSm90::EVICT_FIRST), to, 0, tile * (C::kChunk / kCodeRun),
@@ -66,37 +86,81 @@ __device__ __forceinline__ void copy_x_rows(uint8_t* to, uint8_t* to_scales, uin
   }
 }
 
-// By one thread or, of experts, by a warp, whose lanes copy rows of x.
+// A block's tiles of K, those of its row panels of one tile of rows after another.
+struct Step {
+  Part part;
+  int next;   // row panels behind it
+  int i = 0;  // of the part's tiles of K
+  bool exists;
+
+  __device__ __forceinline__ Step(Params const& p, Dealt const& dealt, SlotTile const* tiles) : part(p), next(dealt.begin) {
+    exists = part.take(p, next, dealt, tiles);
+  }
+  __device__ __forceinline__ void advance(Params const& p, Dealt const& dealt, SlotTile const* tiles) {
+    if (++i == part.tiles) i = 0, exists = part.take(p, next, dealt, tiles);
+  }
+};
+
+// Of experts, by a warp, whose lanes copy rows of x.
+template <class C>
+__device__ __forceinline__ void produce_groups(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
+                                               Dealt const& dealt, SlotTile const* tiles) {
+  bool const leader = cute::elect_one_sync();
+  auto const weights = [&](Step const& step, int stage) {
+    if (leader)
+      copy_weights<C>(shared + p.shape.weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, step.part,
+                      step.part.first_tile + step.i);
+  };
+  int filled = 0;
+  for (Step step(p, dealt, tiles); step.exists && filled < p.shape.stages; step.advance(p, dealt, tiles))
+    weights(step, filled++);
+  pdl_wait();
+  Step step(p, dealt, tiles);
+  auto const rows_of = [&] {
+    SlotTile const& tile = tiles[step.part.tile];
+    return hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>(
+        p.groups, p.rows, 0, [&](int row) { return row < tile.rows ? tile.slots[row] : -1; });
+  };
+  auto rows = rows_of();
+  int tile = step.part.tile;  // whose they are
+  auto const x_rows = [&](int stage) {
+    if (step.part.tile != tile) rows = rows_of(), tile = step.part.tile;
+    rows.copy(p.rows, (step.part.first_tile + step.i) * kKPerTile * 2,
+              cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage]);
+  };
+  for (int i = 0; i < filled; ++i, step.advance(p, dealt, tiles)) x_rows(i);
+  // Where row panels are dealt, all that an SM has room for are at work until there are no more.
+  int const early = p.shape.dealt ? 0 : C::kEarlyBytes / p.shape.weight_bytes;
+  int stage = 0;
+  uint32_t phase = 0;
+  bool launched = false;
+#pragma unroll 1
+  for (; step.exists; step.advance(p, dealt, tiles)) {
+    if (!launched && !p.shape.dealt && step.i + early >= step.part.tiles) pdl_launch_dependents(), launched = true;
+    ClusterBarrier::wait(&barriers.empty[stage], phase);
+    weights(step, stage);
+    x_rows(stage);
+    if (++stage == p.shape.stages) stage = 0, phase ^= 1;
+  }
+  if (!launched) pdl_launch_dependents();
+}
+
+// By one thread.
 template <class C>
 __device__ __forceinline__ void produce(uint8_t* shared, Barriers& barriers, Maps const& maps, Params const& p,
                                         Part const& part) {
   uint8_t* const first_weights = shared + p.shape.weights;
-  bool const leader = !C::kGrouped || cute::elect_one_sync();
   auto weights = [&](int i, int stage) {
-    if (!leader) return;
     copy_weights<C>(first_weights + stage * p.shape.weight_bytes, &barriers.full[stage], maps, p, part, part.first_tile + i);
   };
   int const ahead = min(part.tiles, p.shape.stages);
   for (int i = 0; i < ahead; ++i) weights(i, i);
   pdl_wait();
-  using Rows = hopper::RowsByIndex<C::kBlockM, C::kXBytes / C::kPanelBytes, C::kPanelBytes, 1>;
-  [[maybe_unused]] std::conditional_t<C::kGrouped, Rows, int> rows_by_index = [&] {
-    if constexpr (C::kGrouped) {
-      return Rows(p.groups, p.rows, part.group.first_row, part.group.first_row + part.group.rows, 0);
-    } else {
-      return 0;
-    }
-  }();
   auto x_rows = [&](int i, int stage) {
-    if constexpr (C::kGrouped) {
-      rows_by_index.copy(p.rows, (part.first_tile + i) * kKPerTile * 2,
-                         cute::cast_smem_ptr_to_uint(shared) + stage * C::kXStride, &barriers.full[stage]);
-    } else {
-      uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
-      if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
-      copy_x_rows<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
-                     maps.x_rows, p, part.first_tile + i);
-    }
+    uint64_t* const there = C::kQuantizes ? &barriers.raw[stage] : &barriers.full[stage];
+    if (C::kQuantizes) TransactionBarrier::arrive_and_expect_tx(there, C::kXBytes);
+    copy_x_rows<C>(shared + stage * C::kXStride, first_weights + stage * p.shape.weight_bytes + p.shape.token_scales, there,
+                   maps.x_rows, p, part.first_tile + i);
   };
   for (int i = 0; i < ahead; ++i) x_rows(i, i);
   int stage = 0;

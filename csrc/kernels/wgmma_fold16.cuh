@@ -169,8 +169,8 @@ __device__ __forceinline__ void produce_panels_by_index(uint8_t* shared, Barrier
   int const clusters = gridDim.x / C::kCluster, total = C::Work::count(p);
   for (int index = blockIdx.x / C::kCluster; index < total; index += clusters) {
     typename C::Work const work(index, p, C::kBand);
-    hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(p.groups, p.rows, work.first_x_row,
-                                                                                       work.end_x_row, warp);
+    hopper::RowsByIndex<C::kBlockM, 1, C::kPanelBytes, hopper::kIndexWarps> const rows(
+        p.groups, p.rows, warp, [&](int row) { return hopper::slot_of_row(work, row); });
     int const end = work.end_k(p) * C::kSteps;
 #pragma unroll 1
     for (int step = work.first_k(p) * C::kSteps; step < end; ++step, ring.advance()) {

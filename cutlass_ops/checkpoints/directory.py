@@ -28,8 +28,8 @@ from .safetensors_files import INDEX, SETTINGS, TYPES, json_object, mapped, open
 _KV_CACHE = re.compile(
     r"(^|\.)(self_attn|self_attention|attention|attn|mixer)(\.[a-z]{1,3}_proj|\.attn)?\.(q|k|v|kv|prob)_(scale|zero_point)$"
 )
-#: What codes are called, by the formats of all readers.
-_CODES = ("weight", "qweight", "weight_packed", "W_q")
+#: Ends of the names of codes, by the formats of all readers.
+CODES = (".weight", ".qweight", ".weight_packed", ".W_q", "._weight_qdata", "_blocks")
 _PACKED = "is a packed model already; cutlass_ops.load_packed reads it"
 
 
@@ -100,7 +100,7 @@ class Source:
             if owners and name not in owners and _KV_CACHE.search(name):
                 unused.append(name)
                 continue
-            if owners and name not in owners and part in _CODES and tensor.dtype not in _PLAIN and len(tensor.shape) > 1:
+            if owners and name not in owners and name.endswith(CODES) and tensor.dtype not in _PLAIN and len(tensor.shape) > 1:
                 tensor = _unread(self.path, tensor, dialect)
             if name not in owners and part in parts:
                 raise CheckpointError(self.path, f"belongs to no quantised weight; {dialect} has such tensors only there", name)

@@ -113,11 +113,12 @@ def _entry(source: Source, module: str) -> Entry:
     for flag in ("quant_scale", "quant_zero"):
         if f"{module}.{flag}" in source.tensors and _integers(source, f"{module}.{flag}", 1) != (0,):
             return replace(entry, problem="has scales or zero points that are quantised themselves; that is not supported")
-    stored = 4 if bits == [4] else 8
+    width = int(bits[0])  # 1.58 bits make it a float
+    stored = 4 if width == 4 else 8
     name = f"{module}.packing"
     packing = bytes(_part(source, name).values().reshape(-1)[:16].to(torch.uint8).tolist()).decode(errors="replace")
     if packing != f"{stored}bit_u8":
-        return replace(entry, problem=f"is packed as {packing!r}; {bits[0]} bits are expected as '{stored}bit_u8'")
+        return replace(entry, problem=f"is packed as {packing!r}; {width} bits are expected as '{stored}bit_u8'")
     # Without a size the package divides the weight into its rows or, with axis 0, its columns.
     group = k if axis == 1 else n
     if f"{module}.group_size" in source.tensors:
@@ -137,7 +138,7 @@ def _entry(source: Source, module: str) -> Entry:
                 part.name,
             )
     whole = math.prod(scale.shape) == math.prod(zero.shape) == 1
-    entry = replace(entry, values=partial(_values, source, module, (n, k), bits[0], group, axis), has_values=True)
+    entry = replace(entry, values=partial(_values, source, module, (n, k), width, group, axis), has_values=True)
     if axis == 0 and not whole:
         return replace(
             entry,
@@ -157,7 +158,7 @@ def _entry(source: Source, module: str) -> Entry:
             bits=stored,
             group_size=group,
             dtypes={"scales": scale.dtype, "offsets": torch.float32},
-            read=partial(_weight, source, module, (n, k), bits[0], group),
+            read=partial(_weight, source, module, (n, k), width, group),
         ),
     )
 

@@ -26,7 +26,7 @@ class MixedConv(WeightBuffers):
         in_channels, out_channels, kernel_size, stride, padding, dilation, groups: as in ``torch.nn.Conv2d``.
         act_quant: how x is quantised: "none", "token", "block" or "tensor".
         act_symmetric: whether quantised activations have no zero point. Unused with "none".
-        activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
+        activation: as in :func:`cutlass_ops.mixed_gemm`; applied after the bias.
 
     Args:
         packed: the weight.

@@ -52,7 +52,7 @@ class MixedLinear(WeightBuffers):
         act_quant: how x is quantised: "none", "token" or "block".
         act_symmetric: whether quantised activations have no zero point. Unused with "none". A layer that is made without it
             keeps its weight's column sums on Hopper, 4 bytes for 128 weights (:meth:`cutlass_ops.PackedWeight.sum_codes`).
-        activation: None, "relu", "relu6", "gelu", "silu" or ``("clamp", lo, hi)``; applied after the bias.
+        activation: as in :func:`cutlass_ops.mixed_gemm`; applied after the bias.
         shared_by: names of the siblings whose work this layer does, and which alone call it (:func:`fuse_linears`); or none.
 
     Raises:

@@ -156,7 +156,7 @@ def quantize_model(
             bits: "lm_head", and in models of transformers also what ``get_output_embeddings`` returns and layers in
             modules named "classifier", "score", "qa_outputs" and "embed_out". With ``convs`` it also leaves
             "conv_in" and "conv_out", the first and last convolutions of models of diffusers. With ``()`` nothing is left.
-        book: None, "nf4", "fp4", "mxfp4", "e4m3" or an fp32 tensor ``[16]``, as in :func:`cutlass_ops.quantize`.
+        book: as in :func:`cutlass_ops.quantize`.
         clip: None or "mse", as in :func:`cutlass_ops.quantize`.
         convs: whether convolutions are quantised, too. Groups are ``group_size`` channels of a tap, of which the last may be
             short; -1 is one group for all taps.

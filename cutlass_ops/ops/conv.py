@@ -162,10 +162,10 @@ def mixed_conv2d(
 ) -> Tensor:
     """``activation(conv2d(x, W) + bias) + residual`` with a packed weight.
 
-    Sums are fp32, on a CPU fp64, whatever the types; the result is rounded once. On a GPU the kernels of products take the
+    Sums are fp32, whatever the types; the result is rounded once. On a GPU the kernels of products take the
     pixels under each tap straight from x. torch's convolution of the dequantised operands takes their place where x is fp32 and
     not quantised, where a group of the convolution has a number of output channels that is no multiple of 64, and where few
-    channels would leave much of the kernels' tiles empty (a 16-bit x as it is, large results): there sums are rounded to x's
+    channels would leave much of the kernels' tiles empty (large results of x's dtype): there sums are rounded to x's
     dtype before bias, activation and residual, and one that is infinite stays so where nothing follows it. Weights and
     quantised activations may be rounded once to x's dtype where the result has it too, as in :func:`cutlass_ops.mixed_gemm`.
     Depthwise convolutions (one input channel a group) round nothing on the way. The first call with such a weight keeps its

@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import _C
-from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
@@ -25,7 +24,8 @@ _VECTOR = 16
 _TILE_CHANNELS = 128
 #: Where less than this share of the products in the tiles is the convolution's, torch's takes less time: on an H100 1.0 to 1.3
 #: of its time for fp16 weights, with 3 or 64 channels, or with 320 of 320 and 960, where the kernels take 1.4 to 30 times.
-_LEAST_SHARE = 0.8
+#: Tiles of int8 take half as long, and values of codes are one more pass over x.
+_LEAST_SHARE, _LEAST_INT8_SHARE = 0.8, 0.4
 #: With fewer products in the tiles, they take less time than torch's convolution and the launches around it.
 LEAST_TORCH_PRODUCTS = 8 * 10**9
 
@@ -36,7 +36,7 @@ def convolve(
     geometry: Geometry,
     call: Call,
 ) -> Tensor | None:
-    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
+    """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
 
     The call's residual is ``[B, *out, N]``.
     """
@@ -44,13 +44,14 @@ def convolve(
     y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
     if y.numel() == 0:
         return y
-    if call.act_quant == "none" and x.dtype == call.out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n):
+    share = _LEAST_SHARE if call.act_quant == "none" else _LEAST_INT8_SHARE
+    if x.dtype == call.out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n, share):
         return None
     call = _contiguous(call, weight)
     of_all_groups = geometry.groups > 1 and call.act_quant in ("token", "tensor")
     if weight.k > weight.taps and of_all_groups and x.dtype == call.out_dtype:
         # A scale is that of all groups' channels, and each group is a product: the products take the values.
-        x = dequantized(x, weight, geometry, call).to(x.dtype)
+        x = dequantized_pixels(x, weight, geometry.groups, call, x.dtype)
         call = call._replace(act_quant="none")
     if weight.k == weight.taps:
         _depthwise(x, weight, geometry, y, call)
@@ -68,20 +69,29 @@ def _contiguous(call: Call, weight: PackedWeight) -> Call:
     )
 
 
-def dequantized(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) -> Tensor:
-    """The fp32 values that the call multiplies; x itself if it quantises nothing."""
-    if call.act_quant == "none":
-        return x
-    quantized = (weight.group_size, geometry.groups, call.act_quant, call.act_symmetric)
-    return reference_conv.dequantized_pixels(x, *quantized, torch.float32)
-
-
-def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int) -> bool:
-    """Whether so little of the kernels' tiles would be products of the convolution that torch's own is faster."""
+def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int, share: float) -> bool:
+    """Whether less than a share of the kernels' tiles would be products of the convolution, so that torch's own is faster."""
     channels, n = weight.k // weight.taps, weight.n // geometry.groups
     in_tiles = -(-channels // _TILE_CHANNELS) * _TILE_CHANNELS * -(-n // _TILE_CHANNELS) * _TILE_CHANNELS
     large = pixels * geometry.groups * weight.taps * in_tiles >= LEAST_TORCH_PRODUCTS
-    return large and min(channels, weight.taps) > 1 and channels * n < _LEAST_SHARE * in_tiles
+    return large and min(channels, weight.taps) > 1 and channels * n < share * in_tiles
+
+
+def dequantized_pixels(x: Tensor, weight: PackedWeight, groups: int, call: Call, dtype: torch.dtype) -> Tensor:
+    """:func:`cutlass_ops.reference.conv.dequantized_pixels`' values, rounded to a dtype, with the channels last in memory."""
+    images = x.permute(0, *range(2, x.dim()), 1).contiguous()
+    values = torch.empty(images.shape, dtype=dtype, device=x.device)
+    columns = x.shape[1] if call.act_quant == "token" else x.shape[1] // groups
+    block = formats.activation_block(weight.group_size) if call.act_quant == "block" else -1
+    span = torch.empty(2, dtype=torch.int32, device=x.device) if call.act_quant == "tensor" else None
+    types = native.DATA_TYPES[x.dtype], native.DATA_TYPES[dtype]
+    rows = x.numel() // columns
+    with native.on_device(weight.device):
+        stream = native.current_stream(weight.gpu)
+        _C.quantized_values(
+            images.data_ptr(), values.data_ptr(), *types, rows, columns, block, call.act_symmetric, native.pointer(span), stream
+        )
+    return values.movedim(-1, 1)
 
 
 def finish(sums: Tensor, weight: PackedWeight, call: Call) -> None:
@@ -153,7 +163,8 @@ def _problem(
 
 def _depthwise(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call) -> None:
     """Write the result to y; each group of the convolution has one input channel."""
-    x = dequantized(x, weight, geometry, call)
+    if call.act_quant != "none":
+        x = dequantized_pixels(x, weight, geometry.groups, call, torch.float32)
     pixels = _pixels(x, geometry.groups, False)
     epilogue = call.epilogue(call.bias, call.residual)
     # A code book's values are rounded to x's dtype.

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
 from . import conv_gpu, products
@@ -28,7 +29,12 @@ def convolve(
     """
     weight = products.rounded_book(weight, x.dtype)
     compute = x.dtype if x.is_cuda and x.dtype == call.out_dtype else torch.float32
-    values = conv_gpu.dequantized(x, weight, geometry, call)
+    values = x
+    if call.act_quant != "none" and x.is_cuda:
+        values = conv_gpu.dequantized_pixels(x, weight, geometry.groups, call, compute)
+    elif call.act_quant != "none":
+        quantized = (weight.group_size, geometry.groups, call.act_quant, call.act_symmetric)
+        values = reference_conv.dequantized_pixels(x, *quantized, torch.float32)
     convolution: Any = torch._convolution
     # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
     total = convolution(

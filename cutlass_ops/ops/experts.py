@@ -227,7 +227,7 @@ def mixed_moe(
         down: ``[E, H, I]``; of any format, whatever that of ``gate_up`` is.
         topk_ids: integers ``[M, top]``: each token's experts; -1 adds nothing.
         topk_weights: floating ``[M, top]``.
-        activation: None, "relu", "relu6", "gelu" (the erf form), "silu" or ``("clamp", lo, hi)``, of gate; or gpt-oss's
+        activation: as in :func:`cutlass_ops.mixed_gemm`, of gate; or gpt-oss's
             ``("clamped_swiglu", alpha, limit)`` of both: ``(u + 1) * g * sigmoid(alpha * g)``, where g is gate, at most limit,
             and u is up, clamped to -limit .. limit.
         act_quant, act_symmetric: of both products, as in :func:`cutlass_ops.mixed_gemm`.

@@ -15,13 +15,9 @@ from ..reference.experts import CLAMPED_SWIGLU
 DATA_TYPES = {torch.float32: _C.DataType.float32, torch.float16: _C.DataType.float16, torch.bfloat16: _C.DataType.bfloat16}
 ACT_QUANT = {"none": _C.ActQuant.none, "token": _C.ActQuant.token, "block": _C.ActQuant.block}
 CONV_ACT_QUANT = {**ACT_QUANT, "tensor": _C.ActQuant.tensor}
-ACTIVATIONS = {
+ACTIVATIONS: dict[str | None, _C.Activation] = {
     None: _C.Activation.none,
-    "relu": _C.Activation.relu,
-    "relu6": _C.Activation.relu6,
-    "gelu": _C.Activation.gelu,
-    "silu": _C.Activation.silu,
-    "clamp": _C.Activation.clamp,
+    **{name: getattr(_C.Activation, name) for name in (*reference.ACTIVATIONS, "clamp")},
 }
 #: The value of torch.cuda.current_stream(index).cuda_stream, in a tenth of the time. None in a torch without CUDA.
 current_stream = cast("Callable[[int], int]", getattr(torch._C, "_cuda_getCurrentRawStream", None))

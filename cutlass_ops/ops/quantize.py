@@ -40,9 +40,9 @@ def check_options(bits: int, group_size: int, book: str | Tensor | None, clip: s
             raise ValueError(f"group_size is {group_size}; mxfp4 has groups of {formats.MXFP4_GROUP}")
     else:
         raise TypeError(f"book is a {type(book).__name__}; a name or a tensor of 16 values is expected")
-    if (needed := 8 if isinstance(book, str) and book == "e4m3" else 4) != bits:
-        what = "'e4m3'" if needed == 8 else "a code book"
-        raise ValueError(f"bits is {bits}; {what} has values for {needed}")
+    what, values = (repr(book), formats.BOOKS[book]) if isinstance(book, str) else ("a code book", book)
+    if len(values) != 1 << bits:
+        raise ValueError(f"bits is {bits}; {what} has {len(values)} values")
     if clip is not None:
         raise ValueError(f"both book and clip are given ({book!r}, {clip!r}); a code book spans the whole range of a group")
 

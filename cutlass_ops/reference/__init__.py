@@ -19,10 +19,21 @@ from .activations import (
 )
 from .codebooks import book_cuts, code_book, quantize_book, quantize_e4m3, quantize_mxfp4
 from .flat import awq_dequantize, awq_unpack, dequantize_4bit, dequantize_absmax, dynamic_map, quantize_4bit, quantize_absmax
-from .gemm import BOOK_NEEDS_FLOATS, CONVOLUTION, Activation, activate, check_activation, epilogue, gemm_quantized, mixed_gemm
+from .gemm import (
+    ACTIVATIONS,
+    BOOK_NEEDS_FLOATS,
+    CONVOLUTION,
+    Activation,
+    activate,
+    check_activation,
+    epilogue,
+    gemm_quantized,
+    mixed_gemm,
+)
 from .weights import CLIP_FACTORS, dequantize_weight, quantize_weight, quantize_weight_book, taps_as_rows
 
 __all__ = [
+    "ACTIVATIONS",
     "BOOK_NEEDS_FLOATS",
     "CLIP_FACTORS",
     "CONVOLUTION",

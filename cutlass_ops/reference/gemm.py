@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeAlias
 
 import torch
@@ -16,8 +17,15 @@ from .weights import centred_weight, weight_rows
 
 #: fp32 holds every integer up to this.
 _EXACT_IN_FP32 = 2**24
-#: ``None``, ``"relu"``, ``"relu6"``, ``"gelu"`` (the erf form), ``"silu"`` or ``("clamp", lo, hi)``.
+#: ``None``, a name of :data:`ACTIVATIONS` or ``("clamp", lo, hi)``.
 Activation: TypeAlias = "str | tuple[str, float, float] | None"
+#: Activations without parameters; "gelu" is the erf form.
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": lambda y: y.clamp(min=0),
+    "relu6": lambda y: y.clamp(0, 6),
+    "gelu": F.gelu,
+    "silu": F.silu,
+}
 #: Why a product of a code book's values with quantised activations is refused.
 BOOK_NEEDS_FLOATS = "a weight with a code book is multiplied by floats (act_quant='none')"
 #: Why a product with a convolution's weight is refused.
@@ -26,13 +34,14 @@ CONVOLUTION = "the weight is a convolution's, with a kernel of {}; a matrix is e
 
 def check_activation(activation: Activation) -> None:
     """Raise ``ValueError`` if ``activation`` is none of those that :func:`activate` knows."""
-    if activation is None or activation in ("relu", "relu6", "gelu", "silu"):
+    if activation is None or (isinstance(activation, str) and activation in ACTIVATIONS):
         return
     if isinstance(activation, tuple) and len(activation) == 3 and activation[0] == "clamp":
         if activation[1] <= activation[2]:
             return
         raise ValueError(f"activation is {activation!r}; clamp takes bounds lo <= hi")
-    raise ValueError(f"activation is {activation!r}; supported are None, 'relu', 'relu6', 'gelu', 'silu' and ('clamp', lo, hi)")
+    names = ", ".join(map(repr, ACTIVATIONS))
+    raise ValueError(f"activation is {activation!r}; supported are None, {names} and ('clamp', lo, hi)")
 
 
 def activate(y: Tensor, activation: Activation) -> Tensor:
@@ -40,14 +49,8 @@ def activate(y: Tensor, activation: Activation) -> Tensor:
     check_activation(activation)
     if activation is None:
         return y
-    if activation == "relu":
-        return y.clamp(min=0)
-    if activation == "relu6":
-        return y.clamp(0, 6)
-    if activation == "gelu":
-        return F.gelu(y)
-    if activation == "silu":
-        return F.silu(y)
+    if isinstance(activation, str):
+        return ACTIVATIONS[activation](y)
     return y.clamp(float(activation[1]), float(activation[2]))
 
 

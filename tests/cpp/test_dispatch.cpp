@@ -342,13 +342,29 @@ TEST(Experts, TakeHigherTilesTheMoreRowsTheyHave) {
     EXPECT_STREQ(chosen.kernel, kernel);
     // Enough for any routing: all positions' own slots, and the most tiles that they can be cut into.
     int const positions = tokens * 8, touched = std::min(128, positions);
-    EXPECT_GE(chosen.slots, positions + touched * 15 - 15);
+    EXPECT_EQ(chosen.routes, positions > 256);
+    EXPECT_GE(chosen.slots, positions + (chosen.routes ? touched * 15 - 15 : 0));
     EXPECT_EQ(chosen.slots % 16, 0);
     EXPECT_EQ(chosen.tiles, touched + (positions - touched) / height);
     for (Plan const* product : {&chosen.gate_up, &chosen.down}) {
       EXPECT_EQ(product->grid_x % product->cluster_size, 0);
       EXPECT_LE(product->shared_bytes, kHopper.shared_memory);
     }
+  }
+}
+
+TEST(Experts, FindTheirRowsInTheIdsWhereTheseAreFew) {
+  MoePlan chosen;
+  for (auto [tokens, count, routes] : {std::tuple(1, 128, false),
+                                       {32, 128, false},
+                                       {33, 128, true},
+                                       {32, 8192, false},
+                                       {32, 8, true}}) {  // 32 rows of an expert, in higher tiles
+    ASSERT_TRUE(plan_moe(experts(tokens, count, 8, 2048, 768), kHopper, &chosen).ok());
+    EXPECT_EQ(chosen.routes, routes) << tokens << " tokens, " << count << " experts";
+    if (routes) continue;
+    EXPECT_EQ(chosen.block_m, 16);
+    EXPECT_EQ(chosen.slots, (tokens * 8 + 15) / 16 * 16);
   }
 }
 
@@ -361,6 +377,33 @@ TEST(Experts, ShareAllFeaturesOfGateAndUpByClusters) {
     EXPECT_GE(shape.most_row_panels * shape.clusters * 64, 2 * intermediate);
     EXPECT_EQ(chosen.gate_up.grid_x, chosen.tiles * shape.clusters * shape.cluster);
   }
+}
+
+TEST(Experts, AreDealtToAllCtasWhereEachGetsSeveralRowPanels) {
+  MoePlan chosen;
+  auto const dealt = [&](MoeProblem const& p) {
+    EXPECT_TRUE(plan_moe(p, kHopper, &chosen).ok());
+    WgmmaDecodeShape const& shape = chosen.gate_up.wgmma_decode;
+    if (!shape.dealt) return false;
+    EXPECT_EQ(shape.cluster, 1);
+    EXPECT_EQ(shape.sets, 1);
+    EXPECT_EQ(chosen.gate_up.grid_x, 2 * kHopper.multiprocessors);
+    EXPECT_LE(shape.most_row_panels, 9);
+    EXPECT_GE(shape.stages, 3);
+    return true;
+  };
+  auto const experts = [](auto... sizes) {
+    MoeProblem p = cutlass_ops::experts(sizes...);
+    p.x_type = DataType::kFloat16;
+    return p;
+  };
+  EXPECT_TRUE(dealt(experts(32, 128, 8, 2048, 768)));
+  EXPECT_TRUE(dealt(experts(128, 128, 8, 2048, 768)));
+  EXPECT_FALSE(dealt(experts(1, 128, 8, 2048, 768)));
+  EXPECT_FALSE(dealt(experts(4096, 8192, 8, 512, 32)));  // a CTA would have parts of too many tiles
+  MoeProblem p = experts(32, 128, 8, 2048, 768);
+  p.gate_up.stack.scale_type = DataType::kFloat32;  // which the kernel keeps in registers
+  EXPECT_FALSE(dealt(p));
 }
 
 TEST(Experts, TakeTheExactKernelWhereItsGroupsAndCodesAllowIt) {

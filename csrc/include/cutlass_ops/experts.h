@@ -29,7 +29,7 @@ struct RouteProblem {
   int32_t const* expert_map = nullptr;  // [map_size]: the expert of an id, or -1; null: ids are experts
   int map_size = 0;
 
-  int positions() const { return tokens * top; }
+  constexpr int positions() const { return tokens * top; }
 };
 
 constexpr int kMostExperts = 8192;  // whose counts a CTA of route() holds
@@ -67,7 +67,8 @@ struct MoeProblem {
 struct MoePlan {
   char const* kernel = nullptr;
   int block_m = 0;
-  int slots = 0;         // rows of x sorted by expert, each expert's padded to 16
+  bool routes = true;    // positions are sorted by expert first; otherwise CTAs find theirs from the ids
+  int slots = 0;         // rows of x sorted by expert, each expert's padded to 16; or all positions
   int tiles = 0;         // of block_m rows, at most
   bool int8 = false;     // products are of int8 codes, not of their values as 16-bit floats
   bool gathers = false;  // rows of x are copied to their slots, not read by their numbers

@@ -67,6 +67,21 @@ Status finish_sums(GemmProblem const& problem, void const* sums, Stream stream);
 // Floats to int8 codes in kernel order with their scales (and zero points).
 Status quantize_activations(QuantizeProblem const& problem, Stream stream);
 
+// The values that codes of floats stand for, scale * (code - zero point), each rounded once, in the order of the floats: what
+// quantize_activations' codes would be multiplied as.
+struct QuantizedValues {
+  void const* x = nullptr;  // [rows][columns] of x_type, contiguous
+  DataType x_type = DataType::kFloat16;
+  void* out = nullptr;  // [rows][columns] of out_type; it may be x, if that has the same type
+  DataType out_type = DataType::kFloat16;
+  int64_t rows = 0;
+  int columns = 0;
+  int block = -1;  // columns with one scale: 32, 64, 128, the last of a row may have fewer; or -1: a row
+  bool symmetric = true;
+  uint32_t* range = nullptr;  // [2] on the device, where the range of x goes that has one scale; null: each block has its own
+};
+Status quantized_values(QuantizedValues const& problem, Stream stream);
+
 // The column sums of a weight (zero_compensation.h), colsum_bytes(weight) bytes from an address that is a multiple of 16, which
 // place_colsums() then attaches to the weight, so that products need not compute them. Of groups of 128 or more, without
 // offsets or a code book, and without zero points at 8 bits.

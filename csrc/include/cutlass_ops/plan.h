@@ -71,12 +71,14 @@ struct WgmmaDecodeShape {
   static constexpr int warpgroups(bool one_cta) { return one_cta ? 4 : 3; }
   // Row panels of a warpgroup: its sums stay in registers, together with those of weights where x has zero points.
   static constexpr int most_row_panels_of(bool one_cta, bool token_zeros) { return one_cta || token_zeros ? 2 : 3; }
+  static constexpr int kMostDealtTiles = 8;  // whose row panels a CTA has parts of
   // Output features that are never divided between clusters.
   static constexpr int unit(bool one_cta) { return one_cta ? 32 : 64; }
 
   int cluster = 0;          // CTAs that split K; 0: none fits
   int clusters = 0;         // of which each has whole units
   int most_row_panels = 0;  // of a cluster, wholly or in part
+  bool dealt = false;       // of experts: so many CTAs run at a time, and take equal parts of all tiles' row panels
   int sets = 1;             // of warpgroups that take turns at tiles of K; with one, they share the row panels
   int stages = 0;           // tiles of K in a CTA's ring: x of all stages, then their weights
   int weights = 0;          // where these begin

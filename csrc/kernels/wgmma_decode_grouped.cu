@@ -1,0 +1,28 @@
+// wgmma_decode's instances for experts: W4A16 and W8A16, groups of 128 or more without offsets, scales of x's type.
+#include "kernels/wgmma_decode.cuh"
+
+namespace cutlass_ops {
+namespace {
+
+template <class Element, int kBits>
+Status launch_element(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  auto const launch = [&](auto zeros) {
+    using C = Config<Element, kBits, decltype(zeros)::value, false, Element, false, false, false, true>;
+    return launch_grouped_config<C>(problem, plan, stream);
+  };
+  return problem.weight.zeros ? launch(std::true_type()) : launch(std::false_type());
+}
+
+template <int kBits>
+Status launch_bits(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return problem.x_type == DataType::kFloat16 ? launch_element<__half, kBits>(problem, plan, stream)
+                                              : launch_element<__nv_bfloat16, kBits>(problem, plan, stream);
+}
+
+}  // namespace
+
+Status launch_grouped_decode(GroupedGemm const& problem, Plan const& plan, Stream stream) {
+  return problem.weight.bits == 4 ? launch_bits<4>(problem, plan, stream) : launch_bits<8>(problem, plan, stream);
+}
+
+}  // namespace cutlass_ops
