@@ -1,4 +1,4 @@
-"""Packed models through transformers and load_model: loaded, saved, refused."""
+"""Packed models through transformers and load_model: loaded, saved, changed."""
 
 from __future__ import annotations
 
