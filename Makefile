@@ -33,7 +33,7 @@ export PATH := $(abspath $(VENV))/bin:$(PATH)
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Python compiles modules when they are imported; pip would compile all of them.
 export PIP_NO_COMPILE := 1
-CXX_SOURCES = $(shell find csrc tests/cpp tools -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CXX_SOURCES = $(shell find csrc tests/cpp tools examples -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: build test oldest newest constraints wheel demo lint format docs clean
 .DELETE_ON_ERROR:

@@ -8,24 +8,24 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from .checkpoints import load_checkpoint
-from .files.conversion_plan import Options
 from .files.packed_file import load_packed, save_packed
 from .integrations.hf import load_model
 from .integrations.registration import register_when_imported
 from .nn.conv import replace_convs
-from .nn.linear import Fused, MixedLinear, fuse_linears, replace_linears, set_activations
+from .nn.linear import MixedLinear, fuse_linears, replace_linears, set_activations
 from .nn.quantize_model import quantize_model
-from .ops import gradients as gradients  # the gradient of mixed_gemm
-from .ops import gradients_conv as gradients_conv  # and that of mixed convolutions
+from .ops import gradients_conv as gradients_conv  # the gradient of mixed convolutions
 from .ops.activations import QuantizedActivations, quantize_activations, rms_norm_quantize, silu_mul_quantize
 from .ops.conv import mixed_conv1d, mixed_conv2d, mixed_conv3d
 from .ops.conv_int8 import conv2d_int8, linear_int8
 from .ops.drop_in import NestedAbsmax, awq_dequantize, awq_gemm, dequantize_4bit, quantize_4bit
 from .ops.embedding import embedding
-from .ops.experts import Routing, grouped_gemm, mixed_moe, reorder_experts, route
+from .ops.expert_packing import reorder_experts
+from .ops.experts import grouped_gemm, mixed_moe
 from .ops.explain import Explanation, explain
 from .ops.gemm import dequantize, mixed_gemm
 from .ops.quantize import quantize
+from .ops.routing import Routing, route
 from .version import __version__ as __version__
 from .weights.packed_experts import PackedExperts
 from .weights.packed_weight import PackedWeight
@@ -38,10 +38,8 @@ if TYPE_CHECKING:
 __all__ = [
     "CheckpointError",
     "Explanation",
-    "Fused",
     "MixedLinear",
     "NestedAbsmax",
-    "Options",
     "PackedExperts",
     "PackedWeight",
     "QuantizedActivations",

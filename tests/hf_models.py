@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from imports import import_or_skip
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from sizes import DECODER
 from torch import Tensor, nn
 
@@ -199,3 +199,32 @@ def write_dialect(folder: Path, dialect: str) -> Any:
     config = {**model.config.to_dict(), "quantization_config": quantization}
     (folder / "config.json").write_text(json.dumps(config))
     return model
+
+
+def write_act_order(folder: Path) -> Path:
+    """Write a packed Llama of one layer with permutations and zero points; returns its file, beside its configuration."""
+    model = tiny(num_hidden_layers=1)
+    tensors: dict[str, Any] = {}
+    for name, tensor in model.state_dict().items():
+        module = name.removesuffix(".weight")
+        if module in linears(model):
+            weight = co.quantize(tensor, 4, 32, False)
+            perm = torch.randperm(weight.k, generator=torch.Generator().manual_seed(0))
+            tensors[module] = co.reorder(
+                co.QuantizedWeight(weight.codes, weight.scales, weight.zeros, bits=4, group_size=32, perm=perm)
+            )
+        else:
+            tensors[name] = tensor
+    co.save_packed(folder / "packed.safetensors", tensors)
+    (folder / "config.json").write_text(model.config.to_json_string())
+    return folder / "packed.safetensors"
+
+
+def rewrite(packed: Path, target: Path, change: dict[str, Tensor | None]) -> Path:
+    """A packed directory with other tensors, in one shard."""
+    target.mkdir()
+    tensors = {name: tensor for file in packed.glob("*.safetensors") for name, tensor in load_file(file).items()}
+    kept = {name: tensor for name, tensor in {**tensors, **change}.items() if tensor is not None}
+    save_file(kept, target / "model.safetensors", metadata={"format": "pt"})
+    (target / "config.json").write_bytes((packed / "config.json").read_bytes())
+    return target

@@ -13,6 +13,7 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops.ops import library
+from cutlass_ops.ops.conv import OF_CONV
 from cutlass_ops.weights import formats
 
 TORCH: dict[int, Callable[..., Tensor]] = {1: F.conv1d, 2: F.conv2d, 3: F.conv3d}
@@ -357,8 +358,8 @@ def test_compiled_gradients(activation: str | None) -> None:
 def sample(act_quant: str) -> tuple[Any, ...]:
     packed = co.reorder(weight(6, 32, (3, 3)))
     x, residual = image(1, 32, 8, 8), torch.zeros(1, 6, 4, 4)
-    end = (torch.zeros(6), "clamp", -1.0, 1.0, residual, torch.float16, [2, 2], [1, 1], [1, 1], 1, act_quant, False)
-    return (x, *library.weight_fields(packed), [3, 3], *end)
+    end = (torch.zeros(6), "clamp", -1.0, 1.0, residual, torch.float16, act_quant, False)
+    return (x, *library.weight_fields(packed), [3, 3], [2, 2], [1, 1], [1, 1], 1, *end)
 
 
 @pytest.mark.parametrize("act_quant", ["none", "block"])
@@ -366,12 +367,11 @@ def test_opcheck(act_quant: str) -> None:
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv.default, sample(act_quant))
     x, *rest = sample(act_quant)
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv.default, (x.requires_grad_(), *rest))
-    # Without the residual and the dtype of the result; with what the backward pass adds.
-    bias, activation, low, high, _, _, *call = rest[12:]
-    weight = rest[:12]
+    fields, call = OF_CONV.split(rest)
+    end = OF_CONV.values(call._replace(residual=None))
     for wanted in ([True, True], [False, True]):
-        args = (torch.zeros(1, 6, 4, 4), image(1, 32, 8, 8), *weight, bias, activation, low, high, *call, torch.float16)
-        torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv_backward.default, (*args, [1, 32, 8, 8], wanted))
+        args = (torch.zeros(1, 6, 4, 4), image(1, 32, 8, 8), *fields, torch.float16, [1, 32, 8, 8], wanted, *end)
+        torch.library.opcheck(torch.ops.cutlass_ops.mixed_conv_backward.default, args)
 
 
 @pytest.mark.parametrize("act_quant", ["none", "token", "block", "tensor"])

@@ -228,8 +228,8 @@ def test_what_does_not_fit_is_refused_with_its_value() -> None:
 def test_operators() -> None:
     w = codes(torch.int8, 6, 4, 3, 3)
     x, weight = codes(torch.int8, 2, 4, 8, 8), packed(w, torch.rand(6) + 0.1)
-    numbers = (0.1, 3, 2.5, -4, "relu", 0.0, 0.0, torch.uint8)
-    args = (x, *library.weight_fields(weight), [3, 3], None, *numbers, [2, 1], [1, 0], [1, 1], 1)
+    end = (0.1, 3, 2.5, -4, None, "relu", 0.0, 0.0, torch.uint8)
+    args = (x, *library.weight_fields(weight), [3, 3], [2, 1], [1, 0], [1, 1], 1, *end)
     torch.library.opcheck(torch.ops.cutlass_ops.conv_int8.default, args)
 
     matrix = packed(codes(torch.int8, 6, 6), torch.rand(6) + 0.1)

@@ -13,6 +13,7 @@ from torch import Tensor
 import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops.ops import conv_int8, native
+from cutlass_ops.ops.call import Call
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference.conv import Geometry
 
@@ -122,8 +123,8 @@ def both(
 ) -> Tensor:
     """The result, which each of the kernels' plans has to have, and which is the reference's."""
     known = DEVICES[device]
-    name, low, high = native.split_activation(activation)
-    numbers = (x_scale, x_zero_point, y_scale, y_zero_point, name, low, high)
+    scales = conv_int8.Scales(x_scale, x_zero_point, y_scale, y_zero_point)
+    call = Call(bias, *native.split_activation(activation), out_dtype=out_dtype)
     as_device = _C.current_device() if known is None else _C.Device(*known)
     results: list[tuple[str, Tensor]] = []
     while True:
@@ -134,7 +135,7 @@ def both(
             assert problem.plan(as_device).kernel == plans[0].kernel
             return plans[len(results)]
 
-        found = conv_int8.launch(x, weight, bias, numbers, out_dtype, geometry, choose)
+        found = conv_int8.launch(x, weight, geometry, scales, call, choose)
         plan = plans[len(results)]
         results.append((f"{plan.kernel} {plan.block_m} {plan.block_n} {plan.cluster_size}", found))
         if len(results) == len(plans):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from cutlass_ops import _C, PackedWeight, QuantizedWeight, dequantize, mixed_gemm, quantize_activations, reference, reorder
-from cutlass_ops.ops import gemm
+from cutlass_ops.ops import products
 from cutlass_ops.weights import formats
 
 TYPES = [torch.float16, torch.bfloat16, torch.float32]
@@ -90,8 +90,8 @@ def test_dequantised_values_have_the_bits_of_the_reference(kind: str, bits: int,
                 expected = reference.dequantize_weight(qw, dtype)
                 assert same_bits(dequantize(pw, dtype), expected)
                 if n > 64:
-                    assert same_bits(gemm.run_dequantize(pw, dtype, 64), expected[64:])
-                    assert same_bits(gemm.run_dequantize(pw, dtype, 0, 64), expected[:64])
+                    assert same_bits(products.run_dequantize(pw, dtype, 64), expected[64:])
+                    assert same_bits(products.run_dequantize(pw, dtype, 0, 64), expected[:64])
 
 
 def test_dequantised_values_of_scales_that_are_no_numbers() -> None:

@@ -18,6 +18,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops.files import Options
 
 PACKAGE = Path(co.__file__).parent
 #: torch's functions that make a tensor on the default device, as its DeviceContext knows them.
@@ -123,7 +124,7 @@ def load_model(a: Arguments) -> Any:
         config = transformers.LlamaConfig(**sizes, num_hidden_layers=1, num_key_value_heads=2)
         with torch.device("cpu"):
             transformers.LlamaForCausalLM(config).float().save_pretrained(a.llama)
-    model = co.load_model(a.llama, options=co.Options(4, 32), dtype=torch.float32)
+    model = co.load_model(a.llama, options=Options(4, 32), dtype=torch.float32)
     return model(input_ids=a.ids.clamp(min=0), use_cache=False).logits
 
 

@@ -373,10 +373,10 @@ def test_the_operators_are_traced_whole() -> None:
     for found, expected in zip(compiled(x, ids, w), layer(x, ids, w), strict=True):
         assert torch.equal(found, expected)
     fields = experts_module._fields
-    options = (ids, w, "silu", 0.0, 0.0, "none", True, None)
+    options = (ids, w, None, "silu", 0.0, 0.0, "none", True)
     torch.library.opcheck(torch.ops.cutlass_ops.mixed_moe, (x, *fields(gate_up), *fields(down), *options))
     routing = co.route(ids, 5)
-    options_of_grouped = (*routing, None, None, 0.0, 0.0, "none", True, torch.float32, False)
+    options_of_grouped = (*routing, False, None, None, 0.0, 0.0, torch.float32, "none", True)
     torch.library.opcheck(torch.ops.cutlass_ops.grouped_gemm, (x, *fields(gate_up), *options_of_grouped))
     with pytest.raises(Exception, match="gradient in eager calls only"):
         torch.compile(layer, backend="aot_eager", fullgraph=True)(x.requires_grad_(), ids, w)

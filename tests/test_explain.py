@@ -12,7 +12,8 @@ from torch import Tensor
 
 import cutlass_ops as co
 from cutlass_ops import _C, reference
-from cutlass_ops.ops import gemm
+from cutlass_ops.ops import products
+from cutlass_ops.ops.call import Call
 
 
 def test_explain_on_the_cpu() -> None:
@@ -166,19 +167,17 @@ def test_explain_says_that_fp32_is_multiplied_by_torch() -> None:
 def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int, monkeypatch: pytest.MonkeyPatch) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, x = co.reorder(qw), activations(6, K)
-    monkeypatch.setattr(gemm, "_PANEL_VALUES", values)
-    monkeypatch.setattr(gemm, "_CPU_PANEL_VALUES", values // torch.get_num_threads())
-    assert [rows.stop - rows.start for rows, _ in gemm.panels(packed, torch.float16)] == (
+    monkeypatch.setattr(products, "_PANEL_VALUES", values)
+    monkeypatch.setattr(products, "_CPU_PANEL_VALUES", values // torch.get_num_threads())
+    assert [rows.stop - rows.start for rows, _ in products.panels(packed, torch.float16)] == (
         [64, 64, 64, 8] if values < 1 << 26 else [200]
     )
     exact = product(x, qw)
-    found = gemm.panel_gemm(
-        x, packed, (2, 3, 200), (None, None, 0.0, 0.0, None, torch.float32, False, False, 0, False), torch.float32
-    )
+    found = products.panel_gemm(x, packed, (2, 3, 200), Call(), torch.float32)
     assert torch.equal(found.double().view(6, 200), exact)
     bias, residual = activations(200), activations(6, 200)
-    end = (bias, "clamp", -40.0, 24.5, residual, torch.float16, True, False, 0, True)
-    found = gemm.panel_gemm(x, packed, (6, 200), end, torch.float32)
+    call = Call(bias, "clamp", -40.0, 24.5, residual, torch.float16, saturate=True, exact=True)
+    found = products.panel_gemm(x, packed, (6, 200), call, torch.float32)
     expected = (exact + bias).clamp(-40, 24.5) + residual
     assert found.dtype == torch.float16
     assert torch.equal(found.double(), expected.half().double())
@@ -186,15 +185,15 @@ def test_panels_of_the_weight_give_the_product(bits: int, kind: str, values: int
 
 def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
     packed = co.reorder(weight(n=200))
-    end = (None, "relu", 0.0, 0.0, None, torch.float32, False, False, 0, False)
+    call = Call(activation="relu")
     x = activations(3, K)
     x[0, 3], x[2, 5] = NAN, INF
-    y = gemm.panel_gemm(x, packed, (3, 200), end, torch.float32)
+    y = products.panel_gemm(x, packed, (3, 200), call, torch.float32)
     assert y[[0, 2]].isnan().all()
     assert y[1].isfinite().all()
-    assert gemm.panel_gemm(x[:0], packed, (0, 200), end, torch.float32).shape == (0, 200)
+    assert products.panel_gemm(x[:0], packed, (0, 200), call, torch.float32).shape == (0, 200)
     with pytest.raises(ValueError, match="batch_invariant is True"):
-        gemm.panel_gemm(x, packed, (3, 200), (*end[:7], True, 0, False), torch.float32)
+        products.panel_gemm(x, packed, (3, 200), call._replace(batch_invariant=True), torch.float32)
 
 
 # What a CPU does with many rows of an x that is not quantised.
@@ -203,7 +202,7 @@ def test_panels_of_rows_that_are_not_finite_or_not_there() -> None:
 def test_many_rows_on_a_cpu_are_multiplied_by_torch(bits: int, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     qw = weight(bits, "zeros" if kind == "perm" else kind, 64, n=200, perm=kind == "perm")
     packed, bias = co.reorder(qw), activations(200)
-    monkeypatch.setattr(gemm, "_CPU_PANEL_VALUES", 70 * K)  # four panels
+    monkeypatch.setattr(products, "_CPU_PANEL_VALUES", 70 * K)  # four panels
     relative = {torch.float32: 0, torch.float16: 2**-10, torch.bfloat16: 2**-8}
     for dtype, rows in ((torch.float32, 128), (torch.float16, 128), (torch.bfloat16, 128), (torch.bfloat16, 32)):
         x = torch.randn(rows, K, generator=torch.Generator().manual_seed(rows)).to(dtype)

@@ -14,7 +14,8 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import cutlass_ops as co
-from cutlass_ops.ops import gemm, gradients, library
+from cutlass_ops.ops import gradients, library, products
+from cutlass_ops.ops.call import Call
 from cutlass_ops.weights import formats
 
 N, K, M = 200, 288, 6
@@ -196,7 +197,7 @@ def test_at_a_bound_the_gradient_is_that_of_torch(activation: Any, bounds: list[
     function = (lambda v: v.clamp(*limits)) if name == "clamp" else ACTIVATIONS[name][1]
     grad = values(len(z))
     (expected,) = torch.autograd.grad(function(z), z, grad)
-    assert torch.equal(gradients.through_activation(grad, z.detach(), name, *limits), expected)
+    assert torch.equal(gradients.through_activation(grad, z.detach(), Call(None, name, *limits)), expected)
     # The same by way of a product: an identity in fp32 whose z are these values.
     eye = co.reorder(co.QuantizedWeight(8 + torch.eye(len(z), dtype=torch.uint8), torch.ones(len(z), 1), group_size=-1))
     x = z.detach()[None].clone().requires_grad_()
@@ -237,9 +238,9 @@ def test_panels_of_rows_add_up(kind: str, dtype: torch.dtype, device: str, monke
         panels.append(args[2:])
         return whole(*args)
 
-    whole = gemm.run_dequantize
-    monkeypatch.setattr(gemm, "run_dequantize", dequantize)
-    monkeypatch.setattr(gemm, "_PANEL_VALUES", 70 * K)
+    whole = products.run_dequantize
+    monkeypatch.setattr(products, "run_dequantize", dequantize)
+    monkeypatch.setattr(products, "_PANEL_VALUES", 70 * K)
     act_quant = "none" if dtype == torch.float16 or kind == "book" else "block"
     x = values(M, K, dtype=dtype, device=device).requires_grad_()
     grad = values(M, N, seed=2, dtype=dtype, device=device)
@@ -264,7 +265,7 @@ def test_panels_of_16_bits_add_up_in_fp32(dtype: torch.dtype, fp32_results: bool
 
     monkeypatch.setattr(torch, "mm", mm)
     monkeypatch.setattr(gradients, "_FP32_RESULTS", fp32_results)
-    monkeypatch.setattr(gemm, "_PANEL_VALUES", 64 * K)
+    monkeypatch.setattr(products, "_PANEL_VALUES", 64 * K)
     codes = torch.randint(0, 16, (N, K), generator=torch.Generator().manual_seed(0)).to(torch.uint8)
     packed = co.reorder(co.QuantizedWeight(codes, torch.ones(N, 1), group_size=-1))
     grad = (values(M, N) * 60).round().to(dtype)

@@ -10,6 +10,7 @@ from imports import import_or_skip
 
 import cutlass_ops as co
 from cutlass_ops.checkpoints.hub import local_path
+from cutlass_ops.files import Options
 
 constants = import_or_skip("huggingface_hub.constants")
 
@@ -56,7 +57,7 @@ def test_load_model_takes_an_id(snapshot: Path) -> None:
     )
     model = transformers.LlamaForCausalLM(config).eval()
     model.save_pretrained(snapshot)
-    loaded = co.load_model("someone/tiny-model.v1", options=co.Options(bits=8, group_size=32))
+    loaded = co.load_model("someone/tiny-model.v1", options=Options(bits=8, group_size=32))
     tokens = torch.arange(8)[None]
     with torch.inference_mode():
         expected, found = model(tokens).logits, loaded(tokens).logits

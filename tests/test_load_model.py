@@ -126,7 +126,7 @@ def custom(tmp_path: Path) -> Path:
 
 
 def test_code_of_a_checkpoint_is_not_run_and_no_prompt_is_shown(custom: Path) -> None:
-    code = f"import cutlass_ops as co; co.load_model({str(custom)!r}, options=co.Options(8, 32))"
+    code = f"import cutlass_ops as co; co.load_model({str(custom)!r}, options=co.files.Options(8, 32))"
     run = subprocess.run([sys.executable, "-c", code], input="y\n", capture_output=True, text=True)
     assert run.returncode == 1
     assert "RAN" not in run.stdout

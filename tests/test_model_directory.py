@@ -191,7 +191,8 @@ RUN = """
             os.kill(os.getpid(), signal.SIGKILL)
     options = Options(bits=4, group_size=32, symmetric=False, exclude="layers.1.*up_proj")
     reorder_model(
-        load_checkpoint(sys.argv[1]), sys.argv[2], options, ranks=int(sys.argv[4]), shard_bytes=60_000, progress=progress
+        load_checkpoint(sys.argv[1]), sys.argv[2], options,
+        ranks=int(sys.argv[4]), shard_bytes=60_000, progress=progress,
     )
 """
 

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import cutlass_ops as co
+from cutlass_ops.files import Options
 from cutlass_ops.files.model_directory import reorder_model
 from cutlass_ops.files.packed_file import packed_info
 from cutlass_ops.files.packing import reorder_checkpoint
@@ -129,9 +130,9 @@ def test_an_embedding_beside_a_head_is_packed_by_itself(tmp_path: Path) -> None:
 def test_float_embeddings_stay_unless_they_are_named(tmp_path: Path) -> None:
     tiny("Llama", tie_word_embeddings=False).save_pretrained(tmp_path / "float")
     checkpoint = co.load_checkpoint(tmp_path / "float")
-    reorder_model(checkpoint, tmp_path / "plain", co.Options(8, 32))
+    reorder_model(checkpoint, tmp_path / "plain", Options(8, 32))
     assert type(loaded(tmp_path / "plain")[0].get_input_embeddings()) is nn.Embedding
-    reorder_model(checkpoint, tmp_path / "packed", co.Options(8, 32, include="embed_tokens|_proj"))
+    reorder_model(checkpoint, tmp_path / "packed", Options(8, 32, include="embed_tokens|_proj"))
     for model in loaded(tmp_path / "packed"):
         assert isinstance(model.get_input_embeddings(), MixedEmbedding)
         assert isinstance(model.lm_head, nn.Linear)

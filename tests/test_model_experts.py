@@ -111,7 +111,8 @@ def test_experts_of_which_one_product_is_packed_are_refused(tmp_path: Path) -> N
 def as_before(path: Path) -> None:
     """Give a file the rows and the metadata that earlier versions wrote for experts."""
     with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name).clone() for name in names}
     weights, experts = json.loads(metadata["weights"]), json.loads(metadata["experts"])
     for name, form in experts.items():
         gated, numbers = form.pop("gated"), weights[name]

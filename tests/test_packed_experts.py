@@ -340,7 +340,8 @@ def test_inspect_tells_experts_and_their_rows(tmp_path: Path) -> None:
 
 def rewritten(path: Path, change: Callable[[dict[str, str], dict[str, Tensor]], None]) -> None:
     with safe_open(path, "pt") as file:
-        metadata, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, names = file.metadata(), file.keys()
+        tensors = {name: file.get_tensor(name) for name in names}
     change(metadata, tensors)
     save_file(tensors, path, metadata)
 

@@ -53,8 +53,6 @@ KERNELS = ("csrc/device/", "csrc/dispatch/", "csrc/kernels/")
 EXCEPTIONS: dict[tuple[str, str], str] = {
     ("csrc/kernels/route.cu", "tokens"): "of a mixture-of-experts layer",
     ("csrc/dispatch/of_format.h", "likewise"): "one comment",
-    ("tests/cpp/test_dispatch.cpp", "beside floats"): "one comment",
-    ("tests/cpp/test_dispatch.cpp", "parts of k"): "a test's name",
 }
 
 FOLDERS = ("csrc", "cutlass_ops", "tests", "tools", "docs", "examples", "cmake")

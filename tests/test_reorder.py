@@ -362,7 +362,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
         def anonymous():
             # The pages of a mapped file are the system's to drop; what was allocated is not.
             lines = open("/proc/self/status").read().splitlines()
-            return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+            (line,) = [line for line in lines if line.startswith("RssAnon:")]
+            return 1024 * int(line.split()[1])
 
         torch.set_num_threads(1)
         reorder(quantize(torch.randn(64, 128)))
@@ -375,7 +376,8 @@ def test_memory_is_bounded_by_the_largest_tensor(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=watch, daemon=True)
         thread.start()
-        reorder_checkpoint(load_checkpoint({str(path)!r}), {str(tmp_path / "p.safetensors")!r}, bits=8)
+        packed = {str(tmp_path / "p.safetensors")!r}
+        reorder_checkpoint(load_checkpoint({str(path)!r}), packed, bits=8)
         done.set()
         thread.join()
         print(peak - before)

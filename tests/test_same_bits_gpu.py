@@ -29,7 +29,7 @@ from gpu_cases import (
 from torch import Tensor
 
 import cutlass_ops as co
-from cutlass_ops.ops import gemm
+from cutlass_ops.ops import products
 
 pytestmark = pytest.mark.gpu
 
@@ -128,7 +128,7 @@ def test_never_synchronizes(activations: str) -> None:
 def test_fp32_as_it_is(bits: int, kind: str, group_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """In panels, with the epilogue of every other product, captured in a CUDA graph, and with gradients."""
     n, k = 200, 576
-    monkeypatch.setattr(gemm, "_PANEL_VALUES", 70 * k)
+    monkeypatch.setattr(products, "_PANEL_VALUES", 70 * k)
     for perm in (False, True):
         qw = make_weight(Format(bits, kind, group_size), n, k, exact=False, bias=True, perm=perm)
         packed = co.reorder(qw)

@@ -24,7 +24,8 @@ def sanitize(folder: Path, printed: str, status: int) -> subprocess.CompletedPro
 COPY = "cute::SM90_BULK_COPY_G2S::copy(const void *, unsigned long *, void *, int)+0x7e40 in copy_sm90_tma.hpp:1450"
 MULTICAST = "cutlass_ops::bulk_copy_multicast(const void *, unsigned long *, unsigned short, void *, int)+0x4 in hopper.cuh:47"
 PIXELS = "void cutlass_ops::hopper::prepare_pixels<cutlass_ops::<unnamed>::Config<(int)8>>(int)+0x8 in hopper_producers.cuh:268"
-CODES = "cutlass_ops::<unnamed>::RawWeights<cutlass_ops::<unnamed>::Config<(int)8>>::load_vectors(int)+0x8 in promotion.cuh:112"
+WEIGHTS = "cutlass_ops::<unnamed>::RawWeights<cutlass_ops::<unnamed>::Config<(int)8>>"
+CODES = f"{WEIGHTS}::load_vectors(int)+0x8 in promotion.cuh:112"
 SCALES = "cutlass_ops::hopper::StoredScales::load(const unsigned char *, cutlass_ops::DataType)+0xcd0 in hopper_tiles.cuh:310"
 OTHER = "cutlass_ops::other(int)+0x10 in other.cuh:1"
 

@@ -73,10 +73,11 @@ ENGINE = """
 import json, os, sys
 import sglang
 from cutlass_ops.nn import MixedLinear
-from sglang.srt.layers.quantization.compressed_tensors.compressed_tensors import CompressedTensorsConfig
+from sglang.srt.layers.quantization.compressed_tensors import compressed_tensors
 
 # On a CPU, too, SGLang asks torch for the GPU's capability.
-CompressedTensorsConfig._check_scheme_supported = lambda self, capability, error=True: True
+config = compressed_tensors.CompressedTensorsConfig
+config._check_scheme_supported = lambda self, capability, error=True: True
 
 keep = MixedLinear.__init__
 def told(self, packed, act_quant="none", *args):
@@ -89,14 +90,16 @@ def main():
         print("START", name, flush=True)
         os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(["0"] * size)
         engine = sglang.Engine(
-            model_path=model, skip_tokenizer_init=True, dtype=dtype, device="cpu", tp_size=size, context_length=64,
-            max_total_tokens=512, max_running_requests=4, disable_radix_cache=True, disable_overlap_schedule=True,
-            attention_backend="torch_native", sampling_backend="pytorch", disable_cuda_graph=True, random_seed=0,
+            model_path=model, skip_tokenizer_init=True, dtype=dtype, device="cpu", tp_size=size,
+            context_length=64, max_total_tokens=512, max_running_requests=4, random_seed=0,
+            disable_radix_cache=True, disable_overlap_schedule=True, disable_cuda_graph=True,
+            attention_backend="torch_native", sampling_backend="pytorch",
             log_level="info", json_model_override_args=json.dumps({"cutlass_ops": settings}),
         )
         prompts = [[(7 * i + 31 * j) % 256 for j in range(5 + i)] for i in range(3)]
         how = {"temperature": 0.0, "max_new_tokens": 12, "ignore_eos": True}
-        tokens = [request["output_ids"] for request in engine.generate(input_ids=prompts, sampling_params=how)]
+        requests = engine.generate(input_ids=prompts, sampling_params=how)
+        tokens = [request["output_ids"] for request in requests]
         print("RUN", json.dumps([name, tokens]), flush=True)
         engine.shutdown()
 

@@ -11,7 +11,8 @@ import torch
 import cutlass_ops as co
 from cutlass_ops import _C, nn, reference
 from cutlass_ops.nn.experts import MixedExperts
-from cutlass_ops.ops import gemm, gradients
+from cutlass_ops.ops import gradients, products
+from cutlass_ops.ops.call import Call
 from cutlass_ops.reference import conv as reference_conv
 from cutlass_ops.reference import experts as reference_experts
 
@@ -22,7 +23,11 @@ STATIC = co.reorder(co.quantize(torch.ones(8, 64), 8, -1))
 GATE_UP = co.reorder_experts([co.quantize(torch.ones(128, 64), 4, 32)], gated=True)
 DOWN = co.reorder_experts([co.quantize(torch.ones(64, 64), 4, 32)])
 IDS, SHARES = torch.zeros(3, 1, dtype=torch.int64), torch.ones(3, 1)
-END = (torch.float32, False, False, 0, False)
+
+
+def call(activation: Any) -> Call:
+    return Call(activation=activation)
+
 
 PLACES: dict[str, Callable[[Any], Any]] = {
     "mixed_gemm": lambda a: co.mixed_gemm(X, MATRIX, activation=a),
@@ -33,8 +38,8 @@ PLACES: dict[str, Callable[[Any], Any]] = {
     "MixedLinear": lambda a: nn.MixedLinear(MATRIX, activation=a)(X),
     "MixedExperts": lambda a: MixedExperts(GATE_UP, DOWN, activation=a),
     "explain": lambda a: co.explain(X, MATRIX, activation=a),
-    "a product in host memory": lambda a: gemm.gemm_floats(X, 3, MATRIX, "none", True, (3, 64), (None, a, 0, 0, None, *END)),
-    "the gradient": lambda a: gradients.through_activation(X, X, a, 0.0, 0.0),
+    "a product in host memory": lambda a: products.gemm_floats(X, 3, MATRIX, (3, 64), call(a)),
+    "the gradient": lambda a: gradients.through_activation(X, X, call(a)),
     "the reference": lambda a: reference.activate(X, a),
     "the reference's epilogue": lambda a: reference.epilogue(X, activation=a),
     "the reference of experts": lambda a: reference_experts.gated(X, a, torch.float32),

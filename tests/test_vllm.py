@@ -84,7 +84,7 @@ from vllm.model_executor.layers.quantization import auto_awq
 from cutlass_ops.nn import MixedLinear
 from cutlass_ops.nn.experts import MixedExperts
 
-# vLLM has no int4 experts for every CPU. As on a GPU, it finds some, which the plugin then replaces.
+# vLLM has no int4 experts for every CPU. As on a GPU, it finds some, which the plugin replaces.
 from vllm.model_executor.layers.fused_moe.oracle.int_wna16 import WNA16MoEBackend
 from vllm.model_executor.layers.quantization.compressed_tensors.compressed_tensors_moe import (
     compressed_tensors_moe_wna16,
@@ -105,28 +105,36 @@ if INVARIANT:
 
 
 def generate(llm, prompts):
-    how = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True, detokenize=False, logprobs=0 if INVARIANT else None)
+    options = {"max_tokens": 12, "ignore_eos": True, "detokenize": False}
+    how = SamplingParams(temperature=0.0, logprobs=0 if INVARIANT else None, **options)
     outputs = [request.outputs[0] for request in llm.generate(prompts, how, use_tqdm=False)]
     tokens = [list(output.token_ids) for output in outputs]
     if not INVARIANT:
         return tokens
-    return [[[t, at[t].logprob] for t, at in zip(row, output.logprobs)] for row, output in zip(tokens, outputs)]
+    return [
+        [[t, at[t].logprob] for t, at in zip(row, output.logprobs)]
+        for row, output in zip(tokens, outputs)
+    ]
 
 
 def modes(model):
     kinds = (MixedLinear, MixedExperts)
-    return sorted({f"{type(m).__name__} {m.act_quant}" for m in model.modules() if isinstance(m, kinds)})
+    found = [module for module in model.modules() if isinstance(module, kinds)]
+    return sorted({f"{type(module).__name__} {module.act_quant}" for module in found})
 
 def main():
     for name, model, settings, size in json.loads(sys.argv[1]):
         linear._reason_against_int8 = int8_reason if name == "w8a8 stock" else lambda c: None
         most = 64 if INVARIANT else 4
-        llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, max_num_seqs=most, seed=0,
-                  tensor_parallel_size=size, additional_config={"cutlass_ops": settings}, enforce_eager="compiled" not in name,
+        llm = LLM(model, skip_tokenizer_init=True, dtype="bfloat16", max_model_len=64, seed=0,
+                  max_num_seqs=most, tensor_parallel_size=size,
+                  enforce_eager="compiled" not in name,
+                  additional_config={"cutlass_ops": settings},
                   kv_cache_memory_bytes=1 << 26, generation_config="vllm",
                   quantization="cutlass_ops" if name.endswith("at load") else None)
         count = 64 if INVARIANT else 3
-        prompts = [{"prompt_token_ids": [(7 * i + 31 * j) % 256 for j in range(5 + i % 16)]} for i in range(count)]
+        rows = [[(7 * i + 31 * j) % 256 for j in range(5 + i % 16)] for i in range(count)]
+        prompts = [{"prompt_token_ids": row} for row in rows]
         tokens = generate(llm, prompts)
         if INVARIANT:
             tokens = [tokens[:4], [generate(llm, [prompt])[0] for prompt in prompts[:4]]]

@@ -89,7 +89,8 @@ def test_it_pins_no_torch(archive: zipfile.ZipFile) -> None:
 MULTIPLY = """
 import torch, cutlass_ops as co
 from cutlass_ops import _C, reference
-assert co.__file__.startswith({site!r}) and _C.__file__.startswith({site!r}), (co.__file__, _C.__file__)
+for module in co, _C:
+    assert module.__file__.startswith({site!r}), module.__file__
 torch.manual_seed(0)
 weight = co.quantize(torch.randn(192, 576), bits=4, group_size=32, symmetric=False)
 x, packed = torch.randn(3, 576), co.reorder(weight)

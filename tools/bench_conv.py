@@ -23,6 +23,7 @@ import torch.nn.functional as F
 import cutlass_ops as co
 from cutlass_ops import _C
 from cutlass_ops.ops import conv_int8
+from cutlass_ops.ops.call import Call
 from cutlass_ops.reference.conv import Geometry
 
 Extents = tuple[int, ...]
@@ -132,7 +133,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
     dtype = torch.uint8 if zero else torch.int8
     xs = [codes(batch, *size, c, dtype=dtype).movedim(-1, 1) for _ in range(inputs)]
     bias = torch.randint(-999, 999, (n,), dtype=torch.int32, device="cuda")
-    numbers = (0.03, zero, 50.0, 3, "relu", 0.0, 0.0)
+    scales_of_xy, relu = conv_int8.Scales(0.03, zero, 50.0, 3), Call(bias, "relu", out_dtype=dtype)
     timed: list[dict[str, Any]] = []
     found: list[Any] = []
     while True:
@@ -142,7 +143,7 @@ def layer(row: tuple[Any, ...], zero: int) -> dict[str, Any]:
             return found[len(timed)]
 
         def call(i: int, choose: Callable[[Any], Any] = choose) -> torch.Tensor:
-            return conv_int8.launch(xs[i], weight, bias, numbers, dtype, geometry, choose)
+            return conv_int8.launch(xs[i], weight, geometry, scales_of_xy, relu, choose)
 
         call(0)
         plan = found[len(timed)]

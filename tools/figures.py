@@ -207,7 +207,8 @@ def training() -> str:
     """A step of QLoRA."""
     rows = read("training_h200.json")["rows"]
     lines = ([row["name"], f"{row['ms']:.1f}", f"{row['peak_mb']:.0f}"] for row in rows)
-    return f"{about('training_h200.json')}\n\n{markdown(['weights', 'ms a step', 'peak memory, MB'], lines)}"
+    table = markdown(["weights", "ms a step", "peak memory, MB"], lines)
+    return f"{about('training_h200.json')}\n\n{table}"
 
 
 def expert_layers() -> dict[str, dict[int, tuple[float, float]]]:
@@ -370,7 +371,8 @@ def accuracy() -> str:
         lines = ([name, *(found.get(way, "") for way in ("16", "8 token", "8 block"))] for name, found in cells.items())
         tokens = model["windows"] * model["tokens_a_window"]
         text = f"{model['model']}, {tokens} tokens, {model['layers']} layers; in fp32 {plain}:"
-        parts.append(f"{text}\n\n{markdown(['weights', 'x as it is', 'x int8, token', 'x int8, block'], lines)}")
+        table = markdown(["weights", "x as it is", "x int8, token", "x int8, block"], lines)
+        parts.append(f"{text}\n\n{table}")
     return "\n\n".join(parts)
 
 

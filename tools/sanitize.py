@@ -75,7 +75,7 @@ PYTEST = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider", "-m", 
 MOST_UNCACHED = 80
 # The last line a tool prints. racecheck: "RACECHECK SUMMARY: 2 hazards displayed (1 error, 1 warning)".
 SUMMARY = re.compile(r"SUMMARY: (\d+) (?:errors?|hazards?)")
-# The closing line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
+# The last line of pytest ("3 passed, 1 skipped in 2s") and of GoogleTest ("[  PASSED  ] 3 tests.").
 PASSED = re.compile(r"(\d+) passed|\[  PASSED  \] (\d+) tests?")
 
 

@@ -8,8 +8,8 @@
 
 #include "cpu/cpu_kernels.h"
 #include "dispatch/problem.h"
-#include "host_threads.h"
-#include "host_vectors.h"
+#include "host/threads.h"
+#include "host/vectors.h"
 
 namespace cutlass_ops {
 namespace {

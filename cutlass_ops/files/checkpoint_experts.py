@@ -19,7 +19,8 @@ from .. import reference
 from ..checkpoints import Entry, Quantized
 from ..nn.architecture import Architecture, ExpertTensor
 from ..nn.model_experts import GATE_UP, PRODUCTS, ExpertsForm
-from ..ops.experts import PackedExperts, WeightsOnDemand, reorder_experts
+from ..ops.expert_packing import WeightsOnDemand, reorder_experts
+from ..weights.packed_experts import PackedExperts
 from ..weights.reorder import one_weight
 from ..weights.weight import FLOAT_TYPES, CheckpointError, QuantizedWeight, rows_of
 from .tensor_parallel import slice_weight

@@ -39,8 +39,8 @@ def model_card(checkpoint: Checkpoint, weights: Mapping[str, tuple[int, int, int
 
 # {name}, packed by cutlass_ops
 
-The linear layers of {name} ({listed}), in the order in which the kernels of cutlass_ops read them. Activations are
-{activations} unless the loader's options say otherwise.
+The linear layers of {name} ({listed}), in the order in which the kernels of cutlass_ops read them.
+Activations are {activations} unless the loader's options say otherwise.
 
 ```python
 import cutlass_ops  # before from_pretrained: transformers alone refuses these files
@@ -51,7 +51,8 @@ model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
 tokenizer = AutoTokenizer.from_pretrained(path)
 ```
 
-`cutlass_ops.load_model(path)` of a local directory also lets one kernel serve layers that multiply the same activations.
+`cutlass_ops.load_model(path)` of a local directory also lets one kernel serve layers that multiply
+the same activations.
 """
     body = theirs[front.end() :] if front else theirs
     return f"{text}\n## Card of the base model\n\n{body.lstrip()}" if body.strip() else text

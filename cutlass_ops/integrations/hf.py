@@ -54,8 +54,8 @@ def load_model(
             a model of the Hub with safetensors files, "organisation/model".
         config: transformers' configuration; None takes the one that a GGUF file's keys give, else
             the one beside the file, else the one in a packed file's metadata.
-        options: what of a checkpoint to pack, and how its float matrices are quantised; None packs
-            what is quantised.
+        options: :class:`cutlass_ops.files.Options`, what of a checkpoint to pack, and how its float
+            matrices are quantised; None packs what is quantised.
         dtype: of x, and so of norms and embeddings; None takes the configuration's, but bfloat16 in
             place of a float16 whose range the model exceeds.
         device: where the model shall be.

@@ -138,7 +138,8 @@ def _packed_names(files: Sequence[str]) -> list[str]:
     names: list[str] = []
     for file in files:
         with opened(Path(file)) as tensors:
-            names += [name.removesuffix(".codes") for name in tensors.keys() if name.endswith(".codes")]  # noqa: SIM118
+            stored: list[str] = tensors.keys()
+            names += [name.removesuffix(".codes") for name in stored if name.endswith(".codes")]
     return names
 
 

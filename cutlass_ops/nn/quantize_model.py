@@ -10,9 +10,10 @@ from warnings import warn
 from torch import Tensor, nn
 
 from ..ops import arguments, native
-from ..ops.experts import PackedExperts, WeightsOnDemand, reorder_experts
+from ..ops.expert_packing import WeightsOnDemand, reorder_experts
 from ..ops.quantize import FLOAT_TYPES, check_options, quantize
 from ..weights import formats
+from ..weights.packed_experts import PackedExperts
 from ..weights.reorder import reorder
 from ..weights.weight import QuantizedWeight
 from .architecture import output_heads
@@ -103,7 +104,7 @@ def quantize_model(
         model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float16, device_map="cuda")
         co.quantize_model(model, bits=4, group_size=128)
 
-        unet = UNet2DConditionModel.from_pretrained(name, subfolder="unet", torch_dtype=torch.float16).cuda()
+        unet = UNet2DConditionModel.from_pretrained(name, torch_dtype=torch.float16)
         co.quantize_model(unet, bits=8, act_quant="block", convs=True)
 
     Quantised are ``torch.nn.Linear`` and transformers' ``Conv1D`` (GPT-2), of any N and K, and with ``convs``

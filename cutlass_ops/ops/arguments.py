@@ -107,9 +107,10 @@ def check_float(name: str, value: Any, device: torch.device) -> None:
 
 def check_device(device: torch.device) -> None:
     """Raise unless the package computes on ``device``."""
-    if device.type == "cuda" and not _C.built_with_cuda:
+    kind = device.type
+    if kind == "cuda" and not _C.built_with_cuda:
         raise RuntimeError("this build of cutlass_ops has no CUDA kernels: it was compiled without nvcc")
-    if device.type not in ("cpu", "cuda"):
+    if kind not in ("cpu", "cuda"):
         raise ValueError(f"the tensors are on {device}; supported are cpu and cuda")
 
 
@@ -130,7 +131,7 @@ def check_bias(bias: Tensor, weight: PackedWeight) -> None:
     check_float("bias", bias, weight.device)
     if weight.bias is not None:
         raise ValueError("a bias is given, but the weight has one already")
-    if tuple(bias.shape) != (weight.n,):
+    if bias.shape != (weight.n,):
         raise ValueError(f"bias has shape {tuple(bias.shape)}; {(weight.n,)} is expected")
 
 

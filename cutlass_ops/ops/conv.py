@@ -17,6 +17,7 @@ from .. import reference
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
 from . import activations, arguments, conv_gpu, conv_torch, library, native
+from .call import Call, CallSchema
 
 __all__ = ["mixed_conv1d", "mixed_conv2d", "mixed_conv3d"]
 
@@ -251,7 +252,7 @@ def _mixed_conv(
         raise ValueError(f"act_quant is {act_quant!r}; supported are {', '.join(map(repr, ACT_QUANT))}")
     if weight.book is not None and act_quant != "none":
         raise ValueError(f"{reference.BOOK_NEEDS_FLOATS}; act_quant is {act_quant!r}")
-    call = native.split_activation(activation)
+    named = native.split_activation(activation)
     if bias is not None:
         arguments.check_bias(bias, weight)
     if residual is not None:
@@ -260,72 +261,53 @@ def _mixed_conv(
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names(native.DATA_TYPES)}")
     if x.is_cuda and math.prod(shape) // weight.n > activations.MAX_M:
         raise ValueError(f"the result has shape {shape}; at most {activations.MAX_M} pixels of all images are supported")
-    end = (bias, *call, residual, x.dtype if out_dtype is None else out_dtype, *checked, act_quant, act_symmetric)
+    dtype = x.dtype if out_dtype is None else out_dtype
+    call = Call(bias, *named, residual, dtype, act_quant=act_quant, act_symmetric=act_symmetric)
     if directly:
-        return run_conv(x, weight, *end)
-    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *library.weight_fields(weight), weight.kernel_size, *end))
+        return run_conv(x, weight, checked, call)
+    fields = (*library.weight_fields(weight), weight.kernel_size, *checked)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_conv(x, *fields, *OF_CONV.values(call)))
 
 
-def run_conv(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    act_quant: str,
-    act_symmetric: bool,
-) -> Tensor:
-    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
-    options: dict[str, Any] = {
-        "bias": bias,
-        "activation": native.named_activation(activation, low, high),
-        "act_quant": act_quant,
-        "act_symmetric": act_symmetric,
-        "residual": None if residual is None else residual.movedim(1, -1),
-        "out_dtype": out_dtype,
-    }
+def run_conv(x: Tensor, weight: PackedWeight, geometry: Geometry, call: Call) -> Tensor:
+    """The result of :func:`mixed_conv2d`, of any number of dimensions."""
+    call = call if call.residual is None else call._replace(residual=call.residual.movedim(1, -1))
     with arguments.without_autocast(x.device):
-        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, **options)
+        y = None if weight.gpu < 0 else conv_gpu.convolve(x.detach(), weight, geometry, call)
         if y is None:
-            y = conv_torch.convolve(x.detach(), weight, geometry, **options)
+            y = conv_torch.convolve(x.detach(), weight, geometry, call)
     return y.contiguous().permute(0, -1, *range(1, y.dim() - 1))
 
 
 # ---- torch.library
 
-GEOMETRY_SCHEMA = "int[] stride, int[] padding, int[] dilation, int groups"
-#: Where the arguments behind x, the weight and its kernel begin.
-BEHIND = library.WEIGHT_FIELDS + 1
+#: A weight and the geometry of its convolution.
+CONV_SCHEMA = f"{library.WEIGHT_SCHEMA}, int[] kernel_size, int[] stride, int[] padding, int[] dilation, int groups"
+#: A convolution's call.
+OF_CONV = CallSchema("saturate", "batch_invariant", "architecture", "exact")
 
 
-def packed_weight(args: Sequence[Any]) -> PackedWeight:
-    return PackedWeight(*args[: library.WEIGHT_FIELDS], kernel_size=tuple(args[library.WEIGHT_FIELDS]))  # type: ignore[misc]
+def packed_weight(fields: Sequence[Any]) -> tuple[PackedWeight, Geometry]:
+    """What :data:`CONV_SCHEMA` lists."""
+    *parts, kernel_size, stride, padding, dilation, groups = fields
+    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+    return PackedWeight(*parts, kernel_size=tuple(kernel_size)), geometry  # type: ignore[misc]
 
 
-def out_extents(x: Tensor, args: Sequence[Any], geometry: Sequence[Any]) -> list[int]:
-    stride, padding, dilation, groups = geometry
-    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], args[library.WEIGHT_FIELDS])
+def out_extents(x: Tensor, fields: Sequence[Any]) -> list[int]:
+    """The result's, of fields as :data:`CONV_SCHEMA` lists them."""
+    *_, kernel_size, stride, padding, dilation, groups = fields
+    return Geometry(stride, padding, dilation, groups).out(x.shape[2:], kernel_size)
 
 
 def _mixed_conv_op(x: Tensor, *args: Any) -> Tensor:
-    return run_conv(x, packed_weight(args), *args[BEHIND:])
+    fields, call = OF_CONV.split(args)
+    return run_conv(x, *packed_weight(fields), call)
 
 
 def _mixed_conv_fake(x: Tensor, *args: Any) -> Tensor:
-    out = out_extents(x, args, args[BEHIND + 6 : BEHIND + 10])
-    return x.new_empty((x.shape[0], *out, args[6]), dtype=args[BEHIND + 5]).movedim(-1, 1)
+    fields, call = OF_CONV.split(args)
+    return x.new_empty((x.shape[0], *out_extents(x, fields), fields[6]), dtype=call.out_dtype).movedim(-1, 1)
 
 
-library.register(
-    f"mixed_conv(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, float low, float high, "
-    f"Tensor? residual, ScalarType out_dtype, {GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric) -> Tensor",
-    _mixed_conv_op,
-    _mixed_conv_fake,
-)
+library.register(f"mixed_conv(Tensor x, {CONV_SCHEMA}, {OF_CONV.text}) -> Tensor", _mixed_conv_op, _mixed_conv_fake)

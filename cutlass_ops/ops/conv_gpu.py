@@ -11,11 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import _C, reference
+from .. import _C
 from ..reference.conv import Geometry
 from ..weights import formats
 from ..weights.packed_weight import PackedWeight
-from . import gemm, kept, native
+from . import kept, native, products
+from .call import Call
 
 #: Bytes that copies want pixels to begin with a multiple of.
 _VECTOR = 16
@@ -33,36 +34,39 @@ def convolve(
     x: Tensor,
     weight: PackedWeight,
     geometry: Geometry,
-    *,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
+    call: Call,
 ) -> Tensor | None:
     """What :func:`cutlass_ops.reference.conv.mixed_conv` computes, ``[B, *out, N]``, or None if no kernel takes it.
 
-    residual is ``[B, *out, N]``.
+    The call's residual is ``[B, *out, N]``.
     """
     shape = (x.shape[0], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
-    y = torch.empty(shape, dtype=out_dtype, device=x.device)
+    y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
     if y.numel() == 0:
         return y
-    share = _LEAST_SHARE if act_quant == "none" else _LEAST_INT8_SHARE
-    if x.dtype == out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n, share):
+    share = _LEAST_SHARE if call.act_quant == "none" else _LEAST_INT8_SHARE
+    if x.dtype == call.out_dtype and _is_narrow(weight, geometry, y.numel() // weight.n, share):
         return None
-    bias = weight.bias if bias is None else bias.contiguous()
-    rows = None if residual is None else native.row_matrix(residual)
-    if weight.k > weight.taps and geometry.groups > 1 and act_quant in ("token", "tensor") and x.dtype == out_dtype:
+    call = _contiguous(call, weight)
+    of_all_groups = geometry.groups > 1 and call.act_quant in ("token", "tensor")
+    if weight.k > weight.taps and of_all_groups and x.dtype == call.out_dtype:
         # A scale is that of all groups' channels, and each group is a product: the products take the values.
-        x = dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, x.dtype)
-        act_quant = "none"
+        x = dequantized_pixels(x, weight, geometry.groups, call, x.dtype)
+        call = call._replace(act_quant="none")
     if weight.k == weight.taps:
-        _depthwise(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows)
-    elif not _by_products(x, weight, geometry, y, bias, activation, act_quant, act_symmetric, rows):
+        _depthwise(x, weight, geometry, y, call)
+    elif not _by_products(x, weight, geometry, y, call):
         return None
     return y
+
+
+def _contiguous(call: Call, weight: PackedWeight) -> Call:
+    """The call with its bias, or else the weight's, and its residual as a matrix, as kernels read them."""
+    bias = call.bias_of(weight)
+    return call._replace(
+        bias=None if bias is None else bias.contiguous(),
+        residual=None if call.residual is None else native.row_matrix(call.residual),
+    )
 
 
 def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int, share: float) -> bool:
@@ -73,35 +77,30 @@ def _is_narrow(weight: PackedWeight, geometry: Geometry, pixels: int, share: flo
     return large and min(channels, weight.taps) > 1 and channels * n < share * in_tiles
 
 
-def dequantized_pixels(
-    x: Tensor, weight: PackedWeight, groups: int, act_quant: str, symmetric: bool, dtype: torch.dtype
-) -> Tensor:
+def dequantized_pixels(x: Tensor, weight: PackedWeight, groups: int, call: Call, dtype: torch.dtype) -> Tensor:
     """:func:`cutlass_ops.reference.conv.dequantized_pixels`' values, rounded to a dtype, with the channels last in memory."""
     images = x.permute(0, *range(2, x.dim()), 1).contiguous()
     values = torch.empty(images.shape, dtype=dtype, device=x.device)
-    columns = x.shape[1] if act_quant == "token" else x.shape[1] // groups
-    block = formats.activation_block(weight.group_size) if act_quant == "block" else -1
-    span = torch.empty(2, dtype=torch.int32, device=x.device) if act_quant == "tensor" else None
+    columns = x.shape[1] if call.act_quant == "token" else x.shape[1] // groups
+    block = formats.activation_block(weight.group_size) if call.act_quant == "block" else -1
+    span = torch.empty(2, dtype=torch.int32, device=x.device) if call.act_quant == "tensor" else None
     types = native.DATA_TYPES[x.dtype], native.DATA_TYPES[dtype]
     rows = x.numel() // columns
     with native.on_device(weight.device):
         stream = native.current_stream(weight.gpu)
         _C.quantized_values(
-            images.data_ptr(), values.data_ptr(), *types, rows, columns, block, symmetric, native.pointer(span), stream
+            images.data_ptr(), values.data_ptr(), *types, rows, columns, block, call.act_symmetric, native.pointer(span), stream
         )
     return values.movedim(-1, 1)
 
 
-def finish(
-    sums: Tensor, weight: PackedWeight, bias: Tensor | None, activation: reference.Activation, residual: Tensor | None
-) -> None:
+def finish(sums: Tensor, weight: PackedWeight, call: Call) -> None:
     """What comes after the sums ``[B, *out, N]`` of 16 bits that torch made, in their place.
 
     Sums that are not finite become NaN, as in the kernels, where something comes after them.
     """
-    bias = None if bias is None else bias.contiguous()
-    rows = None if residual is None else native.row_matrix(residual)
-    epilogue = native.native_epilogue(bias, *native.split_activation(activation), rows, False)
+    call = _contiguous(call, weight)
+    epilogue = call.epilogue(call.bias, call.residual)
     if epilogue is None:
         return
     pixels = sums.view(-1, 1, 1, 1, weight.n)
@@ -162,22 +161,12 @@ def _problem(
     )
 
 
-def _depthwise(
-    x: Tensor,
-    weight: PackedWeight,
-    geometry: Geometry,
-    y: Tensor,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-) -> None:
+def _depthwise(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call) -> None:
     """Write the result to y; each group of the convolution has one input channel."""
-    if act_quant != "none":
-        x = dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, torch.float32)
+    if call.act_quant != "none":
+        x = dequantized_pixels(x, weight, geometry.groups, call, torch.float32)
     pixels = _pixels(x, geometry.groups, False)
-    epilogue = native.native_epilogue(bias, *native.split_activation(activation), residual, False)
+    epilogue = call.epilogue(call.bias, call.residual)
     # A code book's values are rounded to x's dtype.
     book_type = None if weight.book is None else x.dtype
     name = ("taps", weight.n, weight.kernel_size, weight.group_size, book_type)
@@ -190,38 +179,27 @@ def _depthwise(
 
 def _tap_values(weight: PackedWeight, book_type: torch.dtype | None) -> tuple[Tensor]:
     """The values of a depthwise weight, fp32 ``[taps, N]``, with zeros behind them up to whole vectors."""
-    weight = weight if book_type is None else gemm.rounded_book(weight, book_type)
-    values = gemm.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
+    weight = weight if book_type is None else products.rounded_book(weight, book_type)
+    values = products.run_dequantize(weight, torch.float32).view(weight.n, weight.taps)
     return (F.pad(values.t(), (0, -weight.n % _C.tap_vector)).contiguous(),)
 
 
-def _by_products(
-    x: Tensor,
-    weight: PackedWeight,
-    geometry: Geometry,
-    y: Tensor,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-) -> bool:
+def _by_products(x: Tensor, weight: PackedWeight, geometry: Geometry, y: Tensor, call: Call) -> bool:
     """Write the result to y, a product for each group of the convolution; False if no kernel takes one."""
     groups, n = geometry.groups, weight.n // geometry.groups
-    if groups > 1 and (n % formats.ROWS_PER_PANEL or act_quant in ("token", "tensor")):
+    if groups > 1 and (n % formats.ROWS_PER_PANEL or call.act_quant in ("token", "tensor")):
         return False
-    images = _pixels(x, groups, act_quant == "none")
-    call = native.split_activation(activation)
+    images = _pixels(x, groups, call.act_quant == "none")
     stream = native.current_stream(weight.gpu)
     with native.on_device(weight.device):
         device = _C.current_device()
         for group, matrix in enumerate(weight.group_matrices(groups)):
             features = slice(group * n, group * n + n)
             own_y = y if groups == 1 else y.new_empty(*y.shape[:-1], n)
-            own_bias = None if bias is None else bias[features]
-            own_residual = None if residual is None else residual[:, features]
-            epilogue = native.native_epilogue(own_bias, *call, own_residual, False)
-            problem = _problem(images, group, weight, matrix, geometry, own_y, epilogue, act_quant, act_symmetric)
+            own_bias = None if call.bias is None else call.bias[features]
+            own_residual = None if call.residual is None else call.residual[:, features]
+            epilogue = call.epilogue(own_bias, own_residual)
+            problem = _problem(images, group, weight, matrix, geometry, own_y, epilogue, call.act_quant, call.act_symmetric)
             plan = problem.plan(device)
             if plan is None:
                 return False

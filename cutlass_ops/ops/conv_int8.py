@@ -18,7 +18,8 @@ from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight, group_vector_positions
 from . import arguments, kept, library, native
-from .conv import BEHIND, GEOMETRY_SCHEMA, Extents, check_geometry, check_image, check_weight, out_extents, packed_weight
+from .call import Call, CallSchema
+from .conv import CONV_SCHEMA, Extents, check_geometry, check_image, check_weight, out_extents, packed_weight
 
 __all__ = ["conv2d_int8", "linear_int8"]
 
@@ -80,9 +81,9 @@ def conv2d_int8(
     """
     check_weight(weight, 2)
     geometry = check_geometry(weight.kernel_size, weight.n, stride, padding, dilation, groups)
-    numbers = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    static = _check_static("conv2d_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
     check_image(x.shape, weight.kernel_size, weight.k // weight.taps, weight.n, geometry)
-    return _static(x, weight, bias, *numbers, out_dtype, geometry).movedim(-1, 1)
+    return _static(x, weight, geometry, *static).movedim(-1, 1)
 
 
 def linear_int8(
@@ -111,11 +112,20 @@ def linear_int8(
         TypeError, ValueError, RuntimeError: as in :func:`conv2d_int8`.
     """
     check_weight(weight, 0)
-    numbers = _check_static("linear_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
+    static = _check_static("linear_int8", x, weight, bias, x_scale, x_zero_point, y_scale, y_zero_point, activation, out_dtype)
     if x.dim() < 1 or x.shape[-1] != weight.k:
         raise ValueError(f"x has shape {tuple(x.shape)}; [..., {weight.k}] is expected, for a weight of {list(weight.shape)}")
-    y = _static(x.reshape(-1, weight.k), weight, bias, *numbers, out_dtype, _NO_GEOMETRY)
+    y = _static(x.reshape(-1, weight.k), weight, _NO_GEOMETRY, *static)
     return y.view(*x.shape[:-1], weight.n)
+
+
+class Scales(NamedTuple):
+    """What codes of x and of the result mean: ``scale * (code - zero_point)``."""
+
+    x_scale: float
+    x_zero_point: int
+    y_scale: float = 1.0
+    y_zero_point: int = 0
 
 
 def _check_static(
@@ -129,8 +139,7 @@ def _check_static(
     y_zero_point: Any,
     activation: reference.Activation,
     out_dtype: Any,
-) -> tuple[float, int, float, int, str | None, float, float]:
-    """The numbers as the operator takes them."""
+) -> tuple[Scales, Call]:
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__}; a torch.Tensor is expected")
     if x.dtype not in _INT8:
@@ -153,18 +162,18 @@ def _check_static(
     if out_dtype not in (*_INT8, torch.int32):
         raise TypeError(f"out_dtype is {out_dtype}; supported are {arguments.dtype_names((*_INT8, torch.int32))}")
     reference_conv.check_static_activation(activation)
-    call = native.split_activation(activation)
+    call = Call(bias, *native.split_activation(activation), out_dtype=out_dtype)
     _check_scale("x_scale", x_scale)
     _check_zero_point("x_zero_point", x_zero_point, x.dtype)
     if out_dtype == torch.int32:
         if activation is not None:
             raise ValueError(f"activation is {activation!r} with out_dtype=torch.int32, which is the sums themselves")
-        return float(x_scale), x_zero_point, 1.0, 0, *call
+        return Scales(float(x_scale), x_zero_point), call
     if y_scale is None:
         raise ValueError(f"y_scale is None; a number is expected with out_dtype={out_dtype}")
     _check_scale("y_scale", y_scale)
     _check_zero_point("y_zero_point", y_zero_point, out_dtype)
-    return float(x_scale), x_zero_point, float(y_scale), y_zero_point, *call
+    return Scales(float(x_scale), x_zero_point, float(y_scale), y_zero_point), call
 
 
 def _check_static_bias(bias: Any, weight: PackedWeight) -> None:
@@ -192,48 +201,26 @@ def _check_zero_point(name: str, value: Any, dtype: torch.dtype) -> None:
         raise ValueError(f"{name} is {value!r}; an integer from {info.min} to {info.max} is expected")
 
 
-def _static(x: Tensor, weight: PackedWeight, bias: Tensor | None, *end: Any) -> Tensor:
+def _static(x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call) -> Tensor:
     """``[B, *out, N]``."""
-    *numbers, geometry = end
-    if arguments.runs_directly(x, bias):
-        return _run_static(x, weight, bias, *numbers, *geometry)
-    fields = library.weight_fields(weight)
-    return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, weight.kernel_size, bias, *numbers, *geometry))
+    if arguments.runs_directly(x, call.bias):
+        return _run_static(x, weight, geometry, scales, call)
+    fields = (*library.weight_fields(weight), weight.kernel_size, *geometry)
+    return cast(Tensor, torch.ops.cutlass_ops.conv_int8(x, *fields, *scales, *_OF_STATIC.values(call)))
 
 
-def _run_static(
-    x: Tensor,
-    weight: PackedWeight,
-    bias: Tensor | None,
-    x_scale: float,
-    x_zero_point: int,
-    y_scale: float,
-    y_zero_point: int,
-    activation: str | None,
-    low: float,
-    high: float,
-    out_dtype: torch.dtype,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-) -> Tensor:
-    geometry = Geometry(tuple(stride), tuple(padding), tuple(dilation), groups)
+def _run_static(x: Tensor, weight: PackedWeight, geometry: Geometry, scales: Scales, call: Call) -> Tensor:
     if weight.gpu >= 0:
-        numbers = (x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high)
-        return launch(x, weight, bias, numbers, out_dtype, geometry)
+        return launch(x, weight, geometry, scales, call)
     with arguments.without_autocast(x.device):
         y = reference_conv.conv_int8(
             x,
             weight.unpack(),
             geometry,
-            x_scale=x_scale,
-            x_zero_point=x_zero_point,
-            bias=bias,
-            y_scale=y_scale,
-            y_zero_point=y_zero_point,
-            activation=native.named_activation(activation, low, high),
-            out_dtype=out_dtype,
+            bias=call.bias,
+            activation=call.named_activation,
+            out_dtype=call.out_dtype,
+            **scales._asdict(),
         )
     return y.contiguous()
 
@@ -373,44 +360,42 @@ def _kept_cut_sums(
 def launch(
     x: Tensor,
     weight: PackedWeight,
-    bias: Tensor | None,
-    numbers: tuple[Any, ...],
-    out_dtype: torch.dtype,
     geometry: Geometry,
+    scales: Scales,
+    call: Call,
     choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None = None,
 ) -> Tensor:
     """The result, as ``choose`` plans it or, without that, as it is planned for the GPU that x is on.
 
     Args:
-        x, weight, bias, out_dtype, geometry: as in :func:`conv2d_int8`.
-        numbers: scales and zero points of x and y, and the activation, by its name and bounds.
+        x, weight, geometry: as in :func:`conv2d_int8`.
         choose: the plan of the product with the weight.
     """
     image = x.movedim(1, -1).contiguous()
     shape = (*x.shape[:1], *geometry.out(x.shape[2:], weight.kernel_size), weight.n)
     if 0 in shape:
-        return x.new_empty(shape, dtype=out_dtype)
-    bias = weight.bias if bias is None else bias
+        return x.new_empty(shape, dtype=call.out_dtype)
+    bias = call.bias_of(weight)
+    call = call._replace(bias=None if bias is None else bias.contiguous())
     with torch.cuda.device(x.device):
-        operand, zero = _operand(weight, geometry.groups), numbers[1]
+        operand, zero = _operand(weight, geometry.groups), scales.x_zero_point
         cut_sums = _kept_cut_sums(weight, operand.weight, _CODES, ("zeros",), zero, geometry)
         if operand.rest is None or operand.ones is None:
-            y = torch.empty(shape, dtype=out_dtype, device=x.device)
-            _multiply(y, image, weight, operand.weight, cut_sums, bias, numbers, geometry, choose)
+            y = torch.empty(shape, dtype=call.out_dtype, device=x.device)
+            _multiply(y, image, weight, operand.weight, cut_sums, geometry, scales, call, choose)
             return y
-        sums = (*numbers[:2], 1.0, 0, None, 0.0, 0.0)
+        of_sums = Scales(scales.x_scale, scales.x_zero_point)
         acc = torch.empty(shape, dtype=torch.int32, device=x.device)
-        _multiply(acc, image, weight, operand.weight, cut_sums, bias, sums, geometry, choose)
+        _multiply(acc, image, weight, operand.weight, cut_sums, geometry, of_sums, Call(call.bias), choose)
         windows = acc.new_empty(*shape[:-1], geometry.groups)
         cut_sums = _kept_cut_sums(weight, operand.ones, _ONES, (), zero, geometry)
-        _multiply(windows, image, weight, operand.ones, cut_sums, None, sums, geometry, None)
+        _multiply(windows, image, weight, operand.ones, cut_sums, geometry, of_sums, Call(), None)
         _compensate(acc, windows, operand.rest)
-        if out_dtype == torch.int32:
+        if call.out_dtype == torch.int32:
             return acc
-        x_scale, _, y_scale, y_zero_point, *call = numbers
-        scales = weight.scales[0, group_vector_positions(weight.n, x.device)]
-        activation = native.named_activation(*call)
-        return reference_conv.requantize(acc, scales, x_scale, y_scale, y_zero_point, activation, out_dtype)
+        of_rows = weight.scales[0, group_vector_positions(weight.n, x.device)]
+        of_y = (scales.x_scale, scales.y_scale, scales.y_zero_point)
+        return reference_conv.requantize(acc, of_rows, *of_y, call.named_activation, call.out_dtype)
 
 
 def _compensate(acc: Tensor, windows: Tensor, rest: Tensor) -> None:
@@ -425,18 +410,16 @@ def _multiply(
     weight: PackedWeight,
     natural: _Natural,
     cut_sums: Tensor | None,
-    bias: Tensor | None,
-    numbers: tuple[Any, ...],
     geometry: Geometry,
+    scales: Scales,
+    call: Call,
     choose: Callable[[_C.ConvProblem], _C.ConvPlan] | None,
 ) -> None:
     """Write the product of an image with the channels last to y, by one kernel; ``natural`` has as many channels as y.
 
     ``cut_sums``: those of ``natural``, if kernels are to take the zero point of x in its padding into account by them.
     """
-    x_scale, x_zero_point, y_scale, y_zero_point, activation, low, high = numbers
-    bias = None if bias is None else bias.contiguous()
-    n, groups = y.shape[-1], geometry.groups
+    bias, n, groups = call.bias, y.shape[-1], geometry.groups
     conv_weight = _C.ConvWeight(
         natural.codes.data_ptr(),
         _order(n, weight, groups),
@@ -462,13 +445,10 @@ def _multiply(
         _C.DataType.none if bias is None or bias.dtype is torch.int32 else native.DATA_TYPES[bias.dtype],
         y.data_ptr(),
         _OUTPUTS[y.dtype],
-        x_scale,
-        x_zero_point,
-        y_scale,
-        y_zero_point,
-        native.ACTIVATIONS[activation],
-        low,
-        high,
+        *scales,
+        native.ACTIVATIONS[call.activation],
+        call.low,
+        call.high,
     )
     plan = problem.plan(_C.current_device()) if choose is None else choose(problem)
     workspace = torch.empty(plan.workspace, dtype=torch.uint8, device=y.device)
@@ -477,19 +457,20 @@ def _multiply(
 
 # ---- torch.library
 
+_OF_STATIC = CallSchema("residual", "saturate", "act_quant", "act_symmetric", "batch_invariant", "architecture", "exact")
+_SCALES_SCHEMA = "float x_scale, int x_zero_point, float y_scale, int y_zero_point"
+
 
 def _conv_int8_op(x: Tensor, *args: Any) -> Tensor:
-    return _run_static(x, packed_weight(args), *args[BEHIND:])
+    (*fields, x_scale, x_zero_point, y_scale, y_zero_point), call = _OF_STATIC.split(args)
+    return _run_static(x, *packed_weight(fields), Scales(x_scale, x_zero_point, y_scale, y_zero_point), call)
 
 
 def _conv_int8_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], *out_extents(x, args, args[BEHIND + 9 :]), args[6]), dtype=args[BEHIND + 8])
+    (*fields, _, _, _, _), call = _OF_STATIC.split(args)
+    return x.new_empty((x.shape[0], *out_extents(x, fields), fields[6]), dtype=call.out_dtype)
 
 
 library.register(
-    f"conv_int8(Tensor x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, float x_scale, int x_zero_point, "
-    f"float y_scale, int y_zero_point, str? activation, float low, float high, ScalarType out_dtype, {GEOMETRY_SCHEMA}) "
-    "-> Tensor",
-    _conv_int8_op,
-    _conv_int8_fake,
+    f"conv_int8(Tensor x, {CONV_SCHEMA}, {_SCALES_SCHEMA}, {_OF_STATIC.text}) -> Tensor", _conv_int8_op, _conv_int8_fake
 )

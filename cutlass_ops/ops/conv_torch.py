@@ -9,43 +9,37 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import reference
 from ..reference import conv as reference_conv
 from ..reference.conv import Geometry
 from ..weights.packed_weight import PackedWeight
-from . import conv_gpu, gemm
+from . import conv_gpu, products
+from .call import Call
 
 
 def convolve(
     x: Tensor,
     weight: PackedWeight,
     geometry: Geometry,
-    *,
-    bias: Tensor | None,
-    activation: reference.Activation,
-    act_quant: str,
-    act_symmetric: bool,
-    residual: Tensor | None,
-    out_dtype: torch.dtype,
+    call: Call,
 ) -> Tensor:
-    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``; residual is ``[B, *out, N]``.
+    """What :func:`reference_conv.mixed_conv` computes, ``[B, *out, N]``; the call's residual is ``[B, *out, N]``.
 
     Operands are of fp32, or on a GPU of x's 16-bit type where the result has it. oneDNN's sums in fp32 are in blocks: of 11,520
     products they differ from fp64's by 2.5e-7 of the result's norm.
     """
-    weight = gemm.rounded_book(weight, x.dtype)
-    compute = x.dtype if x.is_cuda and x.dtype == out_dtype else torch.float32
+    weight = products.rounded_book(weight, x.dtype)
+    compute = x.dtype if x.is_cuda and x.dtype == call.out_dtype else torch.float32
     values = x
-    if act_quant != "none" and x.is_cuda:
-        values = conv_gpu.dequantized_pixels(x, weight, geometry.groups, act_quant, act_symmetric, compute)
-    elif act_quant != "none":
-        quantized = (weight.group_size, geometry.groups, act_quant, act_symmetric)
+    if call.act_quant != "none" and x.is_cuda:
+        values = conv_gpu.dequantized_pixels(x, weight, geometry.groups, call, compute)
+    elif call.act_quant != "none":
+        quantized = (weight.group_size, geometry.groups, call.act_quant, call.act_symmetric)
         values = reference_conv.dequantized_pixels(x, *quantized, torch.float32)
     convolution: Any = torch._convolution
     # Not by TensorFloat-32, which rounds fp32 operands to 11 bits, and by an algorithm that gives the same bits every time.
     total = convolution(
         values.to(compute),
-        gemm.channels_last(weight, compute),
+        products.channels_last(weight, compute),
         None,
         geometry.stride,
         geometry.padding,
@@ -58,9 +52,8 @@ def convolve(
         cudnn_enabled=True,
         allow_tf32=False,
     )
-    bias = weight.bias if bias is None else bias
     sums: Tensor = total.movedim(1, -1).contiguous()
     if compute is torch.float32:
-        return reference.epilogue(sums, bias, activation, residual, out_dtype)
-    conv_gpu.finish(sums, weight, bias, activation, residual)
+        return products.finish(sums, call.bias_of(weight), call)
+    conv_gpu.finish(sums, weight, call)
     return sums

@@ -1,213 +1,25 @@
-"""Mixture of experts: the packing of experts, their routing, and the products with them."""
+"""The products of a mixture of experts."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, cast
 
 import torch
 from torch import Tensor, is_grad_enabled
 
 from .. import _C, reference
 from ..reference import experts as reference_experts
-from ..weights import formats
 from ..weights.packed_experts import EIGHTS_PARTS, PackedExperts, gated_order, in_eights
-from ..weights.packed_weight import PackedWeight, stream_of
-from ..weights.reorder import common_form, reorder
-from ..weights.specs import empty_packed
-from ..weights.weight import PARTS, QuantizedWeight, rows_of
+from ..weights.packed_weight import stream_of
+from ..weights.weight import PARTS
 from . import arguments, gemm, kept, library, native
+from .call import Call, CallSchema
+from .routing import Routing, check_ids, check_route, route_problem
 
-__all__ = ["PackedExperts", "Routing", "grouped_gemm", "mixed_moe", "reorder_experts", "route"]
-
-_ID_TYPES = (torch.int8, torch.uint8, torch.int16, torch.uint16, torch.int32, torch.uint32, torch.int64)
 _WEIGHT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-
-
-# ---- packing
-
-
-@dataclass(frozen=True)
-class WeightsOnDemand(Sequence[QuantizedWeight]):
-    """The weights of experts, each made when it is indexed and not kept."""
-
-    experts: int
-    read: Callable[[int], QuantizedWeight]
-
-    def __len__(self) -> int:
-        return self.experts
-
-    def __getitem__(self, e: Any) -> Any:
-        if not 0 <= e < self.experts:  # what ends a loop over a sequence
-            raise IndexError(f"expert {e} of {self.experts}")
-        return self.read(e)
-
-
-def reorder_experts(weights: Sequence[QuantizedWeight], gated: bool = False) -> PackedExperts:
-    """Pack the weights of a layer's experts as one.
-
-    ``reorder_experts(ws).unpack()`` are the same weights, bit for bit. The sequence is indexed once for each expert, in order,
-    and an expert is packed before the next is read: a sequence that makes its weights when they are
-    read holds one of them at a time.
-
-    Args:
-        weights: of one shape ``[N, K]``, device and format (bits, group size, kinds and dtypes of tensors, code book); each
-            may have a separate act order.
-        gated: the first half of the rows is gate's and the second up's, of a layer that :func:`mixed_moe` multiplies; they are
-            packed in eights (:attr:`PackedExperts.gated`), as its kernels read them.
-
-    Raises:
-        TypeError: an element that is no QuantizedWeight.
-        ValueError: none, or weights that differ in what they must share, with the name of that; an odd number of rows of gate
-            and up; scales, offsets or a code book that are not finite.
-    """
-    if isinstance(weights, QuantizedWeight) or not isinstance(weights, Sequence):
-        raise TypeError(f"weights is a {type(weights).__name__}; a sequence of QuantizedWeights is expected")
-    experts = len(weights)
-    if not experts:
-        raise ValueError("no weight is given; at least one is expected")
-    first: PackedWeight | None = None
-    form: dict[str, Any] = {}
-    for e in range(experts):
-        weight = weights[e]
-        if not isinstance(weight, QuantizedWeight):
-            raise TypeError(f"weights[{e}] is a {type(weight).__name__}; a QuantizedWeight is expected")
-        if weight.kernel_size:
-            raise ValueError(f"weights[{e}]: {reference.CONVOLUTION.format(weight.kernel_size)}")
-        # Tensors last: an error names other groups first, rather than another shape of scales.
-        names = sorted((f.name for f in fields(weight)), key=lambda name: isinstance(getattr(weight, name), Tensor))
-        found = {"shape": list(weight.shape), **{name: common_form(getattr(weight, name)) for name in names}}
-        form = form or found
-        for name, value in found.items():
-            if value != form[name]:
-                raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: {name} is {value} and {form[name]}")
-        if gated and weight.n % 2:
-            raise ValueError(f"weights[{e}] is {list(weight.shape)}; as many rows of gate as of up are expected")
-        packed = reorder(rows_of(weight, gated_order(weight.n, weight.device)) if gated else weight)
-        if first is None:
-            first = packed
-            n_pad = formats.padded_rows(first.n)
-            dtypes = {part: t.dtype for part, t in first.tensors().items() if part != "perm"}
-            stack = empty_packed(experts * n_pad, first.k, first.bits, first.group_size, dtypes, first.device)
-            if stack.bias is not None:
-                stack.bias.zero_()
-            if stack.book is not None and first.book is not None:
-                stack.book.copy_(first.book)
-            perm = None if first.perm is None else first.perm.new_empty(experts, first.k)
-        if first.book is not None and packed.book is not None and not torch.equal(first.book, packed.book):
-            raise ValueError(f"weights[{e}] and weights[0] cannot be packed as one: their code books differ")
-        stack.codes[e * packed.codes.numel() :][: packed.codes.numel()] = packed.codes
-        for part in ("scales", "zeros", "offsets"):
-            if (vectors := getattr(packed, part)) is not None:
-                getattr(stack, part)[:, e * n_pad : (e + 1) * n_pad] = vectors
-        if stack.bias is not None and packed.bias is not None:
-            stack.bias[e * n_pad : e * n_pad + packed.n] = packed.bias
-        if perm is not None and packed.perm is not None:
-            perm[e] = packed.perm
-    assert first is not None
-    return PackedExperts(stack, experts, first.n, perm, gated)
-
-
-# ---- routing
-
-
-class Routing(NamedTuple):
-    """Which rows belong to which expert; made by :func:`route`.
-
-    Attributes:
-        offsets: int32 ``[E + 1]``: the positions of expert e are ``order[offsets[e] : offsets[e + 1]]``.
-        order: int32 ``[M * top]``: positions in the flattened ``[M, top]`` ids, sorted stably by expert; those that have no
-            expert come last, from ``offsets[E]`` on.
-        top: ids of a token; position p belongs to token ``p // top``.
-    """
-
-    offsets: Tensor
-    order: Tensor
-    top: int
-
-
-def route(topk_ids: Tensor, num_experts: int, expert_map: Tensor | None = None) -> Routing:
-    """Sort the experts' rows, on the tensors' device and without waiting for it.
-
-    Args:
-        topk_ids: integers ``[M, top]``, any M from 0: each token's experts; -1 is none.
-        num_experts: E, from 1.
-        expert_map: integers ``[ids]``: the expert of each id, or -1 for one that is not here; ids are the experts
-            themselves if None.
-
-    Raises:
-        TypeError, ValueError: an argument that does not fit. Ids, or values of the map, below -1 or too large are refused on a
-            CPU, in eager calls; on a GPU, which they would have to be read from, they are no expert.
-    """
-    _check_route(topk_ids, num_experts, expert_map, topk_ids.device if isinstance(topk_ids, Tensor) else None)
-    direct = arguments.runs_directly(topk_ids, expert_map)
-    if direct:
-        _check_ids(topk_ids, num_experts, expert_map)
-    if direct and topk_ids.is_cuda and _C.built_with_cuda and num_experts <= _C.most_experts:
-        offsets = topk_ids.new_empty(num_experts + 1, dtype=torch.int32)
-        order = topk_ids.new_empty(topk_ids.numel(), dtype=torch.int32)
-        problem, held = _route_problem(topk_ids, num_experts, expert_map)
-        _C.route(problem, offsets.data_ptr(), order.data_ptr(), *stream_of(topk_ids))
-        del held
-    else:
-        offsets, order = reference_experts.route(topk_ids, num_experts, expert_map)
-    return Routing(offsets, order, topk_ids.shape[1])
-
-
-def _route_problem(
-    topk_ids: Tensor, num_experts: int, expert_map: Tensor | None
-) -> tuple[_C.RouteProblem, tuple[Tensor | None, ...]]:
-    """What kernels take, and the tensors that it points to."""
-    ids = topk_ids if topk_ids.dtype in (torch.int32, torch.int64) else topk_ids.to(torch.int64)
-    ids = ids.contiguous()
-    if expert_map is not None:
-        if expert_map.dtype is not torch.int32:  # larger numbers are no expert
-            expert_map = expert_map.to(torch.int64).clamp(-1, (1 << 31) - 1).to(torch.int32)
-        expert_map = expert_map.contiguous()
-    tokens, top = ids.shape
-    pointer, size = (0, 0) if expert_map is None else (expert_map.data_ptr(), len(expert_map))
-    problem = _C.RouteProblem(ids.data_ptr(), ids.dtype is torch.int64, tokens, top, num_experts, pointer, size)
-    return problem, (ids, expert_map)
-
-
-def _check_route(ids: Any, num_experts: Any, expert_map: Any, device: torch.device | None) -> None:
-    for name, value, dim in (("topk_ids", ids, 2), ("expert_map", expert_map, 1)):
-        if name == "expert_map" and value is None:
-            continue
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{name} is a {type(value).__name__}; a torch.Tensor is expected")
-        if value.dtype not in _ID_TYPES:
-            raise TypeError(
-                f"{name} has dtype {arguments.dtype_names((value.dtype,))}; supported are {arguments.dtype_names(_ID_TYPES)}"
-            )
-        if value.dim() != dim:
-            shape = "[M, top]" if dim == 2 else "[ids]"
-            raise ValueError(f"{name} has shape {tuple(value.shape)}; {shape} is expected")
-        if value.device != device:
-            raise ValueError(f"{name} is on {value.device}; {device} is expected")
-    if expert_map is not None and len(expert_map) == 0:  # a tensor without elements has no address that kernels could tell
-        raise ValueError("expert_map has no elements; one for each id is expected")
-    if type(num_experts) is not int or num_experts < 1:
-        raise ValueError(f"num_experts is {num_experts!r}; an integer of at least 1 is expected")
-    if ids.shape[0] * ids.shape[1] >= 1 << 31:
-        raise ValueError(f"topk_ids has shape {tuple(ids.shape)}; fewer than 2**31 elements are supported")
-
-
-def _check_ids(ids: Tensor, num_experts: int, expert_map: Tensor | None) -> None:
-    """Refuse numbers of no expert, where reading them costs no synchronisation."""
-    if not ids.is_cpu:
-        return
-    known = num_experts if expert_map is None else len(expert_map)
-    for name, value, limit in (("topk_ids", ids, known), ("expert_map", expert_map, num_experts)):
-        if value is not None and value.numel():
-            low, high = (int(bound) for bound in value.to(torch.int64).aminmax())
-            if low < -1 or high >= limit:
-                raise ValueError(f"{name} holds {low if low < -1 else high}; -1 to {limit - 1} are expected")
-
-
-# ---- products
 
 
 def _check_experts(name: str, experts: Any) -> None:
@@ -293,21 +105,14 @@ def _check_capture(name: str, x: Tensor) -> None:
         raise RuntimeError(f"{name} waits for the GPU to count each expert's rows, and cannot be captured in a CUDA graph")
 
 
-def _product(
-    experts: PackedExperts,
-    act_quant: str,
-    act_symmetric: bool,
-    bias: Tensor | None = None,
-    activation: reference.Activation = None,
-    out_dtype: torch.dtype = torch.float32,
-) -> reference_experts.Product:
-    """The product of rows with one of the experts."""
-    order = gated_order(experts.n, experts.device) if experts.gated and bias is not None else slice(None)
+def _product(experts: PackedExperts, call: Call) -> reference_experts.Product:
+    """The product of rows with one of the experts; the call's bias is ``[E, N]``."""
+    order = gated_order(experts.n, experts.device) if experts.gated and call.bias is not None else slice(None)
+    options = (call.named_activation, call.act_quant, call.act_symmetric)
 
     def product(e: int, rows: Tensor) -> Tensor:
-        own = None if bias is None else bias[e][order]
-        y = gemm.mixed_gemm(rows, experts.expert(e), own, activation, act_quant, act_symmetric, out_dtype=out_dtype)
-        return experts.in_order(y, 1)
+        bias = None if call.bias is None else call.bias[e][order]
+        return experts.in_order(gemm.mixed_gemm(rows, experts.expert(e), bias, *options, out_dtype=call.out_dtype), 1)
 
     return product
 
@@ -347,7 +152,7 @@ def grouped_gemm(
     """
     _check_experts("experts", experts)
     _check_options([experts], act_quant)
-    call = native.split_activation(activation)
+    named = native.split_activation(activation)
     x = _autocast(x)
     _check_x(x, experts.device, experts.k)
     _check_routing(routing, experts, x.shape[0], gathered)
@@ -361,10 +166,11 @@ def grouped_gemm(
             raise ValueError(f"bias has shape {tuple(bias.shape)}; {(experts.experts, experts.n)} is expected")
     direct = arguments.runs_directly(x, bias, routing.order)
     _check_recordable("grouped_gemm", direct, x, bias)
-    options: tuple[Any, ...] = (*call, act_quant, act_symmetric, out_dtype or x.dtype, gathered)
+    call = Call(bias, *named, out_dtype=out_dtype or x.dtype, act_quant=act_quant, act_symmetric=act_symmetric)
     if direct:
-        return _grouped_gemm(x, experts, *routing, bias, *options)
-    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *_fields(experts), *routing, bias, *options))
+        return _grouped_gemm(x, experts, routing, gathered, call)
+    fields = (*_fields(experts), *routing, gathered)
+    return cast(Tensor, torch.ops.cutlass_ops.grouped_gemm(x, *fields, *_OF_GROUPS.values(call)))
 
 
 def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bool) -> None:
@@ -379,26 +185,11 @@ def _check_routing(routing: Any, experts: PackedExperts, rows: int, gathered: bo
         raise ValueError(f"x has {rows} rows; {tokens} are expected by the routing, with gathered={gathered}")
 
 
-def _grouped_gemm(
-    x: Tensor,
-    experts: PackedExperts,
-    offsets: Tensor,
-    order: Tensor,
-    top: int,
-    bias: Tensor | None,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
-    out_dtype: torch.dtype,
-    gathered: bool,
-) -> Tensor:
+def _grouped_gemm(x: Tensor, experts: PackedExperts, routing: Routing, gathered: bool, call: Call) -> Tensor:
     _check_capture("grouped_gemm", x)
-    named = native.named_activation(activation, low, high)
-    product = _product(experts, act_quant, act_symmetric, bias, named, out_dtype)
-    rows = x if gathered else x[order.long() // max(top, 1)]
-    return reference_experts.grouped_gemm(rows, offsets.diff().tolist(), experts.n, product, out_dtype)
+    rows = x if gathered else x[routing.order.long() // max(routing.top, 1)]
+    counts = routing.offsets.diff().tolist()
+    return reference_experts.grouped_gemm(rows, counts, experts.n, _product(experts, call), call.out_dtype)
 
 
 def mixed_moe(
@@ -454,7 +245,7 @@ def mixed_moe(
     _check_experts("gate_up", gate_up)
     _check_experts("down", down)
     _check_options([gate_up, down], act_quant)
-    call = native.split_activation(activation, reference_experts.check_gate)
+    named = native.split_activation(activation, reference_experts.check_gate)
     x = _autocast(x)
     _check_x(x, gate_up.device, gate_up.k)
     if gate_up.n % 2 or down.shape != (gate_up.experts, gate_up.k, gate_up.n // 2) or down.device != gate_up.device:
@@ -463,7 +254,7 @@ def mixed_moe(
             "[E, 2 * I, H] and [E, H, I] on one device are expected"
         )
     check_down(down)
-    _check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
+    check_route(topk_ids, gate_up.experts, expert_map, gate_up.device)
     if not isinstance(topk_weights, Tensor):
         raise TypeError(f"topk_weights is a {type(topk_weights).__name__}; a torch.Tensor is expected")
     if topk_weights.dtype not in _WEIGHT_TYPES or topk_weights.device != gate_up.device:
@@ -477,10 +268,12 @@ def mixed_moe(
             raise ValueError(f"{name} has shape {tuple(value.shape)}; {expected} is expected, for {x.shape[0]} rows of x")
     direct = arguments.runs_directly(x, topk_ids, topk_weights, expert_map)
     _check_recordable("mixed_moe", direct, x, topk_weights)
-    options = (topk_ids, topk_weights, *call, act_quant, act_symmetric, expert_map)
+    call = Call(None, *named, act_quant=act_quant, act_symmetric=act_symmetric)
+    of_ids = (topk_ids, topk_weights, expert_map)
     if direct:
-        return _mixed_moe(x, _gated(gate_up, direct=True), down, *options)
-    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *_fields(gate_up), *_fields(down), *options))
+        return _mixed_moe(x, _gated(gate_up, direct=True), down, *of_ids, call)
+    fields = (*_fields(gate_up), *_fields(down), *of_ids)
+    return cast(Tensor, torch.ops.cutlass_ops.mixed_moe(x, *fields, *_OF_LAYER.values(call)))
 
 
 def _has_kernels(x: Tensor, gate_up: PackedExperts, down: PackedExperts, topk_ids: Tensor, topk_weights: Tensor) -> bool:
@@ -504,16 +297,12 @@ def _launch_moe(
     down: PackedExperts,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
     expert_map: Tensor | None,
+    call: Call,
 ) -> Tensor:
     x = native.row_matrix(x)
     weights = topk_weights.contiguous() if topk_weights.dtype in native.DATA_TYPES else topk_weights.float().contiguous()
-    route, held = _route_problem(topk_ids, gate_up.experts, expert_map)
+    route, held = route_problem(topk_ids, gate_up.experts, expert_map)
     y = x.new_empty(x.shape)
     perms = [0 if experts.perm is None else experts.perm.data_ptr() for experts in (gate_up, down)]
     problem = _C.MoeProblem(
@@ -526,11 +315,11 @@ def _launch_moe(
         down.weight.native,
         perms[1],
         down.n,
-        native.ACT_QUANT[act_quant],
-        act_symmetric,
-        native.ACTIVATIONS[activation],
-        low,
-        high,
+        native.ACT_QUANT[call.act_quant],
+        call.act_symmetric,
+        native.ACTIVATIONS[call.activation],
+        call.low,
+        call.high,
         weights.data_ptr(),
         native.DATA_TYPES[weights.dtype],
         y.data_ptr(),
@@ -549,27 +338,23 @@ def _mixed_moe(
     down: PackedExperts,
     topk_ids: Tensor,
     topk_weights: Tensor,
-    activation: str | None,
-    low: float,
-    high: float,
-    act_quant: str,
-    act_symmetric: bool,
     expert_map: Tensor | None,
+    call: Call,
 ) -> Tensor:
-    _check_ids(topk_ids, gate_up.experts, expert_map)
+    check_ids(topk_ids, gate_up.experts, expert_map)
     has_kernels = _has_kernels(x, gate_up, down, topk_ids, topk_weights)
-    if has_kernels and activation != reference_experts.CLAMPED_SWIGLU:
-        options = (activation, low, high, act_quant, act_symmetric, expert_map)
-        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, *options)
+    if has_kernels and call.activation != reference_experts.CLAMPED_SWIGLU:
+        return _launch_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
     _check_capture("mixed_moe", x)
+    of_sums = call.before_activation()
     return reference_experts.mixed_moe(
         x,
-        _product(gate_up, act_quant, act_symmetric),
-        _product(down, act_quant, act_symmetric),
+        _product(gate_up, of_sums),
+        _product(down, of_sums),
         down.k,
         topk_ids,
         topk_weights,
-        native.named_activation(activation, low, high),
+        call.named_activation,
         gate_up.experts,
         expert_map,
     )
@@ -602,9 +387,14 @@ def _experts(fields: Sequence[Any]) -> PackedExperts:
     return PackedExperts.of_parts(parts, *fields[len(PARTS) :])
 
 
+_OF_GROUPS = CallSchema("residual", "saturate", "batch_invariant", "architecture", "exact")
+_OF_LAYER = CallSchema("bias", "residual", "out_dtype", "saturate", "batch_invariant", "architecture", "exact")
+
+
 def _mixed_moe_op(x: Tensor, *args: Any) -> Tensor:
-    gate_up = _gated(_experts(args[:_FIELDS]), direct=False)
-    return _mixed_moe(x, gate_up, _experts(args[_FIELDS : 2 * _FIELDS]), *args[2 * _FIELDS :])
+    (*fields, topk_ids, topk_weights, expert_map), call = _OF_LAYER.split(args)
+    gate_up, down = _gated(_experts(fields[:_FIELDS]), direct=False), _experts(fields[_FIELDS:])
+    return _mixed_moe(x, gate_up, down, topk_ids, topk_weights, expert_map, call)
 
 
 def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
@@ -612,23 +402,24 @@ def _mixed_moe_fake(x: Tensor, *args: Any) -> Tensor:
 
 
 def _grouped_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    return _grouped_gemm(x, _experts(args[:_FIELDS]), *args[_FIELDS:])
+    (*fields, offsets, order, top, gathered), call = _OF_GROUPS.split(args)
+    return _grouped_gemm(x, _experts(fields), Routing(offsets, order, top), gathered, call)
 
 
 def _grouped_gemm_fake(x: Tensor, *args: Any) -> Tensor:
-    order, out_dtype = args[_FIELDS + 1], args[-2]
-    return x.new_empty((order.shape[0], args[_N]), dtype=out_dtype)
+    (*fields, _, order, _, _), call = _OF_GROUPS.split(args)
+    return x.new_empty((order.shape[0], fields[_N]), dtype=call.out_dtype)
 
 
 library.register(
-    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, Tensor? bias, str? activation, "
-    "float low, float high, str act_quant, bool act_symmetric, ScalarType out_dtype, bool gathered) -> Tensor",
+    f"grouped_gemm(Tensor x, {_schema('weight')}, Tensor offsets, Tensor order, int top, bool gathered, "
+    f"{_OF_GROUPS.text}) -> Tensor",
     _grouped_gemm_op,
     _grouped_gemm_fake,
 )
 library.register(
-    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, str? activation, "
-    "float low, float high, str act_quant, bool act_symmetric, Tensor? expert_map) -> Tensor",
+    f"mixed_moe(Tensor x, {_schema('gate_up')}, {_schema('down')}, Tensor topk_ids, Tensor topk_weights, Tensor? expert_map, "
+    f"{_OF_LAYER.text}) -> Tensor",
     _mixed_moe_op,
     _mixed_moe_fake,
 )

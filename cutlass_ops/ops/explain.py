@@ -11,8 +11,9 @@ from torch import Tensor
 
 from .. import _C, reference
 from ..weights.packed_weight import PackedWeight
-from . import arguments, gemm, native
+from . import arguments, gemm, native, products
 from .activations import MAX_M, QuantizedActivations
+from .call import Call
 
 #: Architecture -> multiprocessors and largest shared memory of a block, of a GPU that is not there (CUDA C++ Programming Guide,
 #: "Technical Specifications per Compute Capability"; multiprocessors of A100, RTX 3090, RTX 4090, H100/H200, B200, RTX 5090).
@@ -181,8 +182,10 @@ def explain(
         x = torch.empty_like(x, dtype=dtype, device="meta")
     m = math.prod(shape[:-1])
     if not isinstance(x, QuantizedActivations):
-        end = (bias, *native.split_activation(activation), residual, out_dtype or dtype, saturate, batch_invariant, 0, exact)
-        compute = gemm.panel_type(m, weight, gpu is not None, dtype, act_quant, end)
+        named = native.split_activation(activation)
+        choice = (batch_invariant, architecture, exact)
+        call = Call(bias, *named, residual, out_dtype or dtype, saturate, act_quant, act_symmetric, *choice)
+        compute = products.panel_type(m, weight, gpu is not None, dtype, call)
         if compute is not None:
             return _panels(m, weight, gpu, compute, batch_invariant)
     if gpu is None:
@@ -191,7 +194,7 @@ def explain(
         return Explanation("cpu", _C.cpu_kernel(), (), nothing, nothing, 1, 0, 0, 0, 1, 0, 0, True, why)
     quantized, ptr, stride = None, 0, weight.k
     if isinstance(x, QuantizedActivations):
-        quantized, act_quant, act_symmetric = gemm.native_quantized(x), "none", True
+        quantized, act_quant, act_symmetric = products.native_quantized(x), "none", True
         if m == 0:  # as mixed_gemm has it
             dtype = torch.float16
     elif isinstance(x, Tensor):
@@ -234,12 +237,12 @@ def explain(
 
 
 def _panels(m: int, weight: PackedWeight, gpu: Any, compute: torch.dtype, batch_invariant: bool) -> Explanation:
-    """What :func:`gemm.panel_gemm` does with m rows, on a CPU if gpu is None."""
-    gemm.check_panels(batch_invariant)
+    """What :func:`products.panel_gemm` does with m rows, on a CPU if gpu is None."""
+    products.check_panels(batch_invariant)
     if not 0 <= m <= MAX_M:
         raise ValueError(f"m is {m}; 0 to {MAX_M} is supported")
     nothing, exact = (0, 0), compute is torch.float32
-    scratch = (4 if exact else 2) * weight.k * gemm.panel_rows(weight, gemm.panel_values(gpu is not None))
+    scratch = (4 if exact else 2) * weight.k * products.panel_rows(weight, products.panel_values(gpu is not None))
     reason = "a CPU multiplies many rows faster so" if gpu is None else "no kernel takes an fp32 x"
     why = f"{reason}: the weight is dequantised in panels of rows for torch's {str(compute).removeprefix('torch.')} product"
     name, launches = ("cpu", ()) if gpu is None else (f"sm_{gpu.architecture}", ("dequantize",) if m else ())

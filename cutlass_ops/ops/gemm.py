@@ -7,12 +7,9 @@ all the rest of a call.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, is_grad_enabled
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling, is_dynamo_compiling
@@ -37,221 +34,13 @@ from .arguments import (
     jit_state,
     requires_grad,
     runs_directly,
-    without_autocast,
 )
+from .call import Call
+from .gemm_library import OF_FLOATS, OF_QUANTIZED
+from .gradients import record
 from .library import weight_fields
-from .native import (
-    ACT_QUANT,
-    DATA_TYPES,
-    current_stream,
-    data_type,
-    named_activation,
-    native_epilogue,
-    on_device,
-    pointer,
-    row_matrix,
-    split_activation,
-)
-
-#: Values of a weight that are dequantised at a time: 128 MB of 16-bit ones, so that a layer of 14336 x 4096 is one panel.
-_PANEL_VALUES = 1 << 26
-
-#: And on a CPU, where they stay in a core's cache: so many a thread.
-_CPU_PANEL_VALUES = 1 << 20
-#: Rows of x from which a CPU multiplies panels, by their dtype: with fewer, dequantising takes longer than it gains.
-_CPU_PANEL_ROWS = {torch.bfloat16: 32, torch.float32: 128}
-
-#: What a product ends with, and the choice of its kernel: bias, activation, its low and high, residual, dtype, saturate,
-#: batch_invariant, architecture, exact. One tuple, since each argument that is passed on takes host time.
-End = tuple[Tensor | None, str | None, float, float, Tensor | None, torch.dtype, bool, bool, int, bool]
-
-
-def _launch(
-    weight: PackedWeight,
-    x: Tensor,
-    quantized: _C.QuantizedActivations | None,
-    m: int,
-    x_type: _C.DataType,
-    act_quant: _C.ActQuant,
-    act_symmetric: bool,
-    shape: tuple[int, ...],
-    end: End,
-) -> Tensor:
-    """The product in a new tensor of this shape; x is a matrix of floats, or the codes of ``quantized``."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact = end
-    if residual is not None:
-        residual = row_matrix(residual)
-    epilogue = native_epilogue(weight.bias if bias is None else bias, activation, low, high, residual, saturate)
-    y: Tensor = _C.mixed_gemm(
-        weight.native,
-        x,
-        quantized,
-        m,
-        x_type,
-        act_quant,
-        act_symmetric,
-        epilogue,
-        shape,
-        out_dtype,
-        DATA_TYPES[out_dtype],
-        batch_invariant,
-        architecture,
-        exact,
-        weight.gpu,
-        current_stream(weight.gpu),
-    )
-    return y
-
-
-def _cpu_gemm(
-    x: Tensor,
-    quantized: _C.QuantizedActivations | None,
-    m: int,
-    weight: PackedWeight,
-    act_quant: _C.ActQuant,
-    act_symmetric: bool,
-    shape: tuple[int, ...],
-    end: End,
-) -> Tensor:
-    """The product in host memory; x is a matrix of floats, or the codes of ``quantized``.
-
-    A row has the same bits whatever M and the number of threads are.
-    """
-    bias, activation, low, high, residual, out_dtype, saturate, *_ = end
-    if bias is None:
-        bias = weight.bias
-    plain = activation is None and residual is None and not saturate
-    y = torch.empty(shape, dtype=out_dtype if plain else torch.float32, device="cpu")
-    first = bias if plain else None
-    _C.cpu_mixed_gemm(
-        weight.native,
-        m,
-        data_type(x) if quantized is None else _C.DataType.none,
-        x.data_ptr(),
-        x.stride(0),
-        act_quant,
-        act_symmetric,
-        quantized,
-        pointer(first),
-        data_type(first),
-        y.data_ptr(),
-        DATA_TYPES[y.dtype],
-        torch.get_num_threads(),
-    )
-    if plain:
-        return y
-    rows = None if residual is None else residual.view(shape)
-    return reference.epilogue(y, bias, named_activation(activation, low, high), rows, out_dtype, saturate)
-
-
-def panel_type(m: int, weight: PackedWeight, on_gpu: bool, dtype: torch.dtype, act_quant: str, end: End) -> torch.dtype | None:
-    """The dtype in which :func:`panel_gemm` computes a product of m rows of floats; None where kernels compute it.
-
-    On a GPU no kernel multiplies fp32 as it is. A CPU multiplies many rows faster by torch: in bf16 where it has instructions
-    for that and nothing but a bias of bf16 comes after the sums, which oneDNN then rounds once.
-    """
-    if act_quant != "none":
-        return None
-    if on_gpu:
-        return torch.float32 if dtype is torch.float32 else None
-    bias, activation, _, _, residual, out_dtype, saturate, batch_invariant, _, exact = end
-    bias = weight.bias if bias is None else bias
-    rounds_once = activation is None and residual is None and not saturate and (bias is None or bias.dtype is dtype)
-    in_bfloat16 = dtype is out_dtype is torch.bfloat16 and rounds_once and _C.cpu_multiplies_bfloat16()
-    compute = torch.bfloat16 if in_bfloat16 else torch.float32
-    return None if batch_invariant or exact or m < _CPU_PANEL_ROWS[compute] else compute
-
-
-def check_panels(batch_invariant: bool) -> None:
-    """Raise ``ValueError`` for ``batch_invariant``, which :func:`panel_gemm` is not."""
-    if batch_invariant:
-        raise ValueError(
-            "batch_invariant is True and x is float32 with act_quant='none', which torch's product takes on a GPU, and the "
-            "bits of that depend on M; float16 and bfloat16, and 'token' and 'block', are supported"
-        )
-
-
-def panel_values(on_gpu: bool) -> int:
-    """Values of a panel of a product."""
-    return _PANEL_VALUES if on_gpu else _CPU_PANEL_VALUES * torch.get_num_threads()
-
-
-def panel_rows(weight: PackedWeight, values: int | None = None) -> int:
-    """Rows of a weight that are dequantised at a time, with at most so many values or else the fewest rows there can be."""
-    values = _PANEL_VALUES if values is None else values
-    rows = max(values // weight.k // formats.ROWS_PER_PANEL, 1) * formats.ROWS_PER_PANEL
-    return min(rows, weight.n)
-
-
-def panels(weight: PackedWeight, dtype: torch.dtype, values: int | None = None) -> Iterator[tuple[slice, Tensor]]:
-    """The weight's values, :func:`panel_rows` at a time: which, and ``[rows, K]``."""
-    step = panel_rows(weight, values)
-    for start in range(0, weight.n, step):
-        stop = min(start + step, weight.n)
-        yield slice(start, stop), run_dequantize(weight, dtype, start, stop)
-
-
-def rounded_book(weight: PackedWeight, dtype: torch.dtype) -> PackedWeight:
-    """The weight whose values a product with an x of ``dtype`` has: those of a code book are rounded to it first."""
-    return weight if weight.book is None else replace(weight, book=weight.book.to(dtype).float())
-
-
-def panel_gemm(x: Tensor, weight: PackedWeight, shape: tuple[int, ...], end: End, compute: torch.dtype) -> Tensor:
-    """x ``[M, K]`` -> ``[M, N]``, seen as ``shape``: torch's product, in a dtype of :func:`panel_type`, with :func:`panels`."""
-    bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, *_ = end
-    check_panels(batch_invariant)
-    total = torch.empty(x.shape[0], weight.n, dtype=compute, device=x.device)
-    bias = weight.bias if bias is None else bias
-    added = None if compute is torch.float32 else bias
-    weight, x = rounded_book(weight, x.dtype), x.to(compute)
-    with without_autocast(x.device):
-        for rows, values in panels(weight, compute, panel_values(x.is_cuda)):
-            total[:, rows] = F.linear(x, values, None if added is None else added[rows])
-    if compute is not torch.float32:
-        return total.masked_fill_(~total.isfinite(), torch.nan).view(shape)  # as reference.epilogue
-    rows_added = None if residual is None else residual.view(shape)
-    return reference.epilogue(total.view(shape), bias, named_activation(activation, low, high), rows_added, out_dtype, saturate)
-
-
-def gemm_floats(
-    x: Tensor, m: int, weight: PackedWeight, act_quant: str, act_symmetric: bool, shape: tuple[int, ...], end: End
-) -> Tensor:
-    """x ``[M, K]`` of floats -> ``[M, N]``, seen as ``shape``."""
-    if (compute := panel_type(m, weight, weight.gpu >= 0, x.dtype, act_quant, end)) is not None:
-        return panel_gemm(x, weight, shape, end, compute)
-    if weight.gpu < 0:
-        return _cpu_gemm(row_matrix(x), None, m, weight, ACT_QUANT[act_quant], act_symmetric, shape, end)
-    batch_invariant = end[7]
-    if batch_invariant:
-        # Rows that start on 16 bytes are read by other kernels than those that do not.
-        x = x.contiguous().as_strided((m, weight.k), (weight.k, 1))
-        if x.data_ptr() % 16:
-            x = x.clone()
-    x_type, mode = DATA_TYPES[x.dtype], ACT_QUANT[act_quant]
-    return _launch(weight, x, None, m, x_type, mode, act_symmetric, shape, end)
-
-
-def native_quantized(x: QuantizedActivations) -> _C.QuantizedActivations:
-    """Quantised activations as the extension takes them."""
-    codes = x.codes
-    rows = (codes.untyped_storage().nbytes() - codes.storage_offset()) // codes.shape[1]
-    return _C.QuantizedActivations(codes.data_ptr(), x.scales.data_ptr(), pointer(x.zeros), x.block, x.scales.shape[1], rows)
-
-
-def gemm_quantized(x: QuantizedActivations, weight: PackedWeight, shape: tuple[int, ...], end: End) -> Tensor:
-    """Quantised activations -> ``[M, N]``, seen as ``shape``."""
-    m = x.codes.shape[0]
-    quantized = native_quantized(x)
-    if weight.gpu < 0:
-        return _cpu_gemm(x.codes, quantized, m, weight, _C.ActQuant.none, True, shape, end)
-    # Tensors without elements have no address: no rows look like floats, which fp32 ones must not be.
-    x_type = DATA_TYPES[x.dtype if m else torch.float16]
-    return _launch(weight, x.codes, quantized, m, x_type, _C.ActQuant.none, True, shape, end)
-
-
-def record(x: Tensor, bias: Tensor | None, residual: Tensor | None, weight: PackedWeight, call: tuple[Any, ...]) -> Tensor:
-    """An eager product with a gradient; gradients.py takes the place of this."""
-    raise RuntimeError("mixed_gemm has a gradient once cutlass_ops.ops.gradients is imported")
+from .native import ACT_QUANT, DATA_TYPES, split_activation
+from .products import check_panels, gemm_floats, gemm_quantized, run_dequantize
 
 
 def check_quantized(x: QuantizedActivations, weight: PackedWeight) -> int:
@@ -410,16 +199,30 @@ def mixed_gemm(
         raise TypeError(f"out_dtype is {out_dtype}; supported are {dtype_names(DATA_TYPES)}")
     if weight.gpu < 0 or not _C.built_with_cuda:
         check_device(device)
-    elif isinstance(x, Tensor) and dtype is torch.float32 and act_quant == "none":
+    elif dtype is torch.float32 and act_quant == "none" and isinstance(x, Tensor):
         check_panels(batch_invariant)
-    end = (bias, activation, low, high, residual, out_dtype, saturate, batch_invariant, architecture, exact)
+    values = (
+        bias,
+        activation,
+        low,
+        high,
+        residual,
+        out_dtype,
+        saturate,
+        act_quant,
+        act_symmetric,
+        batch_invariant,
+        architecture,
+        exact,
+    )
+    call = tuple.__new__(Call, values)  # in half the time of Call(...)
     if isinstance(x, QuantizedActivations):
         if differentiable:
             check_no_gradient("mixed_gemm of quantised activations", bias, residual)
         if runs_directly(x.codes, bias, residual):
-            return gemm_quantized(x, weight, out_shape, end)
+            return gemm_quantized(x, weight, out_shape, call)
         quantized = (x.codes, x.scales, x.zeros, x.block, x.dtype)
-        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *weight_fields(weight), *end)
+        y = torch.ops.cutlass_ops.gemm_quantized(*quantized, *weight_fields(weight), *OF_QUANTIZED.values(call))
         return cast(Tensor, y.view(out_shape))
     matrix = x if is_matrix else x.reshape(-1, k)
     if runs_directly(x, bias, residual):
@@ -427,11 +230,9 @@ def mixed_gemm(
         if m > MAX_M:
             raise ValueError(f"x has {m} rows; at most {MAX_M} are supported")
         if differentiable:
-            call = (act_quant, act_symmetric, (activation, low, high, *end[5:]))
-            return record(matrix, bias, residual, weight, call).view(out_shape)
-        return gemm_floats(matrix, m, weight, act_quant, act_symmetric, out_shape, end)
-    floats = (act_quant, act_symmetric)
-    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *weight_fields(weight), *end[:7], *floats, *end[7:])
+            return record(matrix, weight, call).view(out_shape)
+        return gemm_floats(matrix, m, weight, out_shape, call)
+    y = torch.ops.cutlass_ops.mixed_gemm(matrix, *weight_fields(weight), *OF_FLOATS.values(call))
     return cast(Tensor, y.view(out_shape))
 
 
@@ -459,33 +260,3 @@ def dequantize(weight: PackedWeight | QuantizedWeight, dtype: torch.dtype = torc
     if runs_directly(weight.codes):
         return run_dequantize(weight, dtype)
     return cast(Tensor, torch.ops.cutlass_ops.dequantize(*weight_fields(weight), dtype, weight.kernel_size))
-
-
-def channels_last(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
-    """Values ``[N, C, *kernel]`` of a convolution's weight, in the packed order of columns: taps, and the channels of each."""
-    channels = weight.k // weight.taps
-    if weight.gpu < 0:
-        rows = run_dequantize(weight.matrix, dtype, start, stop)
-        return rows.view(rows.shape[0], *weight.kernel_size, -1)[..., :channels].movedim(-1, 1)
-    count = (weight.n if stop is None else stop) - start
-    taps = torch.empty(count, *weight.kernel_size, channels, dtype=dtype, device=weight.device)
-    padded = channels if weight.taps > 1 else 0  # one tap is the whole row
-    end = (taps.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, count, padded)
-    with on_device(weight.device):
-        _C.dequantize(weight.matrix.native, *end)
-    return taps.movedim(-1, 1)
-
-
-def run_dequantize(weight: PackedWeight, dtype: torch.dtype, start: int = 0, stop: int | None = None) -> Tensor:
-    """Rows ``start``, a multiple of 64, to ``stop``."""
-    stop = weight.n if stop is None else stop
-    if weight.kernel_size:
-        return channels_last(weight, dtype, start, stop).contiguous()
-    out = torch.empty(stop - start, weight.k, dtype=dtype, device=weight.device)
-    if weight.gpu < 0:
-        threads = torch.get_num_threads()
-        _C.cpu_dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], start, stop - start, threads)
-        return out
-    with on_device(weight.device):
-        _C.dequantize(weight.native, out.data_ptr(), DATA_TYPES[dtype], current_stream(weight.gpu), start, stop - start)
-    return out

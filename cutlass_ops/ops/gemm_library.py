@@ -10,36 +10,39 @@ from torch import Tensor
 
 from ..weights.packed_weight import PackedWeight
 from .activations import QuantizedActivations, empty_quantized, run_quantize, run_rms_norm_quantize, run_silu_mul_quantize
-from .gemm import End, gemm_floats, gemm_quantized, run_dequantize
-from .library import CHOICE_SCHEMA, EPILOGUE_SCHEMA, WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
+from .call import CallSchema
+from .library import WEIGHT_FIELDS, WEIGHT_SCHEMA, register, with_empty
+from .products import gemm_floats, gemm_quantized, run_dequantize
+
+#: The call of a product of floats, and of one of quantised activations.
+OF_FLOATS = CallSchema()
+OF_QUANTIZED = CallSchema("act_quant", "act_symmetric")
 
 
 def _mixed_gemm_op(x: Tensor, *args: Any) -> Tensor:
-    weight = PackedWeight(*args[:WEIGHT_FIELDS])
-    *end, act_quant, act_symmetric, batch_invariant, architecture, exact = args[WEIGHT_FIELDS:]
-    m = x.shape[0]
-    return gemm_floats(
-        x, m, weight, act_quant, act_symmetric, (m, weight.n), cast(End, (*end, batch_invariant, architecture, exact))
-    )
+    fields, call = OF_FLOATS.split(args)
+    weight, m = PackedWeight(*fields), x.shape[0]
+    return gemm_floats(x, m, weight, (m, weight.n), call)
 
 
 def _mixed_gemm_fake(x: Tensor, *args: Any) -> Tensor:
-    return x.new_empty((x.shape[0], args[6]), dtype=args[WEIGHT_FIELDS + 5])
+    return x.new_empty((x.shape[0], args[6]), dtype=OF_FLOATS.split(args)[1].out_dtype)
 
 
 def _gemm_quantized_op(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype, *args: Any
 ) -> Tensor:
-    weight = PackedWeight(*args[:WEIGHT_FIELDS])
+    fields, call = OF_QUANTIZED.split(args)
+    weight = PackedWeight(*fields)
     shape = torch.Size((codes.shape[0], weight.k))
     x = QuantizedActivations(codes, scales, zeros, block, weight.k, shape, dtype, weight.perm)
-    return gemm_quantized(x, weight, (codes.shape[0], weight.n), cast(End, args[WEIGHT_FIELDS:]))
+    return gemm_quantized(x, weight, (codes.shape[0], weight.n), call)
 
 
 def _gemm_quantized_fake(
     codes: Tensor, scales: Tensor, zeros: Tensor | None, block: int, dtype: torch.dtype, *args: Any
 ) -> Tensor:
-    return codes.new_empty((codes.shape[0], args[6]), dtype=args[WEIGHT_FIELDS + 5])
+    return codes.new_empty((codes.shape[0], args[6]), dtype=OF_QUANTIZED.split(args)[1].out_dtype)
 
 
 def _quantize_activations_fake(
@@ -71,14 +74,13 @@ def _dequantize_fake(*args: Any) -> Tensor:
 
 
 register(
-    f"mixed_gemm(Tensor x, {WEIGHT_SCHEMA}, {EPILOGUE_SCHEMA}, str act_quant, bool act_symmetric, {CHOICE_SCHEMA}) -> Tensor",
+    f"mixed_gemm(Tensor x, {WEIGHT_SCHEMA}, {OF_FLOATS.text}) -> Tensor",
     _mixed_gemm_op,
     _mixed_gemm_fake,
 )
 register(
     f"gemm_quantized(Tensor x_codes, Tensor x_scales, Tensor? x_zeros, int block, ScalarType x_dtype, {WEIGHT_SCHEMA}, "
-    f"{EPILOGUE_SCHEMA}, "
-    f"{CHOICE_SCHEMA}) -> Tensor",
+    f"{OF_QUANTIZED.text}) -> Tensor",
     _gemm_quantized_op,
     _gemm_quantized_fake,
 )

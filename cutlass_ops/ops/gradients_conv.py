@@ -11,30 +11,30 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, conv, gemm, library
+from . import arguments, conv, library, products
+from .conv import OF_CONV
 from .gradients import through_activation
 
-#: Positions of mixed_conv's arguments behind x and the weight: those that may require a gradient, and the geometry.
-_BIAS = 1 + conv.BEHIND
-_RESIDUAL = _BIAS + 4
-_GEOMETRY = _RESIDUAL + 2
+#: Which of mixed_conv's arguments may require a gradient, besides x.
+_BIAS, _RESIDUAL = OF_CONV.place("bias"), OF_CONV.place("residual")
 
 
 def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
     """Gradients of x and, fp32, of the bias; an empty tensor where one is not wanted."""
-    weight, (bias, activation, low, high, *call, dtype, shape, wanted) = conv.packed_weight(args), args[conv.BEHIND :]
-    stride, padding, dilation, groups = call[:4]
+    (*fields, dtype, shape, wanted), call = OF_CONV.split(args)
+    weight, geometry = conv.packed_weight(fields)
     compute = torch.float32 if grad.is_cpu else torch.promote_types(dtype, grad.dtype)
     of_x, of_bias = grad.new_empty(0, dtype=dtype), grad.new_empty(0, dtype=torch.float32)
     with arguments.without_autocast(grad.device):
         if x is not None:
-            z = conv.run_conv(x, weight, bias, None, 0.0, 0.0, None, torch.float32, *call)
-            grad = through_activation(grad.float(), z, activation, low, high)
+            z = conv.run_conv(x, weight, geometry, call.before_activation())
+            grad = through_activation(grad.float(), z, call)
         if wanted[1]:
             of_bias = grad.float().sum([0, *range(2, grad.dim())])
         if wanted[0]:
-            values = gemm.run_dequantize(weight, compute)
+            values = products.run_dequantize(weight, compute)
             like = values.new_empty(1).expand(shape)
+            stride, padding, dilation, groups = geometry
             still = [0] * len(stride)
             of_x, *_ = torch.ops.aten.convolution_backward(
                 grad.to(compute), like, values, None, stride, padding, dilation, False, still, groups, [True, False, False]
@@ -44,32 +44,34 @@ def _backward_op(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Te
 
 
 def _backward_fake(grad: Tensor, x: Tensor | None, *args: Any) -> tuple[Tensor, Tensor]:
-    dtype, (b, c, *space), wanted = args[-3:]
+    (*fields, dtype, (b, c, *space), wanted), _ = OF_CONV.split(args)
     images = grad.new_empty((b, *space, c), dtype=dtype).movedim(-1, 1)
     return (
         images if wanted[0] else grad.new_empty(0, dtype=dtype),
-        grad.new_empty(args[6] if wanted[1] else 0, dtype=torch.float32),
+        grad.new_empty(fields[6] if wanted[1] else 0, dtype=torch.float32),
     )
 
 
 def _setup_context(ctx: Any, inputs: Sequence[Any], output: Tensor) -> None:
-    x, weight, (bias, *activation, residual, _) = inputs[0], inputs[1:_BIAS], inputs[_BIAS:_GEOMETRY]
-    again = activation[0] is not None
-    tensors = (field if isinstance(field, Tensor) else None for field in weight)
-    ctx.save_for_backward(x if again else None, bias if again else None, *tensors)
-    ctx.weight = [None if isinstance(field, Tensor) else field for field in weight]
-    ctx.call = (*activation, *inputs[_GEOMETRY:], x.dtype, list(x.shape))
-    ctx.dtypes = None if bias is None else bias.dtype, None if residual is None else residual.dtype
+    (x, *fields), call = OF_CONV.split(inputs)
+    again = call.activation is not None
+    tensors = (field if isinstance(field, Tensor) else None for field in fields)
+    ctx.save_for_backward(x if again else None, call.bias if again else None, *tensors)
+    ctx.fields = [None if isinstance(field, Tensor) else field for field in fields]
+    ctx.call = call.without_tensors()
+    ctx.of_x = x.dtype, list(x.shape)
+    ctx.dtypes = None if call.bias is None else call.bias.dtype, None if call.residual is None else call.residual.dtype
 
 
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     x, bias, *tensors = ctx.saved_tensors
-    weight = [field if tensor is None else tensor for field, tensor in zip(ctx.weight, tensors, strict=True)]
+    fields = [field if tensor is None else tensor for field, tensor in zip(ctx.fields, tensors, strict=True)]
     bias_dtype, residual_dtype = ctx.dtypes
     wanted = [ctx.needs_input_grad[0], ctx.needs_input_grad[_BIAS]]
     result: list[Tensor | None] = [None] * len(ctx.needs_input_grad)
     if any(wanted):
-        of_x, of_bias = torch.ops.cutlass_ops.mixed_conv_backward(grad, x, *weight, bias, *ctx.call, wanted)
+        call = OF_CONV.values(ctx.call._replace(bias=bias))
+        of_x, of_bias = torch.ops.cutlass_ops.mixed_conv_backward(grad, x, *fields, *ctx.of_x, wanted, *call)
         result[0] = of_x if wanted[0] else None
         result[_BIAS] = of_bias.to(bias_dtype) if wanted[1] else None
     if ctx.needs_input_grad[_RESIDUAL]:
@@ -82,9 +84,8 @@ def _no_second_gradient(ctx: Any, *grads: Tensor) -> None:
 
 
 library.register(
-    f"mixed_conv_backward(Tensor grad, Tensor? x, {library.WEIGHT_SCHEMA}, int[] kernel_size, Tensor? bias, str? activation, "
-    f"float low, float high, {conv.GEOMETRY_SCHEMA}, str act_quant, bool act_symmetric, ScalarType dtype, SymInt[] shape, "
-    "bool[2] wanted) -> (Tensor, Tensor)",
+    f"mixed_conv_backward(Tensor grad, Tensor? x, {conv.CONV_SCHEMA}, ScalarType dtype, SymInt[] shape, bool[2] wanted, "
+    f"{OF_CONV.text}) -> (Tensor, Tensor)",
     _backward_op,
     _backward_fake,
 )

@@ -18,8 +18,6 @@ WEIGHT_SCHEMA = (
 )
 #: How many of an operator's arguments they are.
 WEIGHT_FIELDS = 11
-EPILOGUE_SCHEMA = "Tensor? bias, str? activation, float low, float high, Tensor? residual, ScalarType out_dtype, bool saturate"
-CHOICE_SCHEMA = "bool batch_invariant, int architecture, bool exact"
 
 
 def weight_fields(weight: PackedWeight) -> tuple[Any, ...]:

@@ -55,29 +55,12 @@ def split_activation(
     activation: reference.Activation, check: Callable[[reference.Activation], None] = reference.check_activation
 ) -> tuple[str | None, float, float]:
     """An activation as operators take it; ``check`` raises ``ValueError`` if it does not exist."""
+    if activation is None:
+        return None, 0.0, 0.0
     check(activation)
     if isinstance(activation, tuple):
         return activation[0], float(activation[1]), float(activation[2])
     return activation, 0.0, 0.0
-
-
-def native_epilogue(
-    bias: Tensor | None, activation: str | None, low: float, high: float, residual: Tensor | None, saturate: bool
-) -> _C.Epilogue | None:
-    """What happens to sums, or None if they are only rounded; residual is a matrix whose rows are contiguous."""
-    if bias is None and residual is None and activation is None and not saturate:
-        return None
-    return _C.Epilogue(
-        pointer(bias),
-        data_type(bias),
-        pointer(residual),
-        data_type(residual),
-        0 if residual is None else residual.stride(0),
-        ACTIVATIONS[activation],
-        low,
-        high,
-        saturate,
-    )
 
 
 def named_activation(activation: str | None, low: float, high: float) -> reference.Activation:

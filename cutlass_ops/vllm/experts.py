@@ -19,7 +19,8 @@ from torch import Tensor
 from .. import _C
 from ..engines.layers import changed, extended, stored_weight
 from ..nn.experts import MixedExperts
-from ..ops.experts import mixed_moe, reorder_experts
+from ..ops.expert_packing import reorder_experts
+from ..ops.experts import mixed_moe
 from ..weights import formats
 from ..weights.weight import QuantizedWeight
 from .awq import taken

@@ -1,4 +1,4 @@
-#include "host_threads.h"
+#include "host/threads.h"
 
 #include <unistd.h>
 

@@ -6,7 +6,7 @@
 #include <array>
 #include <optional>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "dispatch/problem.h"
 
 namespace cutlass_ops {

@@ -11,7 +11,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 #include "cpu/cpu_ops.h"
 #include "cutlass_ops/experts.h"
 #include "cutlass_ops/layout.h"

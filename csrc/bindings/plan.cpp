@@ -8,7 +8,7 @@
 #include <utility>
 #include <vector>
 
-#include "bindings.h"
+#include "bindings/bindings.h"
 
 namespace cutlass_ops {
 

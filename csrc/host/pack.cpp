@@ -9,9 +9,9 @@
 #include <string>
 
 #include "cutlass_ops/layout.h"
-#include "host_memory.h"
-#include "host_threads.h"
-#include "host_vectors.h"
+#include "host/memory.h"
+#include "host/threads.h"
+#include "host/vectors.h"
 
 namespace cutlass_ops {
 namespace {
